@@ -1,0 +1,1 @@
+"""The product: daemon, API, log, CLI. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The machine: tokens, blocks, devices. Knows no HTTP, SQL, TOML or terminal."""

@@ -1,0 +1,111 @@
+"""Every error that Penstock raises on purpose, as one tree.
+
+    PenstockError                 what, where, hint; exit_code for the CLI
+    ├── ConfigError               an option or a file is wrong (exit 78)
+    │   └── CheckpointError       the model folder cannot be served (exit 78)
+    ├── WorkerFailed              a worker process could not start or keep running
+    ├── ChannelClosed             the other end of a worker channel is gone
+    ├── InvariantViolated         the ledger's books do not add up: a bug of ours
+    └── RequestError              a client's request is refused; status, code and param for the reply
+        ├── QueueFull             429: the bounded queue is full; retry_after_ms
+        └── Unavailable           503: loading, draining or no worker; retry_after_ms
+
+Owns: the words. Called by: everyone. Never: logs or prints.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Something failed that a person can act on.
+
+    Args:
+        what: one sentence, no trailing full stop.
+        where: the file, option, device or request concerned; empty if there is none.
+        hint: what to do about it; empty if nothing helps.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where, hint)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+class ConfigError(PenstockError):
+    """An option, environment variable or configuration file is wrong."""
+
+    exit_code = 78  # EX_CONFIG; the systemd unit does not restart on it
+
+
+class CheckpointError(ConfigError):
+    """The model folder cannot be served; `where` names the file, `what` the tensor or key."""
+
+
+class WorkerFailed(PenstockError):
+    """A worker process could not start or keep running."""
+
+
+class ChannelClosed(PenstockError):
+    """The process at the other end of a channel is gone."""
+
+
+class InvariantViolated(PenstockError):
+    """The ledger's books do not add up. Always a bug of ours, never the user's doing."""
+
+
+class RequestError(PenstockError):
+    """A client's request is refused.
+
+    Args:
+        what: the message the client reads.
+        code: stable string code of the OpenAI error object, or None.
+        param: the offending field, or None.
+        status: HTTP status.
+        kind: the error object's `type`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        retry_after_ms: int | None = None,
+        hint: str = "",
+    ) -> None:
+        super().__init__(what, hint=hint)
+        self.code = code
+        self.param = param
+        self.status = status
+        self.kind = kind
+        self.retry_after_ms = retry_after_ms
+
+
+class QueueFull(RequestError):
+    """The bounded queue is full; the client should come back after `retry_after_ms`."""
+
+    def __init__(self, what: str, *, retry_after_ms: int) -> None:
+        super().__init__(
+            what,
+            code="queue_full",
+            status=429,
+            kind="rate_limit_error",
+            retry_after_ms=retry_after_ms,
+        )
+
+
+class Unavailable(RequestError):
+    """The appliance cannot take work now: `model_loading`, `draining` or `engine_dead`."""
+
+    def __init__(self, what: str, *, code: str, retry_after_ms: int = 1000) -> None:
+        super().__init__(
+            what, code=code, status=503, kind="unavailable_error", retry_after_ms=retry_after_ms
+        )

@@ -1,0 +1,174 @@
+"""What crosses between the daemon and a worker, and nothing else.
+
+Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
+command that names blocks is answered once, after the worker's last touch of them: Admit by the
+`released` entry of a step, Load by Loaded, GrantSlots by the Stored entry of each slot.
+Owns: the wire between processes. Called by: channel, router, supervisor, workers.
+Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
+Never: carries tensors; KV moves through shared memory.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.sequence import SamplingParams, TokenLogprob
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    """A KV pool in a memfd that the worker inherits. Block 0 is padding and never allocated."""
+
+    name: str
+    fd: int
+    num_blocks: int
+
+
+class WeightsSpec(msgspec.Struct, frozen=True):
+    """A memfd for weights converted to the serving dtype; shared by all workers.
+
+    The worker converts its share (`share_index` of `share_count`), or nothing if `is_filled`.
+    """
+
+    fd: int
+    num_bytes: int
+    share_index: int
+    share_count: int
+    is_filled: bool
+
+
+class Setup(msgspec.Struct, tag=True, frozen=True):
+    """First message to a worker: everything it needs to load. Answered by WeightsLoaded."""
+
+    worker: str
+    model_dir: str
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    block_size: int
+    pool: PoolSpec
+    ring: PoolSpec | None
+    """Slots of the `shm` transport; None where the pool is shared."""
+    weights: WeightsSpec | None
+    """None: the checkpoint's dtype is served, and the files themselves are mapped."""
+    num_threads: int
+    max_step_tokens: int
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """All workers have loaded their share of the weights. Answered by Ready."""
+
+
+class Admit(msgspec.Struct, tag=True, frozen=True):
+    """Run this sequence until it has `until_output` output tokens or ends by itself.
+
+    Complete: new, moved and recovered sequences differ only in these numbers. Answered by an
+    entry with `is_released` set.
+    """
+
+    seq_id: int
+    generation: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_table: list[int]
+    sampling: SamplingParams
+    until_output: int
+    num_stored_blocks: int | None
+    """Blocks whose bytes have left through the ring already; None: nothing is to be stored."""
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """Drop a sequence after the current step. Ignored if the worker has dropped it by itself."""
+
+    seq_id: int
+    generation: int
+
+
+class GrantSlots(msgspec.Struct, tag=True, frozen=True):
+    """Ring slots that this worker may fill with finished blocks, in any order."""
+
+    slots: list[int]
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """Copy ring slots into blocks of this worker's pool. Answered by Loaded."""
+
+    load_id: int
+    slots: list[int]
+    block_ids: list[int]
+
+
+class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
+    """Weights read so far by this worker; sent a few times a second."""
+
+    loaded_bytes: int
+    total_bytes: int
+
+
+class WeightsLoaded(msgspec.Struct, tag=True, frozen=True):
+    """This worker's share of the weights is in place."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The worker has run a warm-up step and takes Admits. `attention` names the backend."""
+
+    attention: str
+    num_threads: int
+    cpus: list[int]
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """Block `block_index` of the sequence's table was copied into ring slot `slot`."""
+
+    slot: int
+    block_index: int
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did for one sequence."""
+
+    seq_id: int
+    generation: int
+    num_computed_tokens: int
+    token_id: int | None
+    """The token sampled in this step; None while the prompt is incomplete."""
+    logprob: TokenLogprob | None
+    finish_reason: str | None
+    """`stop` or `length` if the worker ended it."""
+    is_released: bool
+    """The worker has dropped the sequence and will not touch its blocks again."""
+    stored: list[Stored]
+    num_scheduled_tokens: int
+    """Tokens of this sequence in this step; 0 if it was only released or stored."""
+    admitted_ns: int
+    """When the worker took this generation's Admit from its channel."""
+
+
+class Stepped(msgspec.Struct, tag=True, frozen=True):
+    """One step, or (with no scheduled tokens) releases and stores between steps."""
+
+    started_ns: int
+    ended_ns: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    entries: list[SequenceStep]
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """A Load is complete; its slots are free."""
+
+    load_id: int
+    num_bytes: int
+    started_ns: int
+    ended_ns: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The worker cannot go on and exits; what, where and hint are for the operator."""
+
+    what: str
+    where: str
+    hint: str
+
+
+Command = Setup | Go | Admit | Release | GrantSlots | Load
+Report = LoadingProgress | WeightsLoaded | Ready | Stepped | Loaded | Failed

@@ -1,0 +1,1 @@
+"""The mathematics; torch begins here."""

@@ -1,0 +1,134 @@
+"""A sequence: token ids, where they stand, and when each stage began.
+
+Owns: the progress of one sequence as the daemon knows it.
+Called by: the router (writes), the api, stream and telemetry (read).
+Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
+Never: text, HTTP, block ids of more than it owns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+
+class Phase(StrEnum):
+    """Where a sequence is. Chunk progress is a number, not a phase."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to choose the next token. Crosses to workers inside Admit."""
+
+    max_tokens: int
+    """Output tokens at most; at least 1."""
+    seed: int
+    """0 <= seed < 2**63. The draw for output i is a function of (seed, i) alone."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many alternatives to report beside the sampled token; None reports nothing."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one output position, of the model's own distribution.
+
+    They are taken before temperature and filters, natural logarithm.
+    """
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class Stamps:
+    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached. See Stages in appliance.latency."""
+
+    arrived_ns: int
+    tokenized_ns: int | None = None
+    started_ns: int | None = None
+    """Start of the first step that contained the sequence."""
+    first_token_ns: int | None = None
+    """When the daemon read token 1; last_token_ns is the newest."""
+    attached_ns: int | None = None
+    """When the decode worker took it over; None where there was no handoff."""
+    decode_started_ns: int | None = None
+    """Start of the first step that computed a position after the prompt."""
+    last_token_ns: int | None = None
+    finished_ns: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and what has been generated for it."""
+
+    seq_id: int
+    request_id: str
+    index: int
+    """Position among the request's sequences; the `index` of its choice in the reply."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stamps: Stamps
+    phase: Phase = Phase.QUEUED
+    generation: int = 0
+    """Grows with every admit; messages of older generations are dropped."""
+    worker: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Positions whose KV is written and acknowledged."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_recoveries: int = 0
+    handoff_bytes: int = 0
+    """Bytes that moved in the handoff; 0 when the pool is shared."""
+    handoff_blocks: int = 0
+    transport: str | None = None
+    """`alias` or `shm` once it was handed over; None before, and where it never moves."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and kept."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens, a new list."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has a finish reason; blocks may still be draining."""
+        return self.finish_reason is not None

@@ -1,0 +1,1 @@
+"""Processes pinned to one device each; started, never imported by others."""

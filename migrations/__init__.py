@@ -1,0 +1,1 @@
+"""Append-only schema steps of the request log."""

@@ -1,0 +1,1 @@
+"""The console: sees protocol messages and the client, nothing else."""
