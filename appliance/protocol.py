@@ -1,0 +1,217 @@
+"""What the daemon tells the console and the CLI: frames, versioned.
+
+Owns: the wire format of /v1/penstock/* and /v1/requests.
+Called by: telemetry (fills it), api (sends it), client, cli and tui (read it).
+Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
+bytes; fields are only ever added within one FRAME_VERSION.
+Never: imports the engine, so that the console can run where the engine is not.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FRAME_VERSION = 1
+PHASES = ("queued", "prefilling", "handing_off", "decoding", "finished")
+BLOCK_STATES = ("free", "reserved", "active", "cached", "draining", "quarantined")
+
+
+class RequestFrame(msgspec.Struct):
+    """One request: live, or finished a short while ago."""
+
+    id: str
+    endpoint: str
+    phase: str
+    """One of PHASES; of several sequences, the least advanced one that is not finished."""
+    model: str
+    user: str | None
+    """Name of the peer's uid; None if the socket does not say."""
+    stream: bool
+    num_sequences: int
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    max_tokens: int
+    num_blocks: int
+    worker: str | None
+    transport: str | None
+    received_at: str
+    """ISO 8601, UTC, milliseconds."""
+    age_ms: float
+    finish_reason: str | None = None
+    error: str | None = None
+    tokenize_ms: float | None = None
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    ttft_ms: float | None = None
+    handoff_ms: float | None = None
+    decode_wait_ms: float | None = None
+    decode_ms: float | None = None
+    first_itl_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    handoff_bytes: int | None = None
+
+
+class WorkerFrame(msgspec.Struct):
+    """One worker process over the last second."""
+
+    name: str
+    """`prefill`, `decode` or `colocated`."""
+    state: str
+    """`starting`, `loading`, `ready` or `restarting`."""
+    pid: int | None
+    device: str
+    """What it is pinned to, for people: `cpu 0` or `cpu 0-1`."""
+    cpus: list[int]
+    attention: str | None
+    num_sequences: int
+    """Admitted to the worker now."""
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    steps_per_s: float
+    step_ms_p50: float | None
+    step_ms_max: float | None
+    busy_ratio: float
+    """Share of the last second spent in steps, 0 to 1."""
+    cpu_percent: float | None
+    rss_bytes: int | None
+    num_restarts: int
+    loaded_bytes: int
+    total_bytes: int
+
+
+class PoolFrame(msgspec.Struct):
+    """Blocks of one KV pool (or of the transfer ring) by state; they add up to num_blocks."""
+
+    name: str
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    free: int
+    reserved: int
+    active: int
+    cached: int
+    draining: int
+    quarantined: int
+
+
+class QueueFrame(msgspec.Struct):
+    """Sequences by phase now."""
+
+    queued: int
+    prefilling: int
+    handing_off: int
+    decoding: int
+    max_queued: int
+    oldest_queued_ms: float | None
+
+
+class LatencyFrame(msgspec.Struct):
+    """Exact quantiles over requests finished, and gaps seen, within the window."""
+
+    window_s: float
+    num_requests: int
+    ttft_ms_p50: float | None
+    ttft_ms_p95: float | None
+    ttft_ms_max: float | None
+    itl_ms_p50: float | None
+    itl_ms_p95: float | None
+    itl_ms_max: float | None
+    handoff_ms_p50: float | None
+    handoff_ms_p95: float | None
+
+
+class TotalsFrame(msgspec.Struct):
+    """Counters since the daemon started."""
+
+    accepted: int
+    finished: int
+    refused: int
+    aborted: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    handoffs: int
+    handoff_bytes: int
+    stale_messages: int
+    recovered_sequences: int
+    log_rows_lost: int
+
+
+class DeviceFrame(msgspec.Struct):
+    """Readings of one power domain: a CPU package by RAPL or a GPU by NVML."""
+
+    name: str
+    kind: str
+    """`cpu` or `gpu`."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    utilization_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
+class HostFrame(msgspec.Struct):
+    """The machine and the daemon process."""
+
+    cpu_percent: float | None
+    """Of all cores, 0 to 100."""
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    daemon_cpu_percent: float | None
+    """Of one core."""
+    daemon_rss_bytes: int | None
+
+
+class EventFrame(msgspec.Struct):
+    """Something an operator should know."""
+
+    at: str
+    severity: str
+    """`info`, `warning` or `error`."""
+    code: str
+    """Stable, dotted: `worker.died`, `request.cancelled`, `drain.started`."""
+    message: str
+
+
+class Frame(msgspec.Struct):
+    """One reading of everything at one time."""
+
+    version: int
+    at: str
+    seq: int
+    """Grows by one per frame; a gap means frames were dropped for this reader."""
+    uptime_s: float
+    state: str
+    """`loading`, `ready`, `draining` or `degraded` (a worker is down and coming back)."""
+    state_reason: str
+    model: str
+    model_note: str | None
+    """A caveat to show beside the model's name, as that its weights are random."""
+    dtype: str
+    max_model_len: int
+    roles: str
+    """`static` or `colocated`."""
+    transport: str | None
+    """`alias` or `shm` as probed at start; None if colocated."""
+    pid: int
+    queue: QueueFrame
+    workers: list[WorkerFrame]
+    pools: list[PoolFrame]
+    latency: LatencyFrame
+    totals: TotalsFrame
+    devices: list[DeviceFrame]
+    host: HostFrame
+    requests: list[RequestFrame]
+    """Live requests, oldest first; at most MAX_FRAME_REQUESTS."""
+    num_requests: int
+    """Live requests, also those beyond MAX_FRAME_REQUESTS."""
+    events: list[EventFrame]
+    """The newest, oldest first."""
+
+
+MAX_FRAME_REQUESTS = 200
+MAX_FRAME_EVENTS = 50

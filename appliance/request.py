@@ -1,0 +1,142 @@
+"""One accepted request: what was asked, by whom, and the reply that is open for it.
+
+Owns: the request's identity and its sequences.
+Called by: api (creates), daemon (routes, logs), stream (reads the deltas).
+Invariant: exactly one terminal reply and one log row per accepted request.
+Never: chooses blocks or workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.sequence import Sequence, TokenLogprob
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of the socket, from SO_PEERCRED; None where it does not say."""
+
+    uid: int | None = None
+    gid: int | None = None
+    pid: int | None = None
+    user: str | None = None
+
+
+@dataclass(slots=True)
+class TokensEmitted:
+    """New tokens of one sequence, in order; `is_last` closes the sequence.
+
+    `sequence.finish_reason` and `sequence.error` are set when `is_last` is.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    """As long as token_ids, or empty when not asked for."""
+    is_last: bool
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asked; one reply, one log row."""
+
+    request_id: str
+    """`cmpl-...` or `chatcmpl-...`; the `id` of the reply and the x-request-id header."""
+    endpoint: str
+    model: str
+    peer: Peer
+    is_stream: bool
+    received_at: str
+    """ISO 8601, UTC, milliseconds."""
+    sequences: list[Sequence]
+    prompt_text: str | None = None
+    client_request_id: str | None = None
+    inbox: asyncio.Queue[TokensEmitted] = field(default_factory=asyncio.Queue)
+    """Filled by the daemon; read by exactly one reply."""
+    http_status: int = 200
+    cancelled_by: str | None = None
+    """`client` (disconnect), `api` (cancel endpoint), `drain`."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every sequence is."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the api must know of the model being served."""
+
+    model_id: str
+    max_model_len: int
+    """Prompt and output tokens together, as the pools allow."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    note: str | None
+    created: int
+    """Unix seconds, for /v1/models."""
+
+
+class Appliance(Protocol):
+    """What the api calls in the daemon. Every call is synchronous and on the daemon's loop."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model being served."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+
+    @property
+    def max_queued(self) -> int:
+        """Sequences that may wait at once."""
+
+    def check_available(self) -> None:
+        """Raise Unavailable while loading or draining."""
+
+    def not_ready_reason(self) -> str | None:
+        """None if /ready is 200, else why not."""
+
+    def next_seq_id(self) -> int:
+        """A new sequence id, never used before in this daemon."""
+
+    def submit(self, request: Request) -> None:
+        """Accept it whole or raise QueueFull, Unavailable or RequestError and keep nothing."""
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        """A stop string matched: end it with finish reason `stop`.
+
+        Only the first `num_kept_tokens` output tokens count. No TokensEmitted follows.
+        """
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """Abort every unfinished sequence of it; False if the id is not live.
+
+        Each aborted sequence gets a last TokensEmitted with finish reason `abort`.
+        """
+
+    def close(self, request: Request, http_status: int) -> None:
+        """The terminal reply has been sent, or its client is gone: write the log row."""
+
+    def live_request(self, request_id: str) -> Request | None:
+        """A request that has no terminal reply yet."""
+
+    def request_frames(self) -> list[dict[str, object]]:
+        """Live requests, then the last finished ones, as RequestFrame dictionaries."""
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        """One of them by id, also from the log; None if unknown."""
+
+    def frame_json(self) -> bytes:
+        """The newest frame, encoded."""
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""
+
+    def log_rows(self, limit: int) -> list[dict[str, object]]:
+        """Newest finished requests from the log, newest first; blocking, call in a thread."""
