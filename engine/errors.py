@@ -6,7 +6,7 @@
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
     ├── InvariantViolated         the ledger's books do not add up: a bug of ours
-    └── RequestError              a client's request is refused; status, code and param for the reply
+    └── RequestError              a client's request is refused; status, code, param
         ├── QueueFull             429: the bounded queue is full; retry_after_ms
         └── Unavailable           503: loading, draining or no worker; retry_after_ms
 

@@ -72,11 +72,12 @@ class Stamps:
     started_ns: int | None = None
     """Start of the first step that contained the sequence."""
     first_token_ns: int | None = None
-    """When the daemon read token 1; last_token_ns is the newest."""
+    """When the daemon read token 1; second_token_ns and last_token_ns likewise."""
     attached_ns: int | None = None
     """When the decode worker took it over; None where there was no handoff."""
     decode_started_ns: int | None = None
     """Start of the first step that computed a position after the prompt."""
+    second_token_ns: int | None = None
     last_token_ns: int | None = None
     finished_ns: int | None = None
 
@@ -102,6 +103,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_recoveries: int = 0
+    deadline_ns: int | None = None
+    """When the present phase should be over."""
     handoff_bytes: int = 0
     """Bytes that moved in the handoff; 0 when the pool is shared."""
     handoff_blocks: int = 0

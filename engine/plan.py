@@ -1,0 +1,71 @@
+"""Which sequences take part in the next step, with how many tokens each.
+
+Owns: nothing; pure, torch-free.
+Called by: the worker loop before every step; the router uses the same order for its queue.
+Invariant: every decoding sequence gets its token in every step; prompts share what the budget
+leaves, at least MIN_PREFILL_TOKENS, so neither phase can starve the other.
+Never: looks at blocks: whoever is running owns the blocks it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+MIN_PREFILL_TOKENS = 64
+AGEING_TOKENS_PER_S = 512.0
+"""A waiting prompt counts as this much shorter for every second it waits."""
+
+
+class Plannable(Protocol):
+    """What planning needs to know of a running sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose KV is written."""
+
+    @property
+    def admitted_ns(self) -> int:
+        """When it was admitted."""
+
+
+S = TypeVar("S", bound=Plannable)
+
+
+def prefill_key(num_remaining_tokens: int, waited_ns: int) -> float:
+    """Sort key of a prompt: shortest remaining first, with ageing; smaller goes first."""
+    return num_remaining_tokens - AGEING_TOKENS_PER_S * waited_ns / 1e9
+
+
+def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[S, int]]:
+    """Choose the next step.
+
+    Args:
+        running: sequences that hold their blocks and have something left to compute.
+        max_step_tokens: token budget of the step.
+        now_ns: CLOCK_MONOTONIC, for ageing.
+
+    Returns:
+        (sequence, number of new tokens), single-token sequences first. Empty if nothing runs.
+    """
+    chosen: list[tuple[S, int]] = []
+    prompts: list[tuple[float, int, S]] = []
+    for order, sequence in enumerate(running):
+        remaining = sequence.num_tokens - sequence.num_computed_tokens
+        if remaining == 1:
+            chosen.append((sequence, 1))
+        elif remaining > 1:
+            key = prefill_key(remaining, now_ns - sequence.admitted_ns)
+            prompts.append((key, order, sequence))
+    budget = max(max_step_tokens - len(chosen), min(MIN_PREFILL_TOKENS, max_step_tokens))
+    for _, _, sequence in sorted(prompts, key=lambda item: item[:2]):
+        if budget <= 0:
+            break
+        num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        chosen.append((sequence, num_new_tokens))
+        budget -= num_new_tokens
+    return chosen
