@@ -1,0 +1,284 @@
+"""Text to token ids and back: the one door to `tokenizers` and `jinja2`.
+
+Owns: the checkpoint's tokenizer and its chat template.
+Called by: api (encode, render), detokenizer, replies (token texts for logprobs).
+Invariant: encode, decode and render give what transformers gives for the same folder.
+Never: knows requests, and never loads a tokenizer from anywhere but the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+import tokenizers.processors
+
+from engine.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        where: str = "tokenizer",
+    ) -> None:
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_tokens = dict(special_tokens or {})
+        self._template = _compile_template(chat_template, where) if chat_template else None
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._silent_ids = {token_id for token_id, token in added.items() if token.special}
+        decoder = _decoder_types(backend)
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_byte_tokens = "ByteFallback" in decoder
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.max_token_chars = max(map(len, vocab), default=1)
+        """No token stands for more characters, so a text has at least len / this many tokens."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
+
+        Raises:
+            CheckpointError: a file is missing or broken; `where` names it.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                "there is no tokenizer.json",
+                where=str(path),
+                hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
+        except Exception as error:
+            raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
+        config = _read_config(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_config(folder / "special_tokens_map.json")
+        special_tokens = _special_tokens(config)
+        _apply_bos_eos(backend, config, special_tokens)
+        template, where = _read_template(folder, config)
+        return cls(backend, chat_template=template, special_tokens=special_tokens, where=where)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False for base models, which only complete text."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the ids its post-processor adds unless told not to."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary are silent."""
+        ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """The prompt for a conversation, up to where the assistant's answer begins.
+
+        Encode it with `add_special_tokens=False`: the template writes its own.
+
+        Raises:
+            RequestError: there is no template (`no_chat_template`) or it refuses the messages.
+        """
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions with a prompt",
+                code="no_chat_template",
+                param="messages",
+            )
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}",
+                code="invalid_value",
+                param="messages",
+            ) from error
+
+    def is_silent(self, token_id: int) -> bool:
+        """True for special ids, and for ids that the vocabulary does not have."""
+        return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
+
+    def token_text(self, token_id: int) -> str:
+        """What one token alone stands for; U+FFFD where it is part of a character."""
+        raw = self.token_bytes(token_id)
+        return "" if raw is None else raw.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that one token stands for; None if the vocabulary does not have it."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._is_byte_level:
+            return b"".join(_byte_of(character) for character in token)
+        if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+
+def _byte_of(character: str) -> bytes:
+    """The byte that a character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 stands for itself; the 68 others were numbered from U+0100 in byte order.
+    """
+    code = ord(character)
+    if code >= 0x100:
+        rank = code - 0x100
+        return _HIDDEN_BYTES[rank : rank + 1] or character.encode()
+    return bytes((code,))
+
+
+_HIDDEN_BYTES = bytes((*range(0x21), *range(0x7F, 0xA1), 0xAD))
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    """Names of the decoder's parts."""
+    if backend.decoder is None:
+        return set()
+    # Its pickled state is its JSON; to_str() would write out the whole vocabulary.
+    spec = json.loads(backend.decoder.__getstate__())
+    return {part["type"] for part in spec.get("decoders", [spec])}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise CheckpointError("it is not a JSON object", where=str(path))
+    return config
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and its kind, which templates use as variables."""
+    found = {}
+    extra = config.get("extra_special_tokens")
+    for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _apply_bos_eos(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
+) -> None:
+    """An explicit add_bos_token or add_eos_token overrides tokenizer.json, as in transformers."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    parts = ["$A:0"]
+    used = []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token = special_tokens.get(name)
+        token_id = backend.token_to_id(token) if token is not None else None
+        if not config.get(flag) or token_id is None:
+            continue
+        parts.insert(0 if name == "bos_token" else len(parts), f"{token}:0")
+        used.append((token, token_id))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=parts, pair=[*parts, "$B:1"], special_tokens=used
+    )
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, str]:
+    """The chat template and the file it is from; a file of its own wins over the config."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
+    path = folder / "tokenizer_config.json"
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError("chat_template is neither a string nor a list", where=str(path))
+    return template, str(path)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it only renders."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile_template(source: str, where: str) -> jinja2.Template:
+    """A template in the environment that transformers gives chat templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"the chat template is broken: {error}", where=where) from error
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without Jinja's escaping of HTML characters."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
