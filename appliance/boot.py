@@ -1,0 +1,182 @@
+"""Everything that is decided before the first worker starts.
+
+Owns: the lock on the state directory, the memfds of pools and weights.
+Called by: the daemon, once.
+Invariant: whatever is wrong with the options or the checkpoint is an error here, before a worker
+or a socket exists.
+Never: serves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.config import ServeConfig
+from appliance.placement import (
+    BLOCK_SIZE,
+    Placement,
+    WorkerPlan,
+    available_cores,
+    available_memory_bytes,
+    place,
+)
+from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
+from engine.errors import ConfigError, PenstockError
+from engine.messages import PoolSpec, Setup, WeightsSpec
+
+log = logging.getLogger("penstock")
+
+STARTER_NAME = "penstock-starter-random-1"
+STARTER_NOTE = "random weights: it answers with noise"
+PREFILL_STEP_TOKENS = 512
+COLOCATED_STEP_TOKENS = 256
+"""A prompt's share of a step where others decode in the same step: it sets their worst gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the daemon will serve, with what, where."""
+
+    checkpoint: Checkpoint
+    model_note: str | None
+    dtype: str
+    placement: Placement
+    max_step_tokens: int
+    workers: list[tuple[WorkerPlan, Setup]]
+    inherited_fds: list[int]
+
+
+def lock_state_dir(state_dir: Path) -> int:
+    """Take the state directory for this daemon; the lock lives as long as the returned fd.
+
+    Raises:
+        PenstockError: another daemon has it.
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+        fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the state directory: {error.strerror}",
+            where=str(state_dir),
+            hint="choose another with --state-dir",
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise PenstockError(
+            "another penstock daemon uses this state directory",
+            where=str(state_dir),
+            hint="stop it, or choose another with --state-dir and --socket",
+        ) from error
+    return fd
+
+
+def make_plan(config: ServeConfig) -> Plan:
+    """Check options and checkpoint against each other and this machine.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    folder, note = _model_folder(config)
+    checkpoint = Checkpoint.open(folder)
+    dtype = choose_dtype(config.dtype, checkpoint)
+    if note is not None and config.dtype == "auto":
+        dtype = "float32"  # where its greedy output is exactly reproducible
+    transport = config.transport
+    if transport == "auto":
+        transport = "alias"
+    placement = place(
+        checkpoint,
+        dtype=dtype,
+        roles=config.roles,
+        transport=transport,
+        kv_memory_bytes=config.kv_memory_bytes,
+        max_model_len=config.max_model_len,
+        cores=available_cores(),
+        memory_bytes=available_memory_bytes(),
+    )
+    wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
+    if placement.max_model_len < wanted_len:
+        log.warning(
+            "model length lowered from %d to %d tokens: that is what the %s hold",
+            wanted_len,
+            placement.max_model_len,
+            "positions of the model"
+            if placement.max_model_len == checkpoint.config.max_position_embeddings
+            else "KV pools",
+        )
+    is_colocated = placement.topology.is_colocated
+    max_step_tokens = COLOCATED_STEP_TOKENS if is_colocated else PREFILL_STEP_TOKENS
+    workers, fds = _setups(checkpoint, dtype, placement, max_step_tokens)
+    return Plan(checkpoint, note, dtype, placement, max_step_tokens, workers, fds)
+
+
+def _model_folder(config: ServeConfig) -> tuple[Path, str | None]:
+    """The folder to serve and a caveat about it."""
+    if config.model is not None:
+        return config.model, None
+    folder = config.cache_dir / STARTER_NAME
+    if not (folder / "config.json").exists():
+        log.info("no --model given: making the starter model (%s) in %s", STARTER_NOTE, folder)
+        try:
+            config.cache_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the cache directory: {error.strerror}", where=str(config.cache_dir)
+            ) from error
+        command = [sys.executable, "-P", "-m", "engine.model.starter", str(folder)]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+            raise PenstockError("the starter model could not be made", where=str(folder))
+    return folder, STARTER_NOTE
+
+
+def _setups(
+    checkpoint: Checkpoint, dtype: str, placement: Placement, max_step_tokens: int
+) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
+    """One Setup per worker, and the memfds that all of them inherit."""
+    specs = {}
+    for name, num_blocks in placement.num_blocks_by_pool.items():
+        fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
+        specs[name] = PoolSpec(name, fd, num_blocks)
+    fds = [spec.fd for spec in specs.values()]
+    layout = weights_layout(checkpoint, dtype)
+    weights_fd = None
+    if layout is not None:
+        weights_fd = _memfd("penstock-weights", layout.num_bytes)
+        fds.append(weights_fd)
+    workers = []
+    for index, plan in enumerate(placement.workers):
+        weights = None
+        if layout is not None and weights_fd is not None:
+            weights = WeightsSpec(
+                weights_fd, layout.num_bytes, index, len(placement.workers), is_filled=False
+            )
+        setup = Setup(
+            worker=plan.name,
+            model_dir=str(checkpoint.folder),
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+            pool=specs[plan.pool],
+            ring=specs[placement.ring_pool] if placement.ring_pool else None,
+            weights=weights,
+            num_threads=len(plan.cpus),
+            max_step_tokens=max_step_tokens,
+        )
+        workers.append((plan, setup))
+    return workers, fds
+
+
+def _memfd(name: str, num_bytes: int) -> int:
+    """Anonymous shared memory; pages are taken as they are touched and leave no residue."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd

@@ -1,0 +1,198 @@
+"""The daemon's life: start in order, serve, drain, stop in reverse.
+
+Owns: the event loop, signals, and the order in which everything else starts and stops.
+Called by: the CLI (`serve`).
+Invariant: the first SIGTERM or SIGINT drains, the second ends every reply at once; workers and the
+socket are gone when it returns.
+Never: imports torch; knows what a request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from importlib.metadata import version
+
+from appliance.api import build_app
+from appliance.boot import Plan, lock_state_dir, make_plan
+from appliance.config import ServeConfig
+from appliance.notify import notify
+from appliance.request_log import RequestLog
+from appliance.server import ApiServer, bind_socket
+from appliance.service import Service
+from appliance.supervisor import Supervisor
+from appliance.telemetry import cpu_names
+from engine.blocks import Ledger
+from engine.errors import PenstockError
+from engine.messages import Command, Report
+from engine.ring import Ring
+from engine.router import Router
+from engine.sequence import Sequence, TokenLogprob
+from engine.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock")
+
+MAX_QUEUED = 256
+FRAME_INTERVAL_S = 1.0
+REPLY_GRACE_S = 3.0
+"""Between aborting what is live and closing the connections."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Run the daemon until it is told to stop; the exit code.
+
+    Raises:
+        PenstockError: it could not start.
+    """
+    if sys.platform != "linux":
+        raise PenstockError("penstock runs on Linux only", where=sys.platform)
+    logging.basicConfig(level=logging.INFO, format="penstock: %(message)s", stream=sys.stderr)
+    lock_fd = lock_state_dir(config.state_dir)
+    try:
+        return asyncio.run(_Daemon(config, make_plan(config)).run())
+    finally:
+        os.close(lock_fd)
+
+
+class _Daemon:
+    """One run; built in the order in which it starts."""
+
+    def __init__(self, config: ServeConfig, plan: Plan) -> None:
+        self._config = config
+        self._plan = plan
+        self._num_signals = 0
+        self._drain = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start, serve, drain, stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        sock = bind_socket(self._config.socket)
+        self._supervisor = Supervisor(
+            self._plan.workers,
+            self._plan.inherited_fds,
+            on_report=self._on_report,
+            on_ready=lambda worker: self._service.worker_ready(worker),
+            on_died=lambda worker: self._service.worker_died(worker),
+        )
+        self._supervisor.spawn_all()
+        request_log = RequestLog(self._config.log_path)
+        request_log.start_run(
+            version=version("penstock"),
+            model=self._plan.checkpoint.folder.name,
+            dtype=self._plan.dtype,
+            roles=self._config.roles,
+            transport=self._plan.placement.topology.transport,
+        )
+        self._service = Service(
+            self._plan,
+            self._make_router(),
+            self._supervisor,
+            Tokenizer.from_folder(self._plan.checkpoint.folder),
+            request_log,
+            keeps_text=self._config.log_text,
+        )
+        server = ApiServer(build_app(self._service), sock)
+        await server.start()
+        frames = asyncio.create_task(self._make_frames())
+        try:
+            await self._serve()
+            request_log.end_run("clean")
+        finally:
+            frames.cancel()
+            await server.stop(REPLY_GRACE_S)
+            await self._supervisor.stop()
+            await asyncio.to_thread(request_log.close)
+        return 0
+
+    async def _serve(self) -> None:
+        """From loading to drained."""
+        notify(STATUS="loading")
+        loading = asyncio.create_task(self._supervisor.run())
+        stopping = asyncio.create_task(self._drain.wait())
+        try:
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():
+                loading.result()
+                self._announce()
+                notify(READY="1", STATUS="ready")
+                await stopping
+        finally:
+            for task in (loading, stopping):
+                task.cancel()
+        notify(STOPPING="1", STATUS=f"draining {self._service.num_live} requests")
+        self._service.start_draining()
+        drained = asyncio.create_task(self._service.drained())
+        stop_now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            self._service.abort_all()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(drained, REPLY_GRACE_S)
+        stop_now.cancel()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        (self._drain if self._num_signals == 1 else self._stop_now).set()
+
+    def _on_report(self, worker: str, report: Report) -> None:
+        self._service.worker_reported(worker, report)
+
+    async def _make_frames(self) -> None:
+        while True:
+            await asyncio.sleep(FRAME_INTERVAL_S)
+            self._service.make_frame()
+
+    def _make_router(self) -> Router:
+        placement = self._plan.placement
+        topology = placement.topology
+        ledger = Ledger(placement.pools())
+        ring = None
+        if placement.ring_pool is not None:
+            ring = Ring(
+                ledger,
+                pool=placement.ring_pool,
+                prefill_worker=topology.prefill_worker,
+                decode_worker=topology.decode_worker,
+                decode_pool=topology.decode_pool,
+            )
+        return Router(
+            topology,
+            ledger,
+            ring,
+            send=self._send,
+            emit=self._emit,
+            max_queued=MAX_QUEUED,
+            max_step_tokens=self._plan.max_step_tokens,
+        )
+
+    def _send(self, worker: str, command: Command) -> None:
+        self._supervisor.send(worker, command)
+
+    def _emit(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprob], is_last: bool
+    ) -> None:
+        self._service.emit(sequence, token_ids, logprobs, is_last)
+
+    def _announce(self) -> None:
+        """Say what is served, where and how, in the words an operator needs."""
+        placement, model = self._plan.placement, self._service.model
+        note = f" ({model.note})" if model.note else ""
+        log.info("serving %s%s in %s", model.model_id, note, self._plan.dtype)
+        for worker in placement.workers:
+            attention = self._supervisor.workers[worker.name].attention
+            log.info("  %s on %s, attention %s", worker.name, cpu_names(worker.cpus), attention)
+        if placement.topology.transport is not None:
+            log.info("  handoff by %s", placement.topology.transport)
+        for name, num_blocks in placement.num_blocks_by_pool.items():
+            size_mib = num_blocks * placement.block_bytes / 2**20
+            log.info("  pool %s: %d blocks, %.0f MiB", name, num_blocks - 1, size_mib)
+        log.info("  up to %d tokens per request", model.max_model_len)
+        log.info("ready on %s", self._config.socket)
+        log.info("try: penstock run 'Hello' --max-tokens 32")

@@ -1,0 +1,190 @@
+"""Where everything goes: cores to workers, memory to pools. Decided once, at start.
+
+Owns: nothing; pure but for reading what this machine and its cgroup allow.
+Called by: the daemon.
+Invariant: each worker has cores of its own (with one core both share it), one thread per physical
+core; the pools together never exceed the KV memory.
+Never: starts a process, allocates memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from engine.blocks import BlockPool
+from engine.checkpoint import Checkpoint
+from engine.errors import ConfigError
+from engine.topology import Topology
+
+BLOCK_SIZE = 64
+MAX_DEFAULT_KV_BYTES = 4 << 30
+MAX_RING_BYTES = 64 << 20
+MAX_RING_SLOTS = 64
+MIN_RING_SLOTS = 4
+DEFAULT_FULL_LENGTH_SEQUENCES = 64
+"""Without --kv-memory a pool holds at most this many sequences of full length."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: its name, its cores, its pool."""
+
+    name: str
+    cpus: tuple[int, ...]
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The whole plan."""
+
+    topology: Topology
+    workers: tuple[WorkerPlan, ...]
+    num_blocks_by_pool: dict[str, int]
+    """Including padding block 0."""
+    ring_pool: str | None
+    block_bytes: int
+    max_model_len: int
+
+    def pools(self) -> list[BlockPool]:
+        """Fresh books for every pool."""
+        return [BlockPool(n, count, BLOCK_SIZE) for n, count in self.num_blocks_by_pool.items()]
+
+
+def available_cores(
+    allowed: set[int] | None = None,
+    topology_root: Path = Path("/sys/devices/system/cpu"),
+    quota_cpus: float | None = None,
+) -> list[int]:
+    """One logical cpu of each physical core that we may use, respecting affinity and cpu quota."""
+    cpus = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    cores: dict[str, int] = {}
+    for cpu in cpus:
+        siblings = topology_root / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            core = siblings.read_text().strip()
+        except OSError:
+            core = str(cpu)
+        cores.setdefault(core, cpu)
+    chosen = list(cores.values())
+    quota = cgroup_cpu_quota() if quota_cpus is None else quota_cpus
+    return chosen if quota is None else chosen[: max(1, int(quota))]
+
+
+def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
+    """Cores of prefill and decode; prefill is compute-bound and gets the odd one."""
+    if len(cores) == 1:
+        return cores, cores
+    num_decode = len(cores) // 2
+    return cores[:-num_decode], cores[-num_decode:]
+
+
+def _cgroup_values(name: str) -> list[str]:
+    """The file's content in our cgroup (v2) and each of its parents."""
+    try:
+        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    folder = Path("/sys/fs/cgroup") / line.rpartition(":")[2].lstrip("/")
+    values = []
+    for parent in (folder, *folder.parents):
+        if not parent.is_relative_to("/sys/fs/cgroup"):
+            break
+        try:
+            values.append((parent / name).read_text().strip())
+        except OSError:
+            continue
+    return values
+
+
+def cgroup_cpu_quota() -> float | None:
+    """Cores that the cgroup's quota amounts to; None without a quota."""
+    quotas = []
+    for value in _cgroup_values("cpu.max"):
+        quota, _, period = value.partition(" ")
+        if quota != "max" and period:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be used without swapping, respecting cgroup limits."""
+    limits: list[int] = [psutil.virtual_memory().available]
+    for limit, used in zip(
+        _cgroup_values("memory.max"), _cgroup_values("memory.current"), strict=False
+    ):
+        if limit != "max":
+            limits.append(max(int(limit) - int(used), 0))
+    return min(limits)
+
+
+def place(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    roles: str,
+    transport: str,
+    kv_memory_bytes: int | None,
+    max_model_len: int | None,
+    cores: list[int],
+    memory_bytes: int,
+) -> Placement:
+    """Choose workers, cores, pools and the model length.
+
+    Raises:
+        ConfigError: the KV memory does not hold a single useful sequence.
+    """
+    config = checkpoint.config
+    block_bytes = config.kv_block_bytes(BLOCK_SIZE, dtype)
+    wanted_len = min(
+        max_model_len or config.max_position_embeddings, config.max_position_embeddings
+    )
+    if kv_memory_bytes is None:
+        full_length = -(-wanted_len // BLOCK_SIZE) * block_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
+        kv_memory_bytes = min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, full_length)
+    num_blocks = kv_memory_bytes // block_bytes
+    if roles == "colocated":
+        topology = Topology("colocated", "colocated", "kv", "kv", None)
+        counts = {"kv": num_blocks}
+        workers = [WorkerPlan("colocated", tuple(cores), "kv")]
+    else:
+        prefill_cores, decode_cores = split_cores(cores)
+        counts = {"kv": num_blocks}
+        if transport == "shm":
+            counts = _shm_counts(num_blocks, block_bytes)
+        pools = ("kv", "kv") if transport == "alias" else ("prefill", "decode")
+        topology = Topology("prefill", "decode", *pools, transport)
+        workers = [
+            WorkerPlan("prefill", tuple(prefill_cores), pools[0]),
+            WorkerPlan("decode", tuple(decode_cores), pools[1]),
+        ]
+    held_by_pools = min(
+        (counts[p] - 1) * BLOCK_SIZE for p in (topology.prefill_pool, topology.decode_pool)
+    )
+    if held_by_pools < BLOCK_SIZE:
+        raise ConfigError(
+            f"{kv_memory_bytes} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes; "
+            f"at least {'2' if transport != 'shm' else '12'} are needed",
+            where="kv_memory",
+            hint=f"give at least {(2 if transport != 'shm' else 12) * block_bytes} bytes",
+        )
+    return Placement(
+        topology=topology,
+        workers=tuple(workers),
+        num_blocks_by_pool=counts,
+        ring_pool="ring" if "ring" in counts else None,
+        block_bytes=block_bytes,
+        max_model_len=min(wanted_len, held_by_pools),
+    )
+
+
+def _shm_counts(num_blocks: int, block_bytes: int) -> dict[str, int]:
+    """A third to the prefill pool, the rest to decode, after a ring of at most an eighth."""
+    ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
+    ring = max(ring, MIN_RING_SLOTS)
+    rest = num_blocks - ring - 1
+    return {"prefill": rest // 3, "decode": rest - rest // 3, "ring": ring + 1}

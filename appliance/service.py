@@ -1,0 +1,337 @@
+"""What the api calls: requests in, tokens out, frames.
+
+Owns: live requests, the newest finished ones, the totals, the newest frame.
+Called by: api (as appliance.request.Appliance), the daemon (reports of workers, drain).
+Invariant: every accepted request is closed exactly once, with one log row.
+Never: waits; starts or stops a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+
+import msgspec
+
+from appliance.boot import Plan
+from appliance.devices import Devices
+from appliance.log_reader import read_row
+from appliance.log_row import LogRow
+from appliance.protocol import FRAME_VERSION, MAX_FRAME_REQUESTS, EventFrame, Frame, TotalsFrame
+from appliance.request import ModelInfo, Request, TokensEmitted
+from appliance.request_log import RequestLog
+from appliance.supervisor import Supervisor
+from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame, utc_now
+from engine.errors import InvariantViolated, QueueFull, Unavailable
+from engine.messages import Loaded, Report, Stepped
+from engine.router import Router
+from engine.sequence import FinishReason, Sequence, TokenLogprob
+from engine.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock")
+
+MAX_RECENT_REQUESTS = 200
+_LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Service:
+    """The appliance as its clients see it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        router: Router,
+        supervisor: Supervisor,
+        tokenizer: Tokenizer,
+        request_log: RequestLog,
+        *,
+        keeps_text: bool,
+    ) -> None:
+        self._plan = plan
+        self._router = router
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
+        self._log = request_log
+        self._keeps_text = keeps_text
+        self._model = _model_info(plan)
+        self._telemetry = Telemetry()
+        self._devices = Devices()
+        self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._live: dict[str, Request] = {}
+        self._recent: deque[dict[str, object]] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self._started_ns = time.monotonic_ns()
+        self._last_seq_id = 0
+        self._is_draining = False
+        self._violation: str | None = None
+        self._num_checked = -1
+        self._frame_seq = 0
+        self._frame_json = b""
+        self._frame_is_made = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.make_frame()
+
+    # What the api asks
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model being served."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_queued(self) -> int:
+        """Sequences that may wait at once."""
+        return self._router.max_queued
+
+    def check_available(self) -> None:
+        """Raise Unavailable while loading or draining."""
+        if self._is_draining:
+            raise Unavailable("the appliance is draining and takes no new work", code="draining")
+        if not self._supervisor.is_started:
+            raise Unavailable("the model is still loading", code="model_loading")
+
+    def not_ready_reason(self) -> str | None:
+        """None if /ready is 200, else why not."""
+        if self._is_draining:
+            return "draining"
+        if not self._supervisor.is_started:
+            return "model_loading"
+        down = [n for n, w in self._supervisor.workers.items() if w.state != "ready"]
+        if down:
+            return f"worker {', '.join(down)} is restarting"
+        return self._violation
+
+    def next_seq_id(self) -> int:
+        """A new sequence id."""
+        self._last_seq_id += 1
+        return self._last_seq_id
+
+    def submit(self, request: Request) -> None:
+        """Accept it whole, or raise and keep nothing."""
+        self.check_available()
+        try:
+            self._router.submit(request.sequences, time.monotonic_ns())
+        except QueueFull:
+            self._totals.refused += 1
+            raise
+        self._live[request.request_id] = request
+        self._idle.clear()
+        self._totals.accepted += 1
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        """A stop string matched after `num_kept_tokens` output tokens."""
+        del sequence.output_token_ids[num_kept_tokens:]
+        now_ns = time.monotonic_ns()
+        self._router.finish(sequence, FinishReason.STOP, now_ns)
+        sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
+        self._router.dispatch(now_ns)
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """Abort every unfinished sequence of a live request; False if there is none such."""
+        request = self._live.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        request.cancelled_by = request.cancelled_by or by
+        for sequence in request.sequences:
+            self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
+        self.event("info", "request.cancelled", f"{request_id} cancelled by {by}")
+        return True
+
+    def close(self, request: Request, http_status: int) -> None:
+        """The terminal reply has been sent, or its client is gone."""
+        if self._live.pop(request.request_id, None) is None:
+            return
+        now_ns = time.monotonic_ns()
+        for sequence in request.sequences:
+            self._router.abort(sequence, FinishReason.ABORT, now_ns)
+        request.http_status = http_status
+        reasons = {sequence.finish_reason for sequence in request.sequences}
+        self._totals.finished += 1
+        self._totals.failed += FinishReason.ERROR in reasons
+        self._totals.aborted += FinishReason.ABORT in reasons
+        self._telemetry.finished(request, now_ns)
+        frame = request_frame(request, self._router, self._plan.placement, now_ns)
+        self._recent.appendleft(msgspec.to_builtins(frame))
+        self._log.record(LogRow.from_request(request, with_text=self._keeps_text))
+        if not self._live:
+            self._idle.set()
+
+    def live_request(self, request_id: str) -> Request | None:
+        """A request that has no terminal reply yet."""
+        return self._live.get(request_id)
+
+    def request_frames(self) -> list[dict[str, object]]:
+        """Live requests, oldest first, then finished ones, newest first."""
+        now_ns = time.monotonic_ns()
+        live = [
+            request_frame(request, self._router, self._plan.placement, now_ns)
+            for request in self._live.values()
+        ]
+        return [*map(msgspec.to_builtins, live), *self._recent]
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        """One request by id, also from the log."""
+        for frame in self.request_frames():
+            if frame["id"] == request_id:
+                return frame
+        return read_row(self._log.path, request_id)
+
+    def log_rows(self, limit: int) -> list[dict[str, object]]:
+        """Newest rows of the log; blocking."""
+        return self._log.tail(limit)
+
+    def frame_json(self) -> bytes:
+        """The newest frame, encoded."""
+        return self._frame_json
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        """Wait for a frame newer than `after_seq`."""
+        while self._frame_seq <= after_seq:
+            await self._frame_is_made.wait()
+        return self._frame_seq, self._frame_json
+
+    # What workers and the router cause
+
+    def emit(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob],
+        is_last: bool,
+    ) -> None:
+        """Pass tokens on to the open reply."""
+        request = self._live.get(sequence.request_id)
+        if request is None:
+            return
+        if token_ids and sequence.stamps.last_token_ns is not None:
+            self._telemetry.token(sequence, sequence.stamps.last_token_ns)
+        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
+
+    def worker_reported(self, worker: str, report: Report) -> None:
+        """A step or a load is done."""
+        now_ns = time.monotonic_ns()
+        if isinstance(report, Stepped):
+            self._telemetry.stepped(worker, report)
+            self._router.stepped(worker, report, now_ns)
+        elif isinstance(report, Loaded):
+            self._router.loaded(report, now_ns)
+
+    def worker_ready(self, worker: str) -> None:
+        """A worker takes work, for the first time or again."""
+        self._router.worker_ready(worker, time.monotonic_ns())
+        pid = self._supervisor.workers[worker].pid
+        self.event("info", "worker.ready", f"worker {worker} is ready (pid {pid})")
+
+    def worker_died(self, worker: str) -> None:
+        """A worker is dead, and all that it sent has been handled."""
+        self.event("error", "worker.died", f"worker {worker} died; it is being restarted")
+        self._router.worker_died(worker, time.monotonic_ns())
+
+    # What the daemon does
+
+    def event(self, severity: str, code: str, message: str) -> None:
+        """Tell the operator: journal, console and log."""
+        log.log(_LOG_LEVELS[severity], "%s", message)
+        self._telemetry.events.append(EventFrame(utc_now(), severity, code, message))
+        self._log.event(severity, code, message)
+
+    @property
+    def num_live(self) -> int:
+        """Requests without a terminal reply."""
+        return len(self._live)
+
+    def start_draining(self) -> None:
+        """Take no new work from now on."""
+        self._is_draining = True
+        self.event("info", "drain.started", f"draining {self.num_live} requests")
+
+    async def drained(self) -> None:
+        """Wait until every request has had its terminal reply."""
+        await self._idle.wait()
+
+    def abort_all(self) -> None:
+        """End every live request now; each open reply is told."""
+        for request_id in list(self._live):
+            self.cancel(request_id, "drain")
+
+    def make_frame(self) -> None:
+        """Take one reading of everything and wake those who wait for it."""
+        now_ns = time.monotonic_ns()
+        self._check_when_idle()
+        self._frame_seq += 1
+        self._frame_json = msgspec.json.encode(self._frame(now_ns))
+        self._frame_is_made.set()
+        self._frame_is_made = asyncio.Event()
+
+    def _check_when_idle(self) -> None:
+        if not self._router.ledger.is_idle or self._num_checked == self._totals.finished:
+            return
+        self._num_checked = self._totals.finished
+        try:
+            self._router.check_invariants()
+        except InvariantViolated as error:
+            self._violation = str(error)
+            self.event("error", "invariant.violated", str(error))
+
+    def _frame(self, now_ns: int) -> Frame:
+        plan, router, telemetry = self._plan, self._router, self._telemetry
+        counters, totals = router.counters, self._totals
+        totals.prompt_tokens = telemetry.num_prompt_tokens
+        totals.output_tokens = telemetry.num_output_tokens
+        totals.handoffs = counters.handoffs
+        totals.handoff_bytes = counters.handoff_bytes
+        totals.stale_messages = counters.stale_messages
+        totals.recovered_sequences = counters.recovered_sequences
+        totals.log_rows_lost = self._log.rows_lost
+        reason = self.not_ready_reason()
+        live = list(self._live.values())
+        return Frame(
+            version=FRAME_VERSION,
+            at=utc_now(),
+            seq=self._frame_seq,
+            uptime_s=(now_ns - self._started_ns) / 1e9,
+            state={None: "ready", "draining": "draining", "model_loading": "loading"}.get(
+                reason, "degraded"
+            ),
+            state_reason=reason or "",
+            model=self._model.model_id,
+            model_note=self._model.note,
+            dtype=plan.dtype,
+            max_model_len=self._model.max_model_len,
+            roles="colocated" if plan.placement.topology.is_colocated else "static",
+            transport=plan.placement.topology.transport,
+            pid=os.getpid(),
+            queue=queue_frame(router, now_ns),
+            workers=telemetry.workers(list(self._supervisor.workers.values()), router, now_ns),
+            pools=[pool_frame(p, plan.placement.block_bytes) for p in router.ledger.pools.values()],
+            latency=telemetry.latency(now_ns),
+            totals=totals,
+            devices=self._devices.read(),
+            host=telemetry.host(),
+            requests=[
+                request_frame(request, router, plan.placement, now_ns)
+                for request in live[:MAX_FRAME_REQUESTS]
+            ],
+            num_requests=len(live),
+            events=list(telemetry.events),
+        )
+
+
+def _model_info(plan: Plan) -> ModelInfo:
+    config = plan.checkpoint.config
+    return ModelInfo(
+        model_id=plan.checkpoint.folder.resolve().name,
+        max_model_len=plan.placement.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        note=plan.model_note,
+        created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
+    )

@@ -1,0 +1,266 @@
+"""Starts the workers, watches them, brings them back.
+
+Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
+Called by: the daemon; calls back with reports, readiness and deaths.
+Invariants: a worker's death is handled after everything that it sent; no worker outlives the
+daemon; a restarted worker finds the pools and the converted weights as they were.
+Never: knows a sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from appliance.placement import WorkerPlan
+from engine.channel import DaemonChannel
+from engine.errors import ChannelClosed, WorkerFailed
+from engine.messages import (
+    Command,
+    Failed,
+    Go,
+    LoadingProgress,
+    Ready,
+    Report,
+    Setup,
+    WeightsLoaded,
+)
+
+log = logging.getLogger("penstock")
+
+RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+STABLE_AFTER_S = 30.0
+"""A worker that was ready this long starts again without backoff."""
+STOP_GRACE_S = 2.0
+EXIT_GRACE_S = 0.2
+"""Between the end of a worker's channel and its exit."""
+GOMP_SPIN_COUNT = "10000"
+"""Bounded spinning between parallel regions: passive waiting costs a futex wake in each small
+region, and endless spinning stalls as soon as anything else wants the core."""
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What is known of one worker; read by telemetry."""
+
+    plan: WorkerPlan
+    setup: Setup
+    state: str = "starting"
+    pid: int | None = None
+    attention: str | None = None
+    num_restarts: int = 0
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    has_loaded: bool = False
+    """Its share of the weights is in place; stays true, since the memfd outlives it."""
+    process: subprocess.Popen[bytes] | None = None
+    socket: socket.socket | None = None
+    channel: DaemonChannel | None = None
+    failure: WorkerFailed | None = None
+    """What the worker said before it exited."""
+
+
+OnReport = Callable[[str, Report], None]
+OnWorker = Callable[[str], None]
+
+
+class Supervisor:
+    """All workers of the daemon."""
+
+    def __init__(
+        self,
+        workers: list[tuple[WorkerPlan, Setup]],
+        inherited_fds: list[int],
+        *,
+        on_report: OnReport,
+        on_ready: OnWorker,
+        on_died: OnWorker,
+    ) -> None:
+        self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
+        self._fds = inherited_fds
+        self._on_report = on_report
+        self._on_ready = on_ready
+        self._on_died = on_died
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self._started: asyncio.Future[None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """True once all workers have been ready together."""
+        return self._started is not None and self._started.done()
+
+    def spawn_all(self) -> None:
+        """Start every process now; they import torch while the daemon goes on building."""
+        for worker in self.workers.values():
+            self._spawn(worker)
+
+    async def run(self) -> None:
+        """Talk to the spawned workers; returns when all of them are ready.
+
+        Raises:
+            WorkerFailed: one of them could not load.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._watch(w)) for w in self.workers.values()]
+        await self._started
+
+    def send(self, name: str, command: Command) -> None:
+        """Send a command; lost if the worker is dead, whose death ends all its commands."""
+        channel = self.workers[name].channel
+        if channel is not None:
+            channel.send(command)
+
+    async def stop(self) -> None:
+        """Close the channels; kill what has not exited within the grace."""
+        self._is_stopping = True
+        deadline = time.monotonic() + STOP_GRACE_S
+        for worker in self.workers.values():
+            if worker.channel is not None:
+                worker.channel.close()
+            elif worker.socket is not None:
+                worker.socket.close()
+        for worker in self.workers.values():
+            if worker.process is None:
+                continue
+            try:
+                grace_s = max(deadline - time.monotonic(), 0.0)
+                await asyncio.to_thread(worker.process.wait, grace_s)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, worker: WorkerState) -> None:
+        ours, theirs = socket.socketpair()
+        num_threads = str(worker.setup.num_threads)
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": num_threads,
+            "MKL_NUM_THREADS": num_threads,
+            "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
+        }
+        command = [sys.executable, "-P", "-m", "engine.workers"]
+        command += ["--channel-fd", str(theirs.fileno())]
+        command += ["--cpus", ",".join(map(str, worker.plan.cpus))]
+        worker.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno(), *self._fds],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+        )
+        theirs.close()
+        worker.socket = ours
+        worker.pid = worker.process.pid
+        worker.state = "loading"
+        worker.failure = None
+
+    async def _watch(self, worker: WorkerState) -> None:
+        """One worker's life after life, until the daemon stops."""
+        num_failures = 0
+        while not self._is_stopping:
+            ready_at_s = await self._live(worker)
+            if self._is_stopping:
+                return
+            self._reap(worker)
+            if self._started is not None and not self._started.done():
+                self._started.set_exception(worker.failure or self._died_early(worker))
+                return
+            if ready_at_s is not None and time.monotonic() - ready_at_s > STABLE_AFTER_S:
+                num_failures = 0
+            backoff_s = RESTART_BACKOFF_S[min(num_failures, len(RESTART_BACKOFF_S) - 1)]
+            num_failures += 1
+            await asyncio.sleep(backoff_s)
+            worker.num_restarts += 1
+            self._spawn(worker)
+
+    async def _live(self, worker: WorkerState) -> float | None:
+        """Talk to one process until its channel ends; when it became ready, in monotonic s."""
+        assert worker.socket is not None
+        channel = worker.channel = await DaemonChannel.open(worker.socket)
+        weights = worker.setup.weights
+        if weights is not None and self.is_started:
+            weights = msgspec.structs.replace(weights, is_filled=True)
+        channel.send(msgspec.structs.replace(worker.setup, weights=weights))
+        ready_at_s = None
+        try:
+            while True:
+                report = await channel.receive()
+                match report:
+                    case LoadingProgress(loaded_bytes, total_bytes):
+                        worker.loaded_bytes, worker.total_bytes = loaded_bytes, total_bytes
+                    case WeightsLoaded():
+                        self._weights_loaded(worker, channel)
+                    case Ready(attention):
+                        worker.state, worker.attention = "ready", attention
+                        ready_at_s = time.monotonic()
+                        self._ready(worker)
+                    case Failed(what, where, hint):
+                        worker.failure = WorkerFailed(
+                            what, where=where or worker.plan.name, hint=hint
+                        )
+                    case _:
+                        self._on_report(worker.plan.name, report)
+        except ChannelClosed:
+            worker.channel = None
+            channel.close()
+        return ready_at_s
+
+    def _weights_loaded(self, worker: WorkerState, channel: DaemonChannel) -> None:
+        """Let workers go on once every share of the weights is in place."""
+        was_complete = all(w.has_loaded for w in self.workers.values())
+        worker.has_loaded = True
+        if was_complete:
+            channel.send(Go())
+        elif all(w.has_loaded for w in self.workers.values()):
+            for name in self.workers:
+                self.send(name, Go())
+
+    def _ready(self, worker: WorkerState) -> None:
+        self._on_ready(worker.plan.name)
+        all_ready = all(w.state == "ready" for w in self.workers.values())
+        if all_ready and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _reap(self, worker: WorkerState) -> None:
+        """The channel has ended: make sure that the process has, and tell the daemon."""
+        assert worker.process is not None
+        was_ready = worker.state == "ready"
+        try:
+            code = worker.process.wait(EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()  # it cannot be heard any more
+            code = worker.process.wait()
+        worker.state = "restarting"
+        cause = str(worker.failure) if worker.failure else _describe_exit(code)
+        log.error("worker %s (pid %s) died: %s", worker.plan.name, worker.pid, cause)
+        worker.pid = None
+        if was_ready:
+            self._on_died(worker.plan.name)
+
+    def _died_early(self, worker: WorkerState) -> WorkerFailed:
+        code = worker.process.poll() if worker.process is not None else None
+        return WorkerFailed(
+            f"the worker ended while loading ({_describe_exit(code)})",
+            where=worker.plan.name,
+            hint="its last words are above; out of memory kills are in the kernel log",
+        )
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,124 @@
+"""A worker process: pin it, load, say ready, step until the daemon is gone.
+
+Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
+Owns: this process. Called by: the supervisor, as a process.
+Invariant: never outlives the daemon (parent-death signal, and the closed channel).
+Never: chooses its device; a failure to load is reported before it exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from engine.channel import WorkerChannel
+from engine.errors import ChannelClosed, PenstockError
+from engine.messages import Failed, Go, LoadingProgress, Ready, Setup, WeightsLoaded
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PROGRESS_INTERVAL_NS = 200_000_000
+
+
+def main() -> int:
+    """Run one worker; the exit code is 0 when the daemon has gone, 1 on failure."""
+    parser = argparse.ArgumentParser(prog="python -m engine.workers")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--cpus", required=True)
+    options = parser.parse_args()
+    faulthandler.enable()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which drains
+    cpus = [int(cpu) for cpu in options.cpus.split(",")]
+    os.sched_setaffinity(0, cpus)
+    channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
+    try:
+        # after the process is pinned, so that torch's threads see these cores only; before Setup,
+        # so that it overlaps with what the daemon has to do
+        import torch  # noqa: F401
+
+        (setup,) = channel.receive(wait=True)
+        if not isinstance(setup, Setup):
+            raise TypeError(f"expected Setup, got {type(setup).__name__}")
+        libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
+        _serve(channel, setup, cpus)
+    except ChannelClosed:
+        return 0
+    except PenstockError as error:
+        channel.send(Failed(error.what, error.where, error.hint))
+        return 1
+    except Exception as error:  # noqa: BLE001  # the process border: the daemon must hear of it
+        traceback.print_exc()
+        channel.send(Failed(f"{type(error).__name__}: {error}", "worker", "see the traceback"))
+        return 1
+
+
+def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
+    import torch
+
+    from engine.checkpoint import Checkpoint
+    from engine.model.transformer import Transformer
+    from engine.model.weights import load_weights
+    from engine.workers.kv_cache import map_pool
+    from engine.workers.loop import Worker
+    from engine.workers.runner import Runner
+
+    torch.set_num_threads(setup.num_threads)
+    checkpoint = Checkpoint.open(Path(setup.model_dir))
+    config = checkpoint.config
+    arena, share = None, None
+    if setup.weights is not None:
+        arena = mmap.mmap(setup.weights.fd, setup.weights.num_bytes, mmap.MAP_SHARED)
+        if not setup.weights.is_filled:
+            share = (setup.weights.share_index, setup.weights.share_count)
+    weights = load_weights(checkpoint, setup.dtype, arena, share, _Progress(channel))
+    channel.send(WeightsLoaded())
+    for command in channel.receive(wait=True):
+        if not isinstance(command, Go):
+            raise TypeError(f"expected Go, got {type(command).__name__}")
+    pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
+    ring = None
+    if setup.ring is not None:
+        ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
+    transformer = Transformer(config, weights, setup.dtype)
+    runner = Runner(transformer, pool, setup.block_size)
+    runner.warm_up(setup.max_step_tokens)
+    worker = Worker(
+        channel,
+        runner,
+        pool=pool,
+        ring=ring,
+        eos_token_ids=config.eos_token_ids,
+        max_step_tokens=setup.max_step_tokens,
+    )
+    channel.send(Ready(transformer.attention_backend, torch.get_num_threads(), cpus))
+    worker.run()
+
+
+class _Progress:
+    """Sends LoadingProgress a few times a second."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._last_ns = 0
+
+    def __call__(self, loaded_bytes: int, total_bytes: int) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns - self._last_ns >= _PROGRESS_INTERVAL_NS or loaded_bytes == total_bytes:
+            self._last_ns = now_ns
+            self._channel.send(LoadingProgress(loaded_bytes, total_bytes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

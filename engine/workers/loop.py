@@ -1,0 +1,183 @@
+"""The worker's loop: take commands, plan, launch, collect, send.
+
+Owns: the admitted sequences and the granted ring slots of this worker.
+Called by: engine.workers.__main__, once.
+Invariants: one message per step; a sequence's release is reported after the last step that
+touched its blocks; every command that names blocks is answered once.
+Never: chooses a block, knows its role: a role is what the router admits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NoReturn
+
+import torch
+
+from engine.channel import WorkerChannel
+from engine.messages import (
+    Admit,
+    Command,
+    GrantSlots,
+    Load,
+    Loaded,
+    Release,
+    SequenceStep,
+    Stepped,
+    Stored,
+)
+from engine.plan import plan
+from engine.sequence import TokenLogprob
+from engine.workers.runner import Runner
+from engine.workers.running import Running
+from engine.workers.transfer import copy_blocks
+
+
+class Worker:
+    """Steps whatever has been admitted, on its own, until the daemon is gone."""
+
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        runner: Runner,
+        *,
+        pool: torch.Tensor,
+        ring: torch.Tensor | None,
+        eos_token_ids: tuple[int, ...],
+        max_step_tokens: int,
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._pool = pool
+        self._ring = ring
+        self._eos_token_ids = eos_token_ids
+        self._max_step_tokens = max_step_tokens
+        self._running: dict[int, Running] = {}
+        self._slots: deque[int] = deque()
+        self._entries: list[SequenceStep] = []
+        """Releases to report with the next message."""
+
+    def run(self) -> NoReturn:
+        """Loop until the channel closes (raises ChannelClosed)."""
+        while True:
+            is_idle = all(r.is_complete for r in self._running.values())
+            for command in self._channel.receive(wait=is_idle):
+                self._apply(command)
+            self.step()
+
+    def step(self) -> None:
+        """One step: plan, launch, collect, store, send."""
+        started_ns = time.monotonic_ns()
+        runnable = [r for r in self._running.values() if not r.is_complete]
+        planned = plan(runnable, self._max_step_tokens, started_ns)
+        num_prefill_tokens = sum(
+            n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
+        )
+        sampled = self._runner.collect(self._runner.launch(planned))
+        entries, self._entries = self._entries, []
+        for (running, num_new_tokens), (token_id, logprob) in zip(planned, sampled, strict=True):
+            entries.append(self._finish_step(running, num_new_tokens, token_id, logprob))
+        planned_ids = {r.seq_id for r, _ in planned}
+        for running in [r for r in self._running.values() if r.seq_id not in planned_ids]:
+            stored = self._store(running)
+            if stored or running.is_complete:
+                entry = self._entry(running, stored=stored)
+                if stored or entry.is_released:
+                    entries.append(entry)
+        if entries:
+            num_tokens = sum(n for _, n in planned)
+            self._channel.send(
+                Stepped(
+                    started_ns,
+                    time.monotonic_ns(),
+                    num_prefill_tokens,
+                    num_tokens - num_prefill_tokens,
+                    entries,
+                )
+            )
+
+    def _finish_step(
+        self,
+        running: Running,
+        num_new_tokens: int,
+        token_id: int | None,
+        logprob: TokenLogprob | None,
+    ) -> SequenceStep:
+        running.num_computed_tokens += num_new_tokens
+        reason = None if token_id is None else running.append(token_id)
+        stored = [] if reason else self._store(running)
+        return self._entry(
+            running,
+            token_id=token_id,
+            logprob=logprob,
+            finish_reason=None if reason is None else str(reason),
+            stored=stored,
+            num_scheduled_tokens=num_new_tokens,
+        )
+
+    def _entry(
+        self,
+        running: Running,
+        *,
+        token_id: int | None = None,
+        logprob: TokenLogprob | None = None,
+        finish_reason: str | None = None,
+        stored: list[Stored] | None = None,
+        num_scheduled_tokens: int = 0,
+        is_dropped: bool = False,
+    ) -> SequenceStep:
+        """Report a sequence; drop it if it has ended, is dropped, or has done what it was for."""
+        is_stored = running.num_stored_blocks is None or (
+            running.num_stored_blocks >= running.num_storable_blocks(self._runner.block_size)
+        )
+        is_released = bool(finish_reason) or is_dropped or (running.is_complete and is_stored)
+        if is_released:
+            del self._running[running.seq_id]
+        return SequenceStep(
+            seq_id=running.seq_id,
+            generation=running.generation,
+            num_computed_tokens=running.num_computed_tokens,
+            token_id=token_id,
+            logprob=logprob,
+            finish_reason=finish_reason,
+            is_released=is_released,
+            stored=stored or [],
+            num_scheduled_tokens=num_scheduled_tokens,
+            admitted_ns=running.admitted_ns,
+        )
+
+    def _store(self, running: Running) -> list[Stored]:
+        """Copy finished blocks into granted slots, as far as slots last."""
+        if running.num_stored_blocks is None or self._ring is None:
+            return []
+        first = running.num_stored_blocks
+        count = min(running.num_storable_blocks(self._runner.block_size) - first, len(self._slots))
+        slots = [self._slots.popleft() for _ in range(count)]
+        block_ids = running.block_table[first : first + count]
+        copy_blocks(self._pool, block_ids, self._ring, slots)
+        running.num_stored_blocks += count
+        return [Stored(slot, first + i) for i, slot in enumerate(slots)]
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Admit():
+                running = Running.of(command, self._eos_token_ids, time.monotonic_ns())
+                self._running[command.seq_id] = running
+            case Release(seq_id, generation):
+                dropped = self._running.get(seq_id)
+                if dropped is not None and dropped.generation == generation:
+                    self._entries.append(self._entry(dropped, is_dropped=True))
+            case GrantSlots(slots):
+                self._slots.extend(slots)
+            case Load():
+                self._load(command)
+            case _:
+                raise TypeError(f"unexpected {type(command).__name__} while running")
+
+    def _load(self, load: Load) -> None:
+        if self._ring is None:
+            raise TypeError("Load without a ring")
+        started_ns = time.monotonic_ns()
+        num_bytes = copy_blocks(self._ring, load.slots, self._pool, load.block_ids)
+        self._channel.send(Loaded(load.load_id, num_bytes, started_ns, time.monotonic_ns()))
