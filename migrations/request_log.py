@@ -1,0 +1,138 @@
+"""The schema of the request log, as steps that are only ever appended.
+
+Owns: tables, indexes and views. Called by: appliance.request_log; `sqlite-utils migrate` by hand.
+Invariant: a step that has been released is never edited; each runs in one transaction with its
+record, so it is applied whole or not at all.
+Never: executescript(), which would commit that transaction half-way.
+"""
+
+from __future__ import annotations
+
+from sqlite_utils import Database, Migrations
+
+migration = Migrations("request_log")
+
+_RUNS = """
+CREATE TABLE runs (
+  run_id      INTEGER PRIMARY KEY,
+  boot_id     TEXT,
+  started_at  TEXT NOT NULL,
+  stopped_at  TEXT,
+  stop_reason TEXT,
+  version     TEXT NOT NULL,
+  model       TEXT NOT NULL,
+  dtype       TEXT NOT NULL,
+  roles       TEXT NOT NULL,
+  transport   TEXT
+) STRICT
+"""
+
+# t_*_us are offsets from the arrival, on the monotonic clock, ordered; NULL is a stage not reached.
+_REQUESTS = """
+CREATE TABLE requests (
+  id                INTEGER PRIMARY KEY,
+  rid               TEXT NOT NULL UNIQUE,
+  client_rid        TEXT,
+  run_id            INTEGER NOT NULL REFERENCES runs(run_id),
+  received_at       TEXT NOT NULL,
+  endpoint          TEXT NOT NULL,
+  model             TEXT NOT NULL,
+  peer_uid          INTEGER,
+  peer_gid          INTEGER,
+  peer_pid          INTEGER,
+  peer_user         TEXT,
+  stream            INTEGER NOT NULL,
+  num_sequences     INTEGER NOT NULL,
+  prompt_tokens     INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  max_tokens        INTEGER,
+  temperature       REAL,
+  top_p             REAL,
+  seed              INTEGER,
+  http_status       INTEGER NOT NULL,
+  finish_reason     TEXT,
+  error             TEXT,
+  cancelled_by      TEXT,
+  transport         TEXT,
+  handoff_bytes     INTEGER,
+  handoff_blocks    INTEGER,
+  recoveries        INTEGER NOT NULL,
+  t_tokenized_us      INTEGER,
+  t_started_us        INTEGER,
+  t_first_token_us    INTEGER,
+  t_attached_us       INTEGER,
+  t_decode_started_us INTEGER,
+  t_second_token_us   INTEGER,
+  t_last_token_us     INTEGER,
+  t_finished_us       INTEGER,
+  num_timed_tokens    INTEGER
+) STRICT
+"""
+
+_EVENTS = """
+CREATE TABLE events (
+  id       INTEGER PRIMARY KEY,
+  run_id   INTEGER NOT NULL REFERENCES runs(run_id),
+  at       TEXT NOT NULL,
+  severity TEXT NOT NULL,
+  code     TEXT NOT NULL,
+  message  TEXT NOT NULL
+) STRICT
+"""
+
+_REQUEST_TEXT = """
+CREATE TABLE request_text (
+  request_id INTEGER PRIMARY KEY REFERENCES requests(id) ON DELETE CASCADE,
+  prompt     TEXT NOT NULL
+) STRICT
+"""
+
+# The same cut as appliance.latency.stages: the finish closes the stage that was open.
+_V_REQUESTS = """
+CREATE VIEW v_requests AS SELECT
+  id, rid, client_rid, run_id, received_at, endpoint, model,
+  peer_uid, peer_gid, peer_pid, peer_user, stream, num_sequences,
+  prompt_tokens, completion_tokens, max_tokens, temperature, top_p, seed,
+  http_status, finish_reason, error, cancelled_by,
+  transport, handoff_bytes, handoff_blocks, recoveries,
+  CASE
+    WHEN t_tokenized_us IS NOT NULL THEN t_tokenized_us
+    WHEN coalesce(t_started_us, t_first_token_us, t_attached_us, t_decode_started_us) IS NULL
+      THEN t_finished_us
+  END / 1000.0 AS tokenize_ms,
+  CASE
+    WHEN t_started_us IS NOT NULL THEN t_started_us - coalesce(t_tokenized_us, 0)
+    WHEN coalesce(t_first_token_us, t_attached_us, t_decode_started_us) IS NULL
+      THEN t_finished_us - t_tokenized_us
+  END / 1000.0 AS queue_ms,
+  CASE
+    WHEN t_first_token_us IS NOT NULL
+      THEN t_first_token_us - coalesce(t_started_us, t_tokenized_us, 0)
+    WHEN coalesce(t_attached_us, t_decode_started_us) IS NULL THEN t_finished_us - t_started_us
+  END / 1000.0 AS prefill_ms,
+  t_first_token_us / 1000.0 AS ttft_ms,
+  (t_attached_us - coalesce(t_first_token_us, t_started_us, t_tokenized_us, 0)) / 1000.0
+    AS handoff_ms,
+  CASE
+    WHEN t_decode_started_us IS NOT NULL THEN t_decode_started_us
+      - coalesce(t_attached_us, t_first_token_us, t_started_us, t_tokenized_us, 0)
+    ELSE t_finished_us - coalesce(t_attached_us, t_first_token_us)
+  END / 1000.0 AS decode_wait_ms,
+  (t_finished_us - t_decode_started_us) / 1000.0 AS decode_ms,
+  (t_second_token_us - t_first_token_us) / 1000.0 AS first_itl_ms,
+  CASE WHEN num_timed_tokens >= 2
+    THEN (t_last_token_us - t_first_token_us) / 1000.0 / (num_timed_tokens - 1)
+  END AS tpot_ms,
+  t_finished_us / 1000.0 AS e2e_ms
+FROM requests
+"""
+
+
+@migration()
+def m001_first_schema(db: Database) -> None:
+    """Runs, requests, events, text on demand, and the view with the stages."""
+    for statement in (_RUNS, _REQUESTS, _EVENTS, _REQUEST_TEXT, _V_REQUESTS):
+        db.conn.execute(statement)
+    db.conn.execute("CREATE INDEX ix_requests_received ON requests(received_at)")
+    db.conn.execute("CREATE INDEX ix_requests_peer ON requests(peer_uid, received_at)")
+    db.conn.execute("CREATE INDEX ix_events_at ON events(at)")
