@@ -78,7 +78,8 @@ class Ring:
     def stored(self, worker: str, sequence: Sequence | None, blocks: list[Stored]) -> None:
         """The prefill worker has filled slots; None: for a sequence that has ended meanwhile."""
         for block in blocks:
-            self._ledger.close_command(("grant", block.slot, 0))
+            if not self._ledger.close_command(("grant", block.slot, 0)):
+                raise InvariantViolated(f"slot {block.slot} was not granted", where=worker)
             if sequence is None:
                 self._ledger.release(worker, self.pool, [block.slot])
                 continue

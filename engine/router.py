@@ -174,7 +174,7 @@ class Router:
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens, stores and releases."""
-        needs_dispatch = False
+        needs_dispatch = bool(self.queue and step.num_prefill_tokens)
         for entry in step.entries:
             sequence = self.running.get(entry.seq_id)
             if entry.is_released and not self.ledger.close_command(
@@ -190,7 +190,7 @@ class Router:
                 self.ring.stored(worker, sequence, entry.stored)
             if sequence is not None:
                 self._advance(sequence, step, entry, now_ns)
-            needs_dispatch |= entry.is_released
+            needs_dispatch |= entry.is_released or bool(entry.stored)
         if needs_dispatch:
             self.dispatch(now_ns)
 

@@ -1,0 +1,71 @@
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plan import AGEING_TOKENS_PER_S, MIN_PREFILL_TOKENS, plan
+
+
+@dataclass(eq=False)
+class Fake:
+    num_tokens: int
+    num_computed_tokens: int
+    admitted_ns: int = 0
+
+
+def test_decoding_sequences_get_one_token_each_and_prompts_the_rest():
+    decoding = [Fake(10, 9), Fake(20, 19)]
+    prompt = Fake(1000, 100)
+    assert plan([*decoding, prompt], 512, 0) == [
+        (decoding[0], 1),
+        (decoding[1], 1),
+        (prompt, 510),
+    ]
+
+
+def test_the_shortest_remaining_prompt_goes_first():
+    long, short = Fake(2000, 0), Fake(100, 0)
+    assert plan([long, short], 512, 0) == [(short, 100), (long, 412)]
+
+
+def test_an_old_long_prompt_goes_before_a_new_short_one():
+    second_ns = 10**9
+    old = Fake(2000, 0, admitted_ns=0)
+    waited_s = 1900 / AGEING_TOKENS_PER_S + 1
+    now_ns = int(waited_s * second_ns)
+    new = Fake(100, 0, admitted_ns=now_ns)
+    assert plan([new, old], 512, now_ns)[0][0] is old
+
+
+def test_many_decoding_sequences_do_not_starve_prompts():
+    prompt = Fake(1000, 0)
+    planned = plan([*(Fake(2, 1) for _ in range(600)), prompt], 512, 0)
+    assert planned[-1] == (prompt, MIN_PREFILL_TOKENS)
+
+
+sequences = st.lists(
+    st.builds(
+        lambda computed, remaining, admitted: Fake(computed + remaining, computed, admitted),
+        st.integers(0, 500),
+        st.integers(0, 500),
+        st.integers(0, 10**10),
+    ),
+    max_size=30,
+)
+
+
+@given(sequences, st.integers(1, 600), st.integers(10**10, 10**11))
+def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, now_ns):
+    planned = plan(running, max_step_tokens, now_ns)
+    assert len({id(s) for s, _ in planned}) == len(planned)
+    for sequence, num_new_tokens in planned:
+        assert 1 <= num_new_tokens <= sequence.num_tokens - sequence.num_computed_tokens
+    runnable = [s for s in running if s.num_tokens > s.num_computed_tokens]
+    assert bool(planned) == bool(runnable)
+    singles = [s for s in runnable if s.num_tokens - s.num_computed_tokens == 1]
+    assert {id(s) for s in singles} <= {id(s) for s, _ in planned}
+    num_tokens = sum(n for _, n in planned)
+    wanted = sum(s.num_tokens - s.num_computed_tokens for s in runnable)
+    prompts = num_tokens - len(singles)
+    assert prompts <= max(max_step_tokens, MIN_PREFILL_TOKENS)
+    assert num_tokens >= min(wanted, max_step_tokens)

@@ -1,0 +1,373 @@
+import random
+
+import msgspec
+import pytest
+
+from engine.blocks import BlockPool, BlockState, Ledger
+from engine.errors import QueueFull, RequestError
+from engine.ring import Ring
+from engine.router import MAX_RECOVERIES, Router
+from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamps
+from engine.topology import Topology
+from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
+
+ARMS = ("alias", "shm", "colocated")
+
+
+class World:
+    """A router, its fake workers and a clock; delivers messages when told to."""
+
+    def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50):
+        if arm == "colocated":
+            self.topology = Topology("colocated", "colocated", "kv", "kv", None)
+        elif arm == "alias":
+            self.topology = Topology("prefill", "decode", "kv", "kv", "alias")
+        else:
+            self.topology = Topology("prefill", "decode", "prefill", "decode", "shm")
+        names = dict.fromkeys([self.topology.prefill_pool, self.topology.decode_pool])
+        pools = [BlockPool(name, num_blocks, BLOCK_SIZE) for name in names]
+        if arm == "shm":
+            pools.append(BlockPool("ring", num_slots + 1, BLOCK_SIZE))
+        self.ledger = Ledger(pools)
+        ring = None
+        if arm == "shm":
+            ring = Ring(
+                self.ledger,
+                pool="ring",
+                prefill_worker="prefill",
+                decode_worker="decode",
+                decode_pool="decode",
+            )
+        self.now_ns = 10**9
+        self.memory = {}
+        pool_by_worker = {
+            self.topology.prefill_worker: self.topology.prefill_pool,
+            self.topology.decode_worker: self.topology.decode_pool,
+        }
+        self.workers = {
+            name: FakeWorker(name, pool, self.memory) for name, pool in pool_by_worker.items()
+        }
+        self.emitted = {}
+        self.ended = {}
+        self.router = Router(
+            self.topology,
+            self.ledger,
+            ring,
+            send=lambda name, command: self.workers[name].inbox.append(command),
+            emit=self.emit,
+            max_queued=max_queued,
+            max_step_tokens=8,
+        )
+        self.next_seq_id = 1
+        for name in self.workers:
+            self.router.worker_ready(name, self.now_ns)
+
+    def emit(self, sequence, token_ids, logprobs, is_last):
+        assert sequence.seq_id not in self.ended, "tokens after the end"
+        self.emitted.setdefault(sequence.seq_id, []).extend(token_ids)
+        if is_last:
+            self.ended[sequence.seq_id] = sequence.finish_reason
+
+    def sequence(self, num_prompt_tokens=10, max_tokens=5):
+        seq_id, self.next_seq_id = self.next_seq_id, self.next_seq_id + 1
+        return Sequence(
+            seq_id=seq_id,
+            request_id=f"r{seq_id}",
+            index=0,
+            prompt_token_ids=[(seq_id * 7 + i) % 91 for i in range(num_prompt_tokens)],
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
+            stamps=Stamps(self.now_ns, self.now_ns),
+        )
+
+    def submit(self, *sequences):
+        self.router.submit(list(sequences), self.now_ns)
+        self.check()
+
+    def deliver(self, worker):
+        """Hand one message of a worker to the router."""
+        report = worker.outbox.popleft()
+        if hasattr(report, "entries"):
+            self.router.stepped(worker.name, report, self.now_ns)
+        else:
+            self.router.loaded(report, self.now_ns)
+        self.check()
+
+    def kill(self, name):
+        """The worker dies; what it has sent is still read."""
+        worker = self.workers[name]
+        while worker.outbox:
+            self.deliver(worker)
+        worker.restart()
+        self.router.worker_died(name, self.now_ns)
+        self.check()
+
+    def revive(self, name):
+        self.router.worker_ready(name, self.now_ns)
+        self.check()
+
+    def tick(self):
+        """Everybody does everything there is to do, once."""
+        self.now_ns += 1_000_000
+        for worker in self.workers.values():
+            while worker.inbox:
+                worker.receive(self.now_ns)
+            worker.step(self.now_ns)
+            while worker.outbox:
+                self.deliver(worker)
+
+    def run(self, *, ticks=2000):
+        for _ in range(ticks):
+            if self.is_quiet:
+                return
+            self.tick()
+        raise AssertionError("still busy")
+
+    @property
+    def is_quiet(self):
+        router = self.router
+        return not (router.queue or router.resuming or router.running) and self.ledger.is_idle
+
+    def check(self):
+        self.router.check_invariants()
+
+    def assert_all_free(self):
+        for name, pool in self.ledger.pools.items():
+            held = pool.capacity - pool.num_free
+            if name == "ring":
+                assert pool.counts[BlockState.RESERVED] == held  # granted ahead
+            else:
+                assert held == 0
+
+
+def expected_tokens(sequence):
+    tokens = list(sequence.prompt_token_ids)
+    for _ in range(sequence.sampling.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(sequence.prompt_token_ids) :]
+
+
+@pytest.fixture(params=ARMS)
+def world(request):
+    return World(request.param)
+
+
+def test_sequences_come_out_whole_and_every_block_comes_back(world):
+    sequences = [world.sequence(n, m) for n, m in [(1, 1), (4, 1), (3, 9), (17, 4), (40, 20)]]
+    world.submit(*sequences)
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+        assert sequence.finish_reason is FinishReason.LENGTH
+    world.assert_all_free()
+
+
+def test_stamps_are_complete_and_in_order(world):
+    sequence = world.sequence(10, 5)
+    world.submit(sequence)
+    world.run()
+    s = sequence.stamps
+    assert s.started_ns <= s.first_token_ns <= s.second_token_ns <= s.last_token_ns
+    assert s.last_token_ns == s.finished_ns
+    assert s.decode_started_ns is not None
+    assert (s.attached_ns is None) == world.topology.is_colocated
+    assert sequence.transport == world.topology.transport
+
+
+def test_a_one_token_request_takes_nothing_on_the_decode_side():
+    world = World("shm")
+    sequence = world.sequence(8, 1)
+    world.submit(sequence)
+    assert world.ledger.table(sequence.seq_id, "decode") == []
+    world.run()
+    assert sequence.transport is None
+    assert sequence.stamps.attached_ns is None
+
+
+def test_alias_hands_over_without_moving_a_block():
+    world = World("alias")
+    sequence = world.sequence(20, 8)
+    world.submit(sequence)
+    table = list(world.ledger.table(sequence.seq_id, "kv"))
+    while sequence.worker != "decode":
+        world.tick()
+    assert world.ledger.table(sequence.seq_id, "kv") == table
+    assert sequence.handoff_bytes == 0
+    assert sequence.handoff_blocks == 5
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_nothing_is_kept(world):
+    with pytest.raises(RequestError) as refused:
+        world.submit(world.sequence(3, 2), world.sequence(1000, 5))
+    assert refused.value.code == "context_length_exceeded"
+    assert world.is_quiet
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back():
+    world = World("alias", num_blocks=9, max_queued=3)
+    world.submit(world.sequence(20, 12))
+    for _ in range(3):
+        world.submit(world.sequence(20, 12))
+    with pytest.raises(QueueFull) as refused:
+        world.submit(world.sequence(1, 1))
+    assert refused.value.retry_after_ms >= 250
+    world.run()
+    assert len(world.ended) == 4
+
+
+def test_more_prompts_than_may_ever_wait_are_a_bad_request():
+    world = World("alias", max_queued=3)
+    with pytest.raises(RequestError) as refused:
+        world.submit(*[world.sequence(1, 1) for _ in range(4)])
+    assert refused.value.status == 400
+
+
+def test_a_light_sequence_passes_one_that_does_not_fit_yet():
+    world = World("alias", num_blocks=17)
+    running = world.sequence(10, 30)
+    heavy, light = world.sequence(20, 30), world.sequence(21, 2)
+    world.submit(running)
+    world.submit(heavy)
+    world.submit(light)
+    assert heavy.phase is Phase.QUEUED
+    assert light.phase is Phase.PREFILLING
+    world.run()
+    assert world.emitted[heavy.seq_id] == expected_tokens(heavy)
+
+
+def test_a_starving_sequence_is_not_overtaken_any_more():
+    world = World("alias", num_blocks=17)
+    world.submit(world.sequence(10, 30))
+    heavy = world.sequence(20, 30)
+    world.submit(heavy)
+    world.now_ns += 11_000_000_000
+    light = world.sequence(21, 2)
+    world.submit(light)
+    assert light.phase is Phase.QUEUED
+    world.run()
+    assert len(world.ended) == 3
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("after_ticks", range(8))
+def test_abort_frees_everything_in_every_phase(arm, after_ticks):
+    world = World(arm)
+    sequence, other = world.sequence(20, 10), world.sequence(9, 6)
+    world.submit(sequence, other)
+    for _ in range(after_ticks):
+        world.tick()
+    world.router.abort(sequence, FinishReason.ABORT, world.now_ns)
+    world.check()
+    assert world.ended[sequence.seq_id] is FinishReason.ABORT
+    world.run()
+    assert world.emitted[other.seq_id] == expected_tokens(other)
+    world.assert_all_free()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("after_ticks", range(10))
+def test_a_death_in_any_phase_changes_no_token(arm, role, after_ticks):
+    world = World(arm)
+    sequences = [world.sequence(22, 8), world.sequence(5, 8)]
+    world.submit(*sequences)
+    for _ in range(after_ticks):
+        world.tick()
+    victim = getattr(world.topology, f"{role}_worker")
+    world.workers[victim].step(world.now_ns)  # work under way that is never reported
+    world.workers[victim].outbox.clear()
+    world.kill(victim)
+    world.tick()
+    world.revive(victim)
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
+
+
+def test_a_sequence_that_kills_workers_is_given_up():
+    world = World("alias")
+    sequence, later = world.sequence(30, 5), world.sequence(6, 3)
+    world.submit(sequence)
+    for _ in range(MAX_RECOVERIES + 1):
+        world.kill("prefill")
+        world.revive("prefill")
+    assert sequence.finish_reason is FinishReason.ERROR
+    assert "died" in sequence.error
+    world.submit(later)
+    world.run()
+    assert world.emitted[later.seq_id] == expected_tokens(later)
+
+
+def test_holders_of_blocks_are_placed_before_the_queue():
+    world = World("alias", num_blocks=33)
+    holder = world.sequence(20, 10)
+    world.submit(holder)
+    world.kill("prefill")
+    newcomer = world.sequence(2, 2)
+    world.submit(newcomer)
+    world.revive("prefill")
+    assert world.workers["prefill"].inbox[0].seq_id == holder.seq_id
+
+
+def test_stale_messages_are_counted_and_dropped(world):
+    sequence = world.sequence(30, 5)
+    world.submit(sequence)
+    name = world.topology.prefill_worker
+    worker = world.workers[name]
+    worker.receive(world.now_ns)
+    if worker.inbox:
+        worker.receive(world.now_ns)
+    worker.step(world.now_ns)
+    entries = [msgspec.structs.replace(e, stored=[]) for e in worker.outbox[0].entries]
+    late = msgspec.structs.replace(worker.outbox[0], entries=entries)
+    world.kill(name)
+    world.revive(name)
+    before = sequence.num_computed_tokens
+    world.router.stepped(name, late, world.now_ns)
+    assert world.router.counters.stale_messages >= 1
+    assert sequence.num_computed_tokens == before
+    world.run()
+    assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_random_walk_loses_nothing(arm, seed):
+    rng = random.Random(seed)
+    world = World(arm, num_blocks=33, num_slots=2)
+    live, down = [], set()
+    for _ in range(1500):
+        world.now_ns += rng.randrange(1_000_000)
+        action = rng.random()
+        name = rng.choice(list(world.workers))
+        worker = world.workers[name]
+        if action < 0.06 and len(world.router.queue) < 20:
+            sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25))
+            world.submit(sequence)
+            live.append(sequence)
+        elif action < 0.09 and live:
+            world.router.abort(rng.choice(live), FinishReason.ABORT, world.now_ns)
+            world.check()
+        elif action < 0.10 and name not in down:
+            world.kill(name)
+            down.add(name)
+        elif action < 0.14 and down:
+            world.revive(down.pop())
+        elif name in down:
+            continue
+        elif action < 0.4 and worker.inbox:
+            worker.receive(world.now_ns)
+        elif action < 0.7:
+            worker.step(world.now_ns)
+        elif worker.outbox:
+            world.deliver(worker)
+    for name in down:
+        world.revive(name)
+    world.run()
+    world.assert_all_free()
+    assert set(world.ended) == {s.seq_id for s in live}
+    for sequence in live:
+        tokens = world.emitted[sequence.seq_id]
+        assert tokens == expected_tokens(sequence)[: len(tokens)]
+        if sequence.finish_reason is FinishReason.LENGTH:
+            assert len(tokens) == sequence.sampling.max_tokens
