@@ -16,19 +16,20 @@ from engine.json_keys import REQUIRED, JsonKeys
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding; fields that a scaling kind does not use are None."""
+    """Rotary position embedding; a kind ignores the fields that it has no use for."""
 
     kind: str
     """`default`, `linear`, `llama3` or `yarn`."""
     theta: float
     attention_factor: float = 1.0
     """Multiplies cosine and sine; 1 except for yarn."""
-    factor: float | None = None
-    original_max_position_embeddings: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    factor: float = 1.0
+    original_max_position_embeddings: float = 0.0
+    """Of the training before stretching; llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     truncate: bool = True
 
     @classmethod

@@ -1,0 +1,265 @@
+"""Attention over paged KV: one interface, backends behind it.
+
+Owns: how a step's keys and values reach the pool and how its queries read it back.
+Called by: transformer (once per step to plan, once per layer to write and attend).
+Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
+contiguous; a sequence's query i sees the keys at positions j <= i, in a window i - j < window.
+Never: chooses blocks, keeps anything after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
+
+# Sequences decode in one call if padding them to one length costs less than another call would.
+_PADDING_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tokens of one step: each sequence's new ones, in a row, sequence after sequence."""
+
+    input_ids: torch.Tensor
+    """[num_tokens] int64, as positions and token_slots."""
+    positions: torch.Tensor
+    token_slots: torch.Tensor
+    """Where each token's KV goes: block_id * block_size + offset."""
+    query_lens: Sequence[int]
+    """New tokens per sequence, at least 1."""
+    seq_lens: Sequence[int]
+    """Tokens per sequence with these; the new ones are its last."""
+    block_tables: Sequence[Sequence[int]]
+    logit_rows: Sequence[int]
+    """Rows of input_ids whose next token is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of a step with equally many queries, attended to in one call."""
+
+    rows: slice | torch.Tensor
+    """Their rows in the step."""
+    num_sequences: int
+    block_halves: torch.Tensor | None
+    """[num_layers, 2 * blocks of all]: the key halves, then the value halves, of their blocks as
+    rows of the pool; None: no earlier token is visible, the step's own keys and values do."""
+    keys: slice
+    """Which of the gathered positions to read."""
+    mask: torch.Tensor | None
+    """Added to the scores; None: a single query sees all keys, several see up to their own."""
+
+
+class AttentionPlan:
+    """What a step's attention needs besides tensors; the same for every layer of one window."""
+
+    def __init__(self, batch: StepBatch, kv: torch.Tensor) -> None:
+        num_layers, _, block_size = kv.shape[1:4]
+        blocks = torch.div(batch.token_slots, block_size, rounding_mode="floor")
+        first_rows = blocks * (num_layers * 2 * block_size) + batch.token_slots % block_size
+        planes = torch.arange(num_layers * 2).view(num_layers, 2, 1)
+        self.write_rows = planes * block_size + first_rows
+        """[num_layers, 2, num_tokens]: rows of the pool that the new keys and values go to."""
+        self._batch = batch
+        self._block_size = block_size
+        self._num_layers = num_layers
+        self._dtype = kv.dtype
+        self._groups: dict[int | None, list[Group]] = {}
+
+    def groups(self, window: int | None) -> list[Group]:
+        """The step's sequences, in groups that one call serves."""
+        if window not in self._groups:
+            self._groups[window] = [
+                self._group(members, window) for members in _members(self._batch)
+            ]
+        return self._groups[window]
+
+    def _group(self, members: list[int], window: int | None) -> Group:
+        batch = self._batch
+        query_len = batch.query_lens[members[0]]
+        rows = _rows(batch.query_lens, members)
+        starts = [batch.seq_lens[i] - query_len for i in members]
+        if starts == [0]:
+            is_windowed = window is not None and query_len > window
+            mask = self._mask([0], query_len, [0], query_len, window) if is_windowed else None
+            return Group(rows, 1, None, slice(0, query_len), mask)
+        oldest = [0 if window is None else max(0, start - window + 1) for start in starts]
+        first_blocks = [position // self._block_size for position in oldest]
+        num_blocks = max(
+            -(-(start + query_len) // self._block_size) - first
+            for start, first in zip(starts, first_blocks, strict=True)
+        )
+        halves = self._block_halves(members, first_blocks, num_blocks)
+        num_keys = num_blocks * self._block_size
+        first_keys = [first * self._block_size for first in first_blocks]
+        if len(members) > 1:
+            mask = self._mask(starts, query_len, first_keys, num_keys, window)
+            return Group(rows, len(members), halves, slice(0, num_keys), mask)
+        # alone, a sequence reads exactly the positions that its queries see
+        keys = slice(oldest[0] - first_keys[0], starts[0] + query_len - first_keys[0])
+        mask = None
+        if query_len > 1:
+            mask = self._mask(starts, query_len, oldest, keys.stop - keys.start, window)
+        return Group(rows, 1, halves, keys, mask)
+
+    def _block_halves(
+        self, members: list[int], first_blocks: list[int], num_blocks: int
+    ) -> torch.Tensor:
+        ids: list[int] = []
+        for i, first in zip(members, first_blocks, strict=True):
+            table = self._batch.block_tables[i][first : first + num_blocks]
+            ids += table
+            ids += [0] * (num_blocks - len(table))
+        first_halves = torch.tensor(ids) * (2 * self._num_layers)
+        halves = torch.cat((first_halves, first_halves + 1))
+        return halves + torch.arange(0, 2 * self._num_layers, 2)[:, None]
+
+    def _mask(
+        self,
+        query_starts: list[int],
+        query_len: int,
+        key_starts: list[int],
+        num_keys: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        """[num_sequences, 1, query_len, num_keys], 0 where a query sees a key, else -inf."""
+        queries = torch.tensor(query_starts)[:, None] + torch.arange(query_len)
+        keys = torch.tensor(key_starts)[:, None] + torch.arange(num_keys)
+        ages = queries[:, None, :, None] - keys[:, None, None, :]
+        is_hidden = ages < 0
+        if window is not None:
+            is_hidden |= ages >= window
+        return torch.zeros(ages.shape, dtype=self._dtype).masked_fill_(is_hidden, -torch.inf)
+
+
+def _members(batch: StepBatch) -> list[list[int]]:
+    """Sequences that go in one call: several only if each has a single query."""
+    alone = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
+    decoding = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1]
+    decoding.sort(key=lambda i: -batch.seq_lens[i])
+    together: list[list[int]] = []
+    longest = 0
+    for i in decoding:
+        seq_len = batch.seq_lens[i]
+        if not together or longest - seq_len > max(_PADDING_TOKENS, seq_len):
+            together.append([])
+            longest = seq_len
+        together[-1].append(i)
+    return [sorted(members) for members in together] + alone
+
+
+def _rows(query_lens: Sequence[int], members: list[int]) -> slice | torch.Tensor:
+    first = sum(query_lens[: members[0]])
+    if members[-1] - members[0] == len(members) - 1:
+        return slice(first, first + sum(query_lens[members[0] : members[-1] + 1]))
+    starts = [0]
+    for query_len in query_lens:
+        starts.append(starts[-1] + query_len)
+    return torch.tensor([starts[i] for i in members])
+
+
+def write_kv(
+    kv: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan
+) -> None:
+    """Store a step's new keys and values, each [num_tokens, num_kv_heads, head_dim]."""
+    rows = kv.view(-1, *kv.shape[4:])
+    key_rows, value_rows = plan.write_rows[layer]
+    rows.index_copy_(0, key_rows, k)
+    rows.index_copy_(0, value_rows, v)
+
+
+def torch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Gather each group's blocks and run scaled-dot-product attention over them.
+
+    q is [num_tokens, num_heads, head_dim], k and v are the step's own, already in the pool.
+    """
+    groups = plan.groups(window)
+    if len(groups) == 1:  # all rows in order: nothing to put together
+        return _attend(groups[0], q, k, v, kv, layer, scale)
+    output = torch.empty_like(q)
+    for group in groups:
+        rows = group.rows
+        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, scale)
+    return output
+
+
+def _attend(
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    num_sequences = group.num_sequences
+    if group.block_halves is None:
+        keys, values = k[None], v[None]
+    else:
+        block_size, num_kv_heads, head_dim = kv.shape[3:]
+        halves = kv.view(-1, block_size * num_kv_heads * head_dim)
+        gathered = halves.index_select(0, group.block_halves[layer])
+        gathered = gathered.view(2, num_sequences, -1, num_kv_heads, head_dim)
+        keys, values = gathered[:, :, group.keys].unbind()
+    output = F.scaled_dot_product_attention(
+        q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=group.mask,
+        is_causal=group.block_halves is None and group.mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2).reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to attend, and what it can do."""
+
+    name: str
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    block_multiple: int
+    """Block sizes must be multiples of it."""
+    attend: Callable[..., torch.Tensor]
+
+
+def choose_backend(kind: str, dtype: torch.dtype, block_size: int) -> Backend:
+    """The first backend, best first, that serves this kind of device, dtype and block size."""
+    half_and_full = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    backends = (Backend("torch", frozenset({"cpu", "cuda"}), half_and_full, 1, torch_attention),)
+    return next(
+        backend
+        for backend in backends
+        if kind in backend.devices
+        and dtype in backend.dtypes
+        and block_size % backend.block_multiple == 0
+    )
+
+
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """One sequence, no paging, float64, nothing clever: what every backend must agree with."""
+    num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(num_groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    for i in range(num_queries):
+        position = num_keys - num_queries + i
+        scores[:, i, position + 1 :] = -torch.inf
+        if window is not None:
+            scores[:, i, : max(0, position - window + 1)] = -torch.inf
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)

@@ -1,0 +1,135 @@
+"""The pieces of a decoder layer as plain functions on tensors.
+
+Owns: the arithmetic of norms, rotary embedding and linears, cast for cast as transformers has it.
+Called by: transformer.
+Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
+Never: keeps state between steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
+
+from engine.rope import RopeConfig
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of the two halves of the last dimension; overwrites the first."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Turn heads [num_tokens, num_heads, head_dim] by their positions' angles.
+
+    cos and signed_sin are [num_tokens, 1, head_dim]; the first half of signed_sin is negated, for
+    it multiplies the swapped halves.
+    """
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return (x * cos).add_(swapped.mul_(signed_sin))
+
+
+def rope_table(
+    config: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine for `rotate`, each [num_positions, 1, head_dim]."""
+    angles = torch.arange(num_positions).float()[:, None] * rope_frequencies(config, head_dim)
+    cos = angles.cos().mul_(config.attention_factor)
+    sin = angles.sin().mul_(config.attention_factor)
+    signed_sin = torch.cat((-sin, sin), -1)
+    return torch.cat((cos, cos), -1)[:, None].to(dtype), signed_sin[:, None].to(dtype)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position for each pair of dimensions: [head_dim / 2], float32."""
+    wavelengths = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
+    frequencies = 1.0 / wavelengths
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        return _llama3_frequencies(config, frequencies)
+    if config.kind == "yarn":
+        return _yarn_frequencies(config, wavelengths)
+    return frequencies
+
+
+def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Keep short wavelengths, stretch long ones by the factor, blend those between."""
+    original, low, high = (
+        config.original_max_position_embeddings,
+        config.low_freq_factor,
+        config.high_freq_factor,
+    )
+    wavelengths = 2 * math.pi / frequencies
+    is_long, is_short = wavelengths > original / low, wavelengths < original / high
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / config.factor + blend * frequencies
+    stretched = torch.where(is_long, frequencies / config.factor, frequencies)
+    return torch.where(is_long | is_short, stretched, blended)
+
+
+def _yarn_frequencies(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
+    """Blend original and stretched frequencies along a ramp over the dimensions."""
+    num_pairs = len(wavelengths)
+    head_dim = 2 * num_pairs
+
+    def dimension_of(num_rotations: float) -> float:
+        # the dimension that turns so often over the original context
+        turns = config.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return (head_dim * math.log(turns)) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    ramp = ((torch.arange(num_pairs, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
+    keep = 1 - ramp
+    return 1.0 / (config.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+
+
+def as_one_matrix(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor over parts that lie end to end in one storage (along dimension 0), else None."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_next = part.data_ptr() == first.data_ptr() + (end - first.storage_offset()) * (
+            first.element_size()
+        )
+        if not is_next or not part.is_contiguous():
+            return None
+        end += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class Linear:
+    """x W^T + b for one or more projections of the same input, their outputs side by side."""
+
+    def __init__(
+        self, weights: dict[str, torch.Tensor], prefix: str, names: list[str], has_bias: bool
+    ) -> None:
+        matrices = [weights[f"{prefix}{name}.weight"] for name in names]
+        biases = [weights[f"{prefix}{name}.bias"] for name in names] if has_bias else []
+        fused = as_one_matrix(matrices)
+        self._matrices = matrices if fused is None else [fused]
+        if not biases:
+            self._biases: list[torch.Tensor | None] = [None] * len(self._matrices)
+        else:
+            self._biases = list(biases) if fused is None else [torch.cat(biases)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, inputs] to [num_tokens, outputs of all projections]."""
+        outputs = [F.linear(x, w, b) for w, b in zip(self._matrices, self._biases, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

@@ -1,0 +1,151 @@
+"""Weights as tensors: the checkpoint's own files mapped, or an arena of converted ones.
+
+Owns: turning a Checkpoint into named tensors without a second copy in memory.
+Called by: a worker at start, before Transformer.
+Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint.
+Never: decides the dtype or the layout (engine.checkpoint does), makes the arena (the daemon does).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint import Checkpoint, weights_layout
+from engine.config import DTYPE_BYTES
+from engine.errors import CheckpointError
+
+Progress = Callable[[int, int], None]
+
+_PROGRESS_INTERVAL_NS = 100_000_000
+_PIECE_VALUES = 4 << 20  # converted between two looks at the clock: some milliseconds
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    dtype: str,
+    arena: mmap.mmap | None,
+    share: tuple[int, int] | None,
+    progress: Progress,
+) -> dict[str, torch.Tensor]:
+    """The model's tensors by name, in `dtype`.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        dtype: to serve in.
+        arena: shared memory of `weights_layout(checkpoint, dtype)`; None maps the files.
+        share: (index, count) of the part to convert into the arena; None if it is filled.
+            The other parts are undefined until their workers have returned from this call.
+        progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
+    """
+    if arena is None:
+        return _map_files(checkpoint, progress)
+    views = _arena_views(checkpoint, dtype, arena)
+    if share is not None:
+        _convert_share(_map_files(checkpoint, _ignore), views, share, DTYPE_BYTES[dtype], progress)
+    else:
+        progress(len(arena), len(arena))
+    return views
+
+
+def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:
+    tensors = checkpoint.tensors.values()
+    end_by_file: dict[Path, int] = {}
+    for tensor in tensors:
+        end = tensor.start + tensor.num_bytes
+        end_by_file[tensor.file] = max(end, end_by_file.get(tensor.file, 0))
+    total_bytes, mapped_bytes = sum(end_by_file.values()), 0
+    bytes_by_file = {}
+    for path, end in end_by_file.items():
+        bytes_by_file[path] = _map_file(path, end)
+        mapped_bytes += end
+        progress(mapped_bytes, total_bytes)
+    views = {}
+    for tensor in tensors:
+        stored = bytes_by_file[tensor.file]
+        dtype = getattr(torch, tensor.dtype)
+        if tensor.start % dtype.itemsize:
+            # Only on the way into an arena: weights_layout never maps such a file for serving.
+            flat = stored[tensor.start : tensor.start + tensor.num_bytes].clone().view(dtype)
+        else:
+            flat = stored[tensor.start : tensor.start + tensor.num_bytes].view(dtype)
+        views[tensor.name] = flat.view(tensor.shape)
+    return views
+
+
+def _map_file(path: Path, end: int) -> torch.Tensor:
+    """All bytes of a file, its pages being read ahead."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"cannot open: {error.strerror}", where=str(path)) from error
+    try:
+        file_bytes = os.fstat(fd).st_size
+        if file_bytes < end:  # reading past its end would be a fatal signal, not an exception
+            what = f"the file has shrunk to {file_bytes} bytes, its weights end at {end}"
+            raise CheckpointError(what, where=str(path), hint="download the file again")
+        # A private mapping: torch wants writable memory, the file must stay as it is.
+        mapped = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    mapped.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _arena_views(checkpoint: Checkpoint, dtype: str, arena: mmap.mmap) -> dict[str, torch.Tensor]:
+    layout = weights_layout(checkpoint, dtype)
+    if layout is None or len(arena) < layout.num_bytes:
+        raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout}")
+    stored = torch.frombuffer(arena, dtype=torch.uint8)
+    views = {}
+    for name, offset in layout.offset_by_name.items():
+        shape = checkpoint.tensors[name].shape
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        views[name] = stored[offset:end].view(getattr(torch, dtype)).view(shape)
+    return views
+
+
+def _convert_share(
+    stored: dict[str, torch.Tensor],
+    views: dict[str, torch.Tensor],
+    share: tuple[int, int],
+    item_bytes: int,
+    progress: Progress,
+) -> None:
+    index, count = share
+    total = sum(view.numel() for view in views.values())
+    first, last = total * index // count, total * (index + 1) // count
+    num_done, reported_ns = 0, 0
+    for name, start, end in _pieces(views, first, last):
+        views[name].view(-1)[start:end].copy_(stored[name].view(-1)[start:end])
+        num_done += end - start
+        now_ns = time.monotonic_ns()
+        if now_ns - reported_ns >= _PROGRESS_INTERVAL_NS:
+            reported_ns = now_ns
+            progress(num_done * item_bytes, (last - first) * item_bytes)
+    progress((last - first) * item_bytes, (last - first) * item_bytes)
+
+
+def _pieces(
+    views: dict[str, torch.Tensor], first: int, last: int
+) -> Iterator[tuple[str, int, int]]:
+    """Cut values [first, last) of all tensors laid end to end into pieces of single tensors."""
+    tensor_first = 0
+    for name, view in views.items():
+        start = max(first - tensor_first, 0)
+        end = min(last - tensor_first, view.numel())
+        while start < end:
+            piece_end = min(start + _PIECE_VALUES, end)
+            yield name, start, piece_end
+            start = piece_end
+        tensor_first += view.numel()
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Progress that nobody asked for."""

@@ -1,0 +1,65 @@
+"""Tiny transformers checkpoints, made at test time: the oracle's own files.
+
+They have random weights large enough that greedy decoding is neither tied nor stuck, non-zero
+biases and norms away from 1, so that leaving one out shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+_TINY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 296,
+    "eos_token_id": 297,
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **config_overrides: Any,
+) -> Path:
+    """Write config, weights, tokenizer (300 tokens) and chat template; returns the folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.model.starter import write_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = _TINY | config_overrides
+    config = AutoConfig.for_model(family, **{k: v for k, v in keys.items() if v is not ...})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_(std=0.3)
+                elif parameter.dim() == 1:
+                    parameter.normal_(mean=1.0, std=0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return folder
+
+
+def load_oracle(folder: Path, dtype: str = "float32") -> Any:
+    """The checkpoint as transformers loads it, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
