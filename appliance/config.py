@@ -24,7 +24,7 @@ SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")
 
 _T = TypeVar("_T")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _MIN_KV_MEMORY_BYTES = 1 << 20
 
 

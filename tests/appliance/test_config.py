@@ -1,0 +1,233 @@
+"""Flag over environment over file over default, and errors that say where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance import config
+from appliance.config import ServeConfig, load, parse_bytes, prepare_directories, socket_path
+from engine.errors import ConfigError
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing installed: all the places that are looked at, empty."""
+    monkeypatch.setattr(config, "SYSTEM_CONFIG", tmp_path / "etc" / "penstock.toml")
+    monkeypatch.setattr(config, "SYSTEM_SOCKET", tmp_path / "run" / "penstock.sock")
+    monkeypatch.setattr(config, "TEMPORARY_DIR", tmp_path / "tmp")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("etc", "run", "tmp", "home"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def write_toml(machine: Path, text: str) -> Path:
+    path = machine / "etc" / "penstock.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_set_gives_the_defaults(machine: Path) -> None:
+    uid = os.getuid()
+    assert load({}, {}) == ServeConfig(
+        socket=machine / "tmp" / f"penstock-{uid}" / "penstock.sock",
+        state_dir=machine / "home/.local/state/penstock",
+        cache_dir=machine / "home/.cache/penstock",
+    )
+
+
+def test_a_flag_beats_the_environment_beats_the_file(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\nroles = "colocated"\nmax_model_len = 512\n')
+    environ = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_ROLES": "static"}
+    found = load({"dtype": "float32", "roles": None}, environ)
+    assert (found.dtype, found.roles, found.max_model_len) == ("float32", "static", 512)
+
+
+def test_every_setting_can_come_from_the_file(machine: Path) -> None:
+    write_toml(
+        machine,
+        'model = "/models/tiny"\ndtype = "bfloat16"\ntransport = "shm"\nroles = "static"\n'
+        'socket = "/s/p.sock"\nstate_dir = "/state"\ncache_dir = "/cache"\n'
+        'max_model_len = 4096\nkv_memory = "2GiB"\nlog_text = true\n',
+    )
+    assert load({}, {}) == ServeConfig(
+        model=Path("/models/tiny"),
+        dtype="bfloat16",
+        transport="shm",
+        socket=Path("/s/p.sock"),
+        state_dir=Path("/state"),
+        cache_dir=Path("/cache"),
+        max_model_len=4096,
+        kv_memory_bytes=2 << 30,
+        log_text=True,
+    )
+
+
+def test_the_named_file_replaces_the_usual_ones(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\n')
+    other = machine / "other.toml"
+    other.write_text('dtype = "float32"\n')
+    assert load({}, {"PENSTOCK_CONFIG": str(other)}).dtype == "float32"
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot read"):
+        load({}, {"PENSTOCK_CONFIG": str(machine / "absent.toml")})
+
+
+def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
+    path = machine / "home/.config/penstock/penstock.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('dtype = "float32"\n')
+    assert load({}, {}).dtype == "float32"
+    write_toml(machine, 'dtype = "float16"\n')
+    assert load({}, {}).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "words"),
+    [
+        ({"dtype": "int8"}, {}, "", ["--dtype", "int8", "bfloat16"]),
+        ({"max_model_len": "1"}, {}, "", ["--max-model-len", "'1'", "2 or more"]),
+        ({}, {"PENSTOCK_KV_MEMORY": "lots"}, "", ["PENSTOCK_KV_MEMORY", "lots", "2GiB"]),
+        ({}, {"PENSTOCK_LOG_TEXT": "maybe"}, "", ["PENSTOCK_LOG_TEXT", "maybe", "true or false"]),
+        ({}, {}, "kv_memory = 12\n", ["penstock.toml", "kv_memory", "12", "1MiB"]),
+        ({}, {}, "max_model_len = true\n", ["penstock.toml", "max_model_len", "True"]),
+        ({}, {}, "model = 3\n", ["penstock.toml", "model", "3", "a path"]),
+        ({}, {}, "dtype = [1]\n", ["penstock.toml", "dtype", "[1]"]),
+        ({}, {}, 'colour = "red"\n', ["penstock.toml", "colour"]),
+        ({}, {}, 'dtype = "a"\nroles = \n', ["penstock.toml", "line 2"]),
+        ({"transport": "shm", "roles": "colocated"}, {}, "", ["transport", "shm", "colocated"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_place(
+    machine: Path,
+    flags: dict[str, str | None],
+    environ: dict[str, str],
+    text: str,
+    words: list[str],
+) -> None:
+    write_toml(machine, text)
+    with pytest.raises(ConfigError) as caught:
+        load(flags, environ)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert caught.value.exit_code == 78
+
+
+def test_the_socket_is_looked_for_in_the_documented_order(machine: Path) -> None:
+    environ = {
+        "PENSTOCK_SOCKET": "/env.sock",
+        "RUNTIME_DIRECTORY": "/run/unit",
+        "XDG_RUNTIME_DIR": "/run/user/7",
+    }
+    file = write_toml(machine, 'socket = "/file.sock"\n')
+    system = machine / "run" / "penstock.sock"
+    system.touch()
+    assert socket_path("/flag.sock", environ) == Path("/flag.sock")
+    assert socket_path(None, environ) == Path("/env.sock")
+    del environ["PENSTOCK_SOCKET"]
+    assert socket_path(None, environ) == Path("/file.sock")
+    file.unlink()
+    assert socket_path(None, environ) == Path("/run/unit/penstock.sock")
+    del environ["RUNTIME_DIRECTORY"]
+    assert socket_path(None, environ) == system
+    system.unlink()
+    assert socket_path(None, environ) == Path("/run/user/7/penstock/penstock.sock")
+    del environ["XDG_RUNTIME_DIR"]
+    own = machine / "tmp" / f"penstock-{os.getuid()}" / "penstock.sock"
+    assert socket_path(None, environ) == own
+    assert load({}, environ).socket == own
+
+
+def test_a_shared_folder_in_tmp_must_be_ours_alone(machine: Path) -> None:
+    folder = machine / "tmp" / f"penstock-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="0777"):
+        socket_path(None, {})
+    folder.rmdir()
+    folder.symlink_to(machine / "etc")
+    with pytest.raises(ConfigError, match="not a folder of yours"):
+        socket_path(None, {})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder away")
+def test_a_folder_in_tmp_of_someone_else_is_refused(machine: Path) -> None:
+    folder = machine / "tmp" / "penstock-0"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 1234, 1234)
+    with pytest.raises(ConfigError, match="1234"):
+        socket_path(None, {})
+
+
+def test_systemd_and_xdg_choose_the_folders(machine: Path) -> None:
+    xdg = {"XDG_STATE_HOME": "/xdg/state", "XDG_CACHE_HOME": "relative"}
+    found = load({}, xdg)
+    assert found.state_dir == Path("/xdg/state/penstock")
+    assert found.cache_dir == machine / "home/.cache/penstock"
+    unit = {**xdg, "STATE_DIRECTORY": "/var/lib/p:/other", "CACHE_DIRECTORY": "/var/cache/p"}
+    found = load({}, unit)
+    assert (found.state_dir, found.cache_dir) == (Path("/var/lib/p"), Path("/var/cache/p"))
+    assert load({"state_dir": "/mine"}, unit).state_dir == Path("/mine")
+    assert config.state_dir(None, unit) == Path("/var/lib/p")
+    assert config.state_dir("/mine", unit) == Path("/mine")
+
+
+def test_folders_are_made_for_their_owner_alone(machine: Path) -> None:
+    found = load({}, {})
+    prepare_directories(found)
+    prepare_directories(found)
+    for folder in (found.socket.parent, found.state_dir, found.cache_dir):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_made_is_named(machine: Path) -> None:
+    (machine / "file").touch()
+    found = load({"state_dir": str(machine / "file" / "below")}, {})
+    with pytest.raises(ConfigError, match="file/below"):
+        prepare_directories(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("4G", 4 << 30),
+        ("1.5g", 3 << 29),
+        ("2MB", 2_000_000),
+        ("1048576", 1 << 20),
+        ("1048576B", 1 << 20),
+        (" 3 T ", 3 << 40),
+        (1 << 30, 1 << 30),
+    ],
+)
+def test_sizes_are_read_with_their_unit(text: object, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@given(st.one_of(st.text(), st.integers(), st.booleans(), st.floats(), st.just("9" * 400)))
+def test_a_size_is_read_or_refused_with_words(value: object) -> None:
+    try:
+        num_bytes = parse_bytes(value)
+    except ValueError as error:
+        words = str(error)
+    else:
+        assert num_bytes >= 1 << 20
+        return
+    assert "a size" in words
+
+
+def test_finding_the_socket_imports_nothing_slow() -> None:
+    script = (
+        "import sys, appliance.config, appliance.client\n"
+        "print(sorted(sys.modules.keys() & "
+        "{'msgspec','tomllib','sqlite3','sqlite_utils','torch','textual','rich','asyncio'}))"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert ended.stdout.strip() == "[]", ended.stderr
