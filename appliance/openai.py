@@ -85,21 +85,40 @@ class Ask:
     include_usage: bool
     return_token_ids: bool
 
-    def sampling(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """Sampling for one prompt; max_tokens fitted to what its length leaves.
+    @property
+    def num_chars(self) -> int:
+        """Characters to tokenize; token ids count as none."""
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        return sum(map(len, texts)) + sum(len(message["content"]) for message in self.messages)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """True if each token is to be reported, also one whose text comes later or never."""
+        return self.num_logprobs is not None or self.return_token_ids
+
+    def check_length(
+        self, prompt: str | list[int], max_token_chars: int, max_model_len: int
+    ) -> None:
+        """Refuse what cannot fit, before it costs the time to tokenize it.
 
         Raises:
             RequestError: `context_length_exceeded`.
         """
+        per_token = max_token_chars if isinstance(prompt, str) else 1
+        if len(prompt) > max_model_len * per_token:
+            raise self._too_long(max_model_len, f"at least {len(prompt) // per_token}")
+
+    def sampling(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """Sampling for one prompt; max_tokens fitted to what its length leaves.
+
+        Raises:
+            RequestError: `context_length_exceeded`, or a prompt without tokens.
+        """
+        if not num_prompt_tokens:
+            raise invalid_value(self._prompt_param, "has no tokens")
         room = max_model_len - num_prompt_tokens
         if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
-            asked = "" if self.max_tokens is None else f" and {self.max_tokens} in the completion"
-            raise RequestError(
-                f"the model's context is {max_model_len} tokens, and this request needs more: "
-                f"{num_prompt_tokens} in the prompt{asked or ' and at least 1 in the completion'}",
-                code="context_length_exceeded",
-                param="messages" if self.is_chat else "prompt",
-            )
+            raise self._too_long(max_model_len, str(num_prompt_tokens))
         default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
         return SamplingParams(
             max_tokens=self.max_tokens or min(room, default),
@@ -111,6 +130,19 @@ class Ask:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
+        )
+
+    @property
+    def _prompt_param(self) -> str:
+        return "messages" if self.is_chat else "prompt"
+
+    def _too_long(self, max_model_len: int, prompt_tokens: str) -> RequestError:
+        output_tokens = "at least 1" if self.max_tokens is None else str(self.max_tokens)
+        return RequestError(
+            f"the model's context is {max_model_len} tokens; this request needs more: "
+            f"{prompt_tokens} for the prompt and {output_tokens} for the completion",
+            code="context_length_exceeded",
+            param=self._prompt_param,
         )
 
 

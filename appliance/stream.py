@@ -30,6 +30,14 @@ class Delta:
     """Where each token's text begins in the sequence's text; collected only with logprobs."""
     finish_reason: FinishReason | None = None
 
+    def add(self, later: Delta) -> None:
+        """Make this the sum of both."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.text_offsets += later.text_offsets
+        self.finish_reason = later.finish_reason
+
 
 class Reply:
     """The deltas of one request, from the first token to the last finish reason."""

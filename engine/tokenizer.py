@@ -20,7 +20,6 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import tokenizers
-import tokenizers.processors
 
 from engine.errors import CheckpointError, RequestError
 
@@ -74,10 +73,13 @@ class Tokenizer:
         config = _read_config(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= _read_config(folder / "special_tokens_map.json")
-        special_tokens = _special_tokens(config)
-        _apply_bos_eos(backend, config, special_tokens)
         template, where = _read_template(folder, config)
-        return cls(backend, chat_template=template, special_tokens=special_tokens, where=where)
+        return cls(
+            backend,
+            chat_template=template,
+            special_tokens=_special_tokens(config),
+            where=where,
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -199,26 +201,6 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             found[name] = content
     return found
-
-
-def _apply_bos_eos(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
-) -> None:
-    """An explicit add_bos_token or add_eos_token overrides tokenizer.json, as in transformers."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    parts = ["$A:0"]
-    used = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token = special_tokens.get(name)
-        token_id = backend.token_to_id(token) if token is not None else None
-        if not config.get(flag) or token_id is None:
-            continue
-        parts.insert(0 if name == "bos_token" else len(parts), f"{token}:0")
-        used.append((token, token_id))
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=parts, pair=[*parts, "$B:1"], special_tokens=used
-    )
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, str]:

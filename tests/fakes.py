@@ -1,0 +1,178 @@
+"""Stand-ins for the daemon's parts, with the behaviour that their contracts promise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from appliance.request import ModelInfo, Request, TokensEmitted
+from engine.errors import QueueFull, Unavailable
+from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
+from engine.tokenizer import Tokenizer
+
+
+class FakeAppliance:
+    """An Appliance that generates on the loop, deterministically, one task per sequence.
+
+    Args:
+        tokenizer: the model's.
+        script: output token ids by prompt; the default repeats the prompt, over and over. A
+            script that ends before max_tokens ends the sequence with `stop`.
+        burst: tokens per TokensEmitted.
+        interval_s: time between them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        script: Callable[[list[int]], list[int]] | None = None,
+        burst: int = 1,
+        interval_s: float = 0.0,
+        max_queued: int = 8,
+        max_model_len: int = 256,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.burst = burst
+        self.interval_s = interval_s
+        self.max_queued = max_queued
+        self.model = ModelInfo(
+            model_id="fake/tiny-model",
+            max_model_len=max_model_len,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=(),
+            note=None,
+            created=1_700_000_000,
+        )
+        self.unavailable: Unavailable | None = None
+        self.gate = asyncio.Event()
+        """Nothing is generated until it is set."""
+        self.gate.set()
+        self.fail_after: int | None = None
+        """Sequences fail after so many tokens."""
+        self.live: dict[str, Request] = {}
+        self.submitted: list[Request] = []
+        self.closed: list[tuple[str, int]] = []
+        self.stopped: list[tuple[int, int]] = []
+        self.has_closed = asyncio.Event()
+        self.frame_seq = 1
+        self._last_seq_id = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def check_available(self) -> None:
+        if self.unavailable is not None:
+            raise self.unavailable
+
+    def not_ready_reason(self) -> str | None:
+        return None if self.unavailable is None else self.unavailable.what
+
+    def next_seq_id(self) -> int:
+        self._last_seq_id += 1
+        return self._last_seq_id
+
+    def submit(self, request: Request) -> None:
+        num_live = sum(len(live.sequences) for live in self.live.values())
+        if num_live + len(request.sequences) > self.max_queued:
+            raise QueueFull("the queue is full", retry_after_ms=1500)
+        self.live[request.request_id] = request
+        self.submitted.append(request)
+        for sequence in request.sequences:
+            self._tasks[sequence.seq_id] = asyncio.create_task(self._generate(request, sequence))
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        self.stopped.append((sequence.seq_id, num_kept_tokens))
+        self._tasks[sequence.seq_id].cancel()
+        del sequence.output_token_ids[num_kept_tokens:]
+        self._finish(sequence, FinishReason.STOP)
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        request = self.live.get(request_id)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if sequence.is_finished:
+                continue
+            request.cancelled_by = by
+            self._tasks[sequence.seq_id].cancel()
+            self._finish(sequence, FinishReason.ABORT)
+            request.inbox.put_nowait(TokensEmitted(sequence, [], [], True))
+        return True
+
+    def close(self, request: Request, http_status: int) -> None:
+        assert request.is_finished, "closed while a sequence runs"
+        del self.live[request.request_id]  # a second close raises
+        request.http_status = http_status
+        self.closed.append((request.request_id, http_status))
+        self.has_closed.set()
+
+    def live_request(self, request_id: str) -> Request | None:
+        return self.live.get(request_id)
+
+    def request_frames(self) -> list[dict[str, object]]:
+        return [{"id": request.request_id} for request in self.submitted]
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        return next((f for f in self.request_frames() if f["id"] == request_id), None)
+
+    def frame_json(self) -> bytes:
+        return msgspec.json.encode({"version": 1, "seq": self.frame_seq})
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        if after_seq >= self.frame_seq:
+            await asyncio.sleep(0.05)
+            self.frame_seq += 1
+        return self.frame_seq, self.frame_json()
+
+    def log_rows(self, limit: int) -> list[dict[str, object]]:
+        rows = [{"request_id": request_id, "http_status": s} for request_id, s in self.closed]
+        return rows[::-1][:limit]
+
+    async def _generate(self, request: Request, sequence: Sequence) -> None:
+        await self.gate.wait()
+        sequence.phase = Phase.DECODING
+        output = self._output(sequence)
+        for start in range(0, len(output), self.burst):
+            await asyncio.sleep(self.interval_s)
+            ids = output[start : start + self.burst]
+            sequence.output_token_ids += ids
+            is_last = start + self.burst >= len(output)
+            if self.fail_after is not None and sequence.num_output_tokens >= self.fail_after:
+                sequence.error = "the worker died too often"
+                self._finish(sequence, FinishReason.ERROR)
+                is_last = True
+            elif is_last:
+                is_whole = len(output) == sequence.sampling.max_tokens
+                self._finish(sequence, FinishReason.LENGTH if is_whole else FinishReason.STOP)
+            logprobs = self._logprobs(sequence, ids)
+            request.inbox.put_nowait(TokensEmitted(sequence, ids, logprobs, is_last))
+            if is_last:
+                return
+
+    def _output(self, sequence: Sequence) -> list[int]:
+        prompt, size = sequence.prompt_token_ids, sequence.sampling.max_tokens
+        if self.script is not None:
+            return self.script(prompt)[:size]
+        return (prompt * (size // len(prompt) + 1))[:size]
+
+    def _logprobs(self, sequence: Sequence, ids: list[int]) -> list[TokenLogprob]:
+        width = sequence.sampling.logprobs
+        if width is None:
+            return []
+        return [
+            TokenLogprob(-0.5, list(range(width)), [-1.0 - i for i in range(width)]) for _ in ids
+        ]
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        sequence.phase = Phase.FINISHED
+
+
+@contextlib.asynccontextmanager
+async def eventually(seconds: float = 5.0):
+    """What is awaited inside must happen; the bound only keeps a broken test from hanging."""
+    async with asyncio.timeout(seconds):
+        yield
