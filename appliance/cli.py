@@ -103,7 +103,7 @@ def run(
     text = _prompt(prompt)
     client = _client(socket)
     options = {
-        "model": model or _served_model(client),
+        "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -282,13 +282,6 @@ def _prompt(argument: str | None) -> str:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"stdin is not UTF-8: {error}", param_hint="PROMPT") from error
-
-
-def _served_model(client: Client) -> str:
-    models = client.get("/v1/models").get("data") or []
-    if not models:
-        raise ClientError("the daemon serves no model")
-    return str(models[0]["id"])
 
 
 def _rows_from_file(
