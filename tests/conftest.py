@@ -1,0 +1,41 @@
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.daemons import ARMS, Daemon
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """A float32 Llama of 3 layers with a tokenizer and a chat template."""
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def start_daemon(tmp_path):
+    """Start daemons that are stopped, and shown to have stopped, at the end of the test."""
+    started = []
+
+    def start(*args, **kwargs):
+        daemon = Daemon(tmp_path / f"d{len(started)}", *args, **kwargs)
+        started.append(daemon)
+        return daemon
+
+    yield start
+    for daemon in started:
+        if daemon.process.poll() is None:
+            daemon.kill()
+        daemon.http.close()
+
+
+@pytest.fixture(scope="module", params=list(ARMS))
+def arm(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def daemon(arm, tiny_llama, tmp_path_factory):
+    """A ready daemon on the tiny model, in each of the three arms; drained at the end."""
+    daemon = Daemon(tmp_path_factory.mktemp(arm), *ARMS[arm], model=tiny_llama).wait_ready()
+    yield daemon
+    daemon.assert_all_free()
+    assert daemon.stop() == 0

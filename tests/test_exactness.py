@@ -1,0 +1,144 @@
+"""Greedy float32 tokens through the daemon equal transformers' generate, token for token."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.checkpoints import FAMILIES, load_oracle, make_checkpoint
+from tests.daemons import ARMS, Daemon
+
+MAX_MARGIN = 1e-4
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+OPTIONS = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 48, "num_key_value_heads": 1},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "rope_parameters": YARN},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request, tmp_path_factory):
+    """A checkpoint of the family and its oracle."""
+    options = dict(OPTIONS[request.param])
+    if "rope_parameters" in options:
+        options["rope_parameters"] = {"rope_theta": 10000.0, **options["rope_parameters"]}
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    make_checkpoint(folder, request.param, max_position_embeddings=2048, **options)
+    return folder, load_oracle(folder)
+
+
+@pytest.fixture(scope="module", params=list(ARMS))
+def running(request, served, tmp_path_factory):
+    folder, oracle = served
+    daemon = Daemon(tmp_path_factory.mktemp(request.param), *ARMS[request.param], model=folder)
+    daemon.wait_ready()
+    yield daemon, oracle
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+def generate(oracle, prompt, max_tokens):
+    """Greedy tokens of the reference, without end of text, and the log-probabilities of each."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = oracle.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logprobs = torch.log_softmax(torch.stack([step[0] for step in out.logits]).float(), -1)
+    return out.sequences[0, len(prompt) :].tolist(), logprobs
+
+
+def assert_same(prompt, got, oracle, max_tokens):
+    """Equal tokens; a difference is forgiven only at a tie of the reference, and printed."""
+    expected, logprobs = generate(oracle, prompt, max_tokens)
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        if ours != theirs:
+            top = logprobs[i].topk(2)
+            margin = float(top.values[0] - top.values[1])
+            print(f"prompt of {len(prompt)}: output {i} is {ours}, not {theirs}; margin {margin}")
+            assert margin < MAX_MARGIN
+            return
+
+
+def prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(290) for _ in range(n)] for n in lengths]
+
+
+def test_single_prompts_across_block_and_chunk_borders(running):
+    daemon, oracle = running
+    for prompt in prompts([1, 2, 63, 64, 65, 128, 511, 512, 513, 700]):
+        reply = daemon.complete(prompt, max_tokens=20, ignore_eos=True)
+        assert_same(prompt, reply["choices"][0]["token_ids"], oracle, 20)
+
+
+def test_many_prompts_at_once_with_others_joining_and_leaving(running):
+    daemon, oracle = running
+    cases = [
+        (prompt, max_tokens)
+        for prompt, max_tokens in zip(
+            prompts([5, 300, 64, 17, 900, 33, 128, 1, 450, 70, 12, 256], seed=1),
+            [40, 5, 70, 1, 12, 30, 2, 64, 9, 25, 80, 3],
+            strict=True,
+        )
+    ]
+
+    def one(case):
+        prompt, max_tokens = case
+        reply = daemon.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
+        return reply["choices"][0]["token_ids"]
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(one, cases))
+    for (prompt, max_tokens), got in zip(cases, results, strict=True):
+        assert_same(prompt, got, oracle, max_tokens)
+
+
+def test_a_list_of_prompts_in_one_request(running):
+    daemon, oracle = running
+    batch = prompts([3, 100, 64], seed=2)
+    reply = daemon.complete(batch, max_tokens=10, ignore_eos=True)
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    for prompt, choice in zip(batch, reply["choices"], strict=True):
+        assert_same(prompt, choice["token_ids"], oracle, 10)
+
+
+def test_end_of_text_ends_where_the_reference_ends(running):
+    daemon, oracle = running
+    (prompt,) = prompts([40], seed=3)
+    tokens, _ = generate(oracle, prompt, 30)
+    stop_id = tokens[10]
+    reply = daemon.complete(prompt, max_tokens=30, ignore_eos=True, stop_token_ids=[stop_id])
+    assert reply["choices"][0]["token_ids"] == tokens[: tokens.index(stop_id) + 1]
+    assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_logprobs_agree_with_the_reference(running):
+    daemon, oracle = running
+    (prompt,) = prompts([90], seed=4)
+    tokens, expected = generate(oracle, prompt, 15)
+    reply = daemon.complete(prompt, max_tokens=15, ignore_eos=True, logprobs=5)
+    choice = reply["choices"][0]
+    assert choice["token_ids"] == tokens
+    for i, token_id in enumerate(tokens):
+        ours = choice["logprobs"]["token_logprobs"][i]
+        assert ours == pytest.approx(float(expected[i, token_id]), abs=1e-4)
