@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import msgspec
@@ -57,8 +56,8 @@ class FakeAppliance:
         self.live: dict[str, Request] = {}
         self.submitted: list[Request] = []
         self.closed: list[tuple[str, int]] = []
+        """Request ids and HTTP statuses, in order."""
         self.stopped: list[tuple[int, int]] = []
-        self.has_closed = asyncio.Event()
         self.frame_seq = 1
         self._last_seq_id = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -107,7 +106,6 @@ class FakeAppliance:
         del self.live[request.request_id]  # a second close raises
         request.http_status = http_status
         self.closed.append((request.request_id, http_status))
-        self.has_closed.set()
 
     def live_request(self, request_id: str) -> Request | None:
         return self.live.get(request_id)
@@ -171,8 +169,8 @@ class FakeAppliance:
         sequence.phase = Phase.FINISHED
 
 
-@contextlib.asynccontextmanager
-async def eventually(seconds: float = 5.0):
-    """What is awaited inside must happen; the bound only keeps a broken test from hanging."""
+async def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for something to become true; the bound only keeps a broken test from hanging."""
     async with asyncio.timeout(seconds):
-        yield
+        while not holds():  # noqa: ASYNC110 - tests look on from outside
+            await asyncio.sleep(0.005)

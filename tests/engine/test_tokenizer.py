@@ -126,7 +126,7 @@ def test_a_broken_file_is_named(tmp_path, name, content):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="no tokenizer.json"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
 

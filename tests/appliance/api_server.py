@@ -1,0 +1,88 @@
+"""The real server on a real socket around a FakeAppliance, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from appliance.api import build_app
+from appliance.server import ApiServer, bind_socket
+from tests.fakes import FakeAppliance
+
+
+class Served:
+    """A running server, and clients for it."""
+
+    def __init__(self, appliance: FakeAppliance, path: Path) -> None:
+        self.appliance = appliance
+        self.path = path
+        self.http = httpx.AsyncClient(
+            base_url="http://localhost", transport=httpx.AsyncHTTPTransport(uds=str(path))
+        )
+        self.openai = openai.AsyncOpenAI(
+            base_url="http://localhost/v1",
+            api_key="-",
+            http_client=httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))),
+            max_retries=0,
+        )
+        """The official client, as an application would set it up."""
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare connection, closed at the end if not before."""
+        reader, writer = await asyncio.open_unix_connection(str(self.path))
+        self._writers.append(writer)
+        return reader, writer
+
+    async def close(self) -> None:
+        """Hang up everywhere."""
+        await self.http.aclose()
+        await self.openai.close()
+        for writer in self._writers:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": "hello", **body})
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hello"}]
+        return await self.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """A POST of which nothing has been read yet: (reader, writer)."""
+        reader, writer = await self.connect()
+        payload = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+        writer.write(head.encode() + payload)
+        await writer.drain()
+        return reader, writer
+
+
+@contextlib.asynccontextmanager
+async def serving(appliance: FakeAppliance, path: Path) -> AsyncIterator[Served]:
+    """Serve until the block ends; then every accepted request must have been closed."""
+    server = ApiServer(build_app(appliance), bind_socket(path))
+    await server.start()
+    served = Served(appliance, path)
+    try:
+        yield served
+    finally:
+        await served.close()
+        await server.stop(grace_s=2.0)
+    assert len(appliance.closed) == len(appliance.submitted)
+
+
+def events(body: str) -> list[Any]:
+    """The data of server-sent events; `[DONE]` must be the last."""
+    data = [block[len("data: ") :] for block in body.split("\n\n") if block.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data]
