@@ -98,6 +98,6 @@ def _filtered_weights(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_alternatives: int) -> TokenLogprob:
-    logprobs = logits.log_softmax(-1).clamp_(min=_MIN_LOGPROB)
+    logprobs = logits.log_softmax(-1).nan_to_num_(nan=_MIN_LOGPROB).clamp_(min=_MIN_LOGPROB)
     values, ids = logprobs.topk(min(num_alternatives, len(logprobs)))
     return TokenLogprob(float(logprobs[token_id]), ids.tolist(), values.tolist())

@@ -64,6 +64,15 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny matrices: a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def load(folder, dtype="float32"):
     checkpoint = Checkpoint.open(folder)
     layout = weights_layout(checkpoint, dtype)
@@ -146,7 +155,7 @@ def test_chunks_and_neighbours_change_nothing(pair, block_size):
     model, oracle = pair
     generator = torch.Generator().manual_seed(block_size)
     pool = Pool(model, block_size, generator)
-    prompts = [random_ids(generator, length) for length in (1, 7, 40, 63, 130)]
+    prompts = [random_ids(generator, length) for length in (1, 7, 40, 63, 100)]
     tables = [pool.table(len(prompt)) for prompt in prompts]
     done = [0] * len(prompts)
     logits = [[] for _ in prompts]

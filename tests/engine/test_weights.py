@@ -1,0 +1,123 @@
+"""Weights are mapped where they can be and converted once where they cannot."""
+
+import mmap
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint import Checkpoint, weights_layout
+from engine.errors import CheckpointError
+from engine.model.layers import as_one_matrix
+from engine.model.weights import load_weights
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", "bfloat16")
+
+
+def ignore(_done, _total):
+    pass
+
+
+def stored(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(weights, expected, dtype):
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, expected[name].to(dtype)), name
+
+
+def test_files_in_the_serving_dtype_are_mapped(folder):
+    weights = load_weights(Checkpoint.open(folder), "bfloat16", None, None, ignore)
+    assert_equal(weights, stored(folder), torch.bfloat16)
+    with open("/proc/self/maps") as maps:
+        assert str(folder / "model.safetensors") in maps.read()
+
+
+def test_a_write_to_mapped_weights_does_not_reach_the_file(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    weights = load_weights(Checkpoint.open(folder), "bfloat16", None, None, ignore)
+    weights["model.norm.weight"].zero_()
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_fill_the_arena_together(folder, count):
+    checkpoint = Checkpoint.open(folder)
+    arena = mmap.mmap(-1, weights_layout(checkpoint, "float32").num_bytes)
+    totals = []
+    for index in range(count):
+        calls = []
+        load_weights(
+            checkpoint,
+            "float32",
+            arena,
+            (index, count),
+            lambda done, total, calls=calls: calls.append((done, total)),
+        )
+        assert calls == sorted(calls)
+        assert calls[-1][0] == calls[-1][1]
+        totals.append(calls[-1][1])
+    assert sum(totals) == 4 * checkpoint.num_parameters
+    assert max(totals) - min(totals) <= 4
+    weights = load_weights(checkpoint, "float32", arena, None, ignore)
+    assert_equal(weights, stored(folder), torch.float32)
+
+
+def test_one_share_leaves_the_others_alone(folder):
+    checkpoint = Checkpoint.open(folder)
+    arena = mmap.mmap(-1, weights_layout(checkpoint, "float32").num_bytes)
+    weights = load_weights(checkpoint, "float32", arena, (1, 2), ignore)
+    assert not weights["model.embed_tokens.weight"].any()
+    assert weights["lm_head.weight"].any()
+
+
+def test_projections_of_one_input_are_one_matrix_in_the_arena(folder):
+    checkpoint = Checkpoint.open(folder)
+    arena = mmap.mmap(-1, weights_layout(checkpoint, "float32").num_bytes)
+    weights = load_weights(checkpoint, "float32", arena, (0, 1), ignore)
+    parts = [weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(as_one_matrix(parts), torch.cat(parts))
+    assert as_one_matrix(parts[::-1]) is None
+    assert as_one_matrix([parts[0], parts[2]]) is None
+    assert as_one_matrix([part.clone() for part in parts]) is None
+
+
+def test_unaligned_files_are_read_through_an_arena(tmp_path, folder):
+    odd = make_checkpoint(tmp_path, "qwen2", "bfloat16")
+    data = (odd / "model.safetensors").read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little") + 1
+    moved = header_bytes.to_bytes(8, "little") + data[8 : 7 + header_bytes] + b" "
+    (odd / "model.safetensors").write_bytes(moved + data[7 + header_bytes :])
+    checkpoint = Checkpoint.open(odd)
+    layout = weights_layout(checkpoint, "bfloat16")
+    weights = load_weights(checkpoint, "bfloat16", mmap.mmap(-1, layout.num_bytes), (0, 1), ignore)
+    assert_equal(weights, stored(folder), torch.bfloat16)
+
+
+def test_a_file_that_shrank_after_the_check_is_an_error_not_a_crash(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="shrunk") as caught:
+        load_weights(checkpoint, "float32", None, None, ignore)
+    assert caught.value.where == str(path)
+
+
+def test_mixed_dtypes_are_brought_to_one(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama", "bfloat16")
+    mixed = stored(folder)
+    mixed["model.norm.weight"] = mixed["model.norm.weight"].float()
+    save_file(mixed, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.stored_dtype == "bfloat16"
+    arena = mmap.mmap(-1, weights_layout(checkpoint, "bfloat16").num_bytes)
+    assert_equal(load_weights(checkpoint, "bfloat16", arena, (0, 1), ignore), mixed, torch.bfloat16)
