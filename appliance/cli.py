@@ -23,7 +23,14 @@ from urllib.parse import quote
 import typer
 
 from appliance import cli_output, config
-from appliance.client import Client, ClientError, DaemonUnreachable, GenerationFailed, ReplyError
+from appliance.client import (
+    Client,
+    ClientError,
+    DaemonUnreachable,
+    GenerationFailed,
+    ReplyError,
+    Stream,
+)
 from engine.errors import PenstockError
 
 _BROKEN_PIPE = 141
@@ -220,18 +227,19 @@ def version(socket: Socket = None, as_json: AsJson = False) -> None:
 class _Progress:
     """How far a generation has come; what is known of it when it is interrupted."""
 
-    request_id: str | None = None
+    request_id: str | None
     finish_reason: str | None = None
 
 
 def _generate(client: Client, path: str, body: dict[str, Any]) -> str | None:
     """Stream one completion to stdout; returns the request's id."""
-    progress = _Progress()
-    try:
-        _stream_text(client, path, body, progress)
-    except SystemExit as ending:  # a signal, or nobody reads stdout any more
-        _cancel_after(client, progress.request_id, ending)
-        raise
+    with client.stream(path, body) as reply:
+        progress = _Progress(reply.request_id)
+        try:
+            _print_text(reply, progress)
+        except SystemExit as ending:  # a signal, or nobody reads stdout any more
+            _cancel_after(client, progress.request_id, ending)
+            raise
     if progress.finish_reason not in ("stop", "length"):
         raise GenerationFailed(
             f"the reply is incomplete (finish reason {progress.finish_reason!r})"
@@ -239,20 +247,18 @@ def _generate(client: Client, path: str, body: dict[str, Any]) -> str | None:
     return progress.request_id
 
 
-def _stream_text(client: Client, path: str, body: dict[str, Any], progress: _Progress) -> None:
+def _print_text(reply: Stream, progress: _Progress) -> None:
     is_terminal = sys.stdout.isatty()
     last = "\n"
     try:
-        with client.stream(path, body) as reply:
-            progress.request_id = reply.request_id
-            for event in reply:
-                progress.request_id = progress.request_id or event.get("id")
-                for choice in event.get("choices", ()):
-                    progress.finish_reason = choice.get("finish_reason")
-                    text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                    text = cli_output.for_terminal(text) if is_terminal else text
-                    _write(text)
-                    last = text[-1:] or last
+        for event in reply:
+            progress.request_id = progress.request_id or event.get("id")
+            for choice in event.get("choices", ()):
+                progress.finish_reason = choice.get("finish_reason")
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                text = cli_output.for_terminal(text) if is_terminal else text
+                _write(text)
+                last = text[-1:] or last
     finally:
         if is_terminal and last != "\n":
             _write("\n")
@@ -261,7 +267,7 @@ def _stream_text(client: Client, path: str, body: dict[str, Any], progress: _Pro
 def _cancel_after(client: Client, request_id: str | None, ending: SystemExit) -> None:
     """Tell the daemon, so that it need not find out, and the person what was generated."""
     if request_id is None:
-        return  # hanging up, which the caller has done, cancels as well
+        return  # hanging up, which the caller does next, cancels as well
     quick = Client(client.socket_path, timeout_s=1.0)
     try:
         quick.cancel(request_id)

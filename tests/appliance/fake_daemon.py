@@ -27,6 +27,9 @@ class Script:
     """Events after which the stream waits to be cancelled or hung up on."""
     asked: list[tuple[str, dict[str, Any] | None]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    paused: threading.Event = field(default_factory=threading.Event)
+    told_reader: threading.Event = field(default_factory=threading.Event)
+    """The stream was still open when it was cancelled, and took the end of it."""
 
     def asked_for(self, line: str) -> list[dict[str, Any] | None]:
         """The bodies of each request of that method and path."""
@@ -63,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(script)
         elif self.path.endswith("/cancel"):
             script.cancelled.set()
+            if script.paused.is_set():
+                script.told_reader.wait(5)
             self._reply(200, {"id": self.path.split("/")[3], "status": "cancelled"})
         else:
             error = {"message": "no such thing", "code": "not_found", "type": "x", "param": None}
@@ -82,7 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("x-request-id", RID)
         self.end_headers()
         for index, event in enumerate(script.events):
-            if index == script.pause_after and script.cancelled.wait(20):
+            if index == script.pause_after:
+                script.paused.set()
+                script.cancelled.wait(20)
+                self.wfile.write(b"0\r\n\r\n")
+                script.told_reader.set()
                 return
             data = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode()
             self.wfile.write(b"%x\r\n%b\n\n\r\n" % (len(data) + 2, data))

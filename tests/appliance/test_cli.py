@@ -239,6 +239,7 @@ def test_a_signal_cancels_on_the_server(
     rest, notes = running.communicate(timeout=30)
     assert (running.returncode, rest, notes) == (exit_code, b"", b"cancelled after 3 tok\n")
     assert daemon.script.asked_for(f"POST /v1/requests/{RID}/cancel") == [{}]
+    assert daemon.script.told_reader.is_set()  # it was cancelled before it was hung up on
 
 
 def test_a_reader_that_leaves_cancels_on_the_server(
