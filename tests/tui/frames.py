@@ -1,0 +1,242 @@
+"""Sample frames for the console's tests: fixed numbers, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from appliance.protocol import (
+    FRAME_VERSION,
+    DeviceFrame,
+    EventFrame,
+    Frame,
+    HostFrame,
+    LatencyFrame,
+    PoolFrame,
+    QueueFrame,
+    RequestFrame,
+    TotalsFrame,
+    WorkerFrame,
+)
+from tui.view import View
+
+GIB = 1 << 30
+
+
+def request(number: int = 1, phase: str = "decoding", **changes: Any) -> RequestFrame:
+    """A live request; the stages before its phase are complete."""
+    rank = ("queued", "prefilling", "handing_off", "decoding", "finished").index(phase)
+    prompt_tokens = 300 + 811 * number % 7000
+    frame = RequestFrame(
+        id=f"cmpl-{0x3F9A21C0 + 0x11D7E2B1 * number & 0xFFFFFFFF:08x}",
+        endpoint="/v1/completions",
+        phase=phase,
+        model="penstock-starter",
+        user=("ana", "svc-rag", "bo", "cy")[number % 4],
+        stream=True,
+        num_sequences=1,
+        prompt_tokens=prompt_tokens,
+        computed_tokens=(0, prompt_tokens * 62 // 100, prompt_tokens, prompt_tokens + 7)[
+            min(rank, 3)
+        ],
+        output_tokens=0 if rank < 3 else 12 + 37 * number % 900,
+        max_tokens=2048,
+        num_blocks=0 if rank == 0 else 5 + number,
+        worker=(None, "prefill", "prefill", "decode", None)[rank],
+        transport="alias" if rank >= 3 else None,
+        received_at="2026-11-21T14:02:05.250Z",
+        age_ms=400.0 + 350 * number,
+        tokenize_ms=1.5,
+        queue_ms=3.0 + 40 * (number % 5) if rank >= 1 else None,
+        prefill_ms=156.0 + number if rank >= 2 else None,
+        ttft_ms=160.5 + 41 * number if rank >= 2 else None,
+        handoff_ms=0.9 if rank >= 3 else None,
+        decode_wait_ms=1.1 if rank >= 3 else None,
+        first_itl_ms=13.4 if rank >= 3 else None,
+        tpot_ms=11.8 if rank >= 3 else None,
+        handoff_bytes=0 if rank >= 3 else None,
+    )
+    return msgspec.structs.replace(frame, **changes)
+
+
+def worker(name: str, **changes: Any) -> WorkerFrame:
+    """A ready worker."""
+    core = 1 if name == "decode" else 0
+    frame = WorkerFrame(
+        name=name,
+        state="ready",
+        pid=4100 + core,
+        device=f"cpu {core}",
+        cpus=[core],
+        attention="gather",
+        num_sequences=2,
+        prefill_tokens_per_s=0.0,
+        decode_tokens_per_s=0.0,
+        steps_per_s=0.0,
+        step_ms_p50=None,
+        step_ms_max=None,
+        busy_ratio=0.0,
+        cpu_percent=0.4,
+        rss_bytes=640 << 20,
+        num_restarts=0,
+        loaded_bytes=270 << 20,
+        total_bytes=270 << 20,
+    )
+    return msgspec.structs.replace(frame, **changes)
+
+
+def pool(name: str = "kv", **counts: int) -> PoolFrame:
+    """A pool of 1,024 blocks; what the counts leave is free."""
+    states = {"reserved": 0, "active": 0, "cached": 0, "draining": 0, "quarantined": 0, **counts}
+    return PoolFrame(
+        name=name,
+        num_blocks=1024,
+        block_size=64,
+        block_bytes=2 << 20,
+        free=1024 - sum(states.values()),
+        **states,
+    )
+
+
+def idle(**changes: Any) -> Frame:
+    """A ready appliance without work."""
+    frame = Frame(
+        version=FRAME_VERSION,
+        at="2026-11-21T14:02:11.004Z",
+        seq=100,
+        uptime_s=273_840.0,
+        state="ready",
+        state_reason="",
+        model="penstock-starter",
+        model_note="random weights",
+        dtype="float32",
+        max_model_len=4096,
+        roles="static",
+        transport="alias",
+        pid=4099,
+        queue=QueueFrame(0, 0, 0, 0, 64, None),
+        workers=[worker("prefill"), worker("decode")],
+        pools=[pool()],
+        latency=LatencyFrame(60.0, 0, *[None] * 8),
+        totals=TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        devices=[],
+        host=HostFrame(3.1, 5 * GIB, 23 * GIB, 0.8, 72 << 20),
+        requests=[],
+        num_requests=0,
+        events=[
+            EventFrame("2026-11-21T13:58:40.000Z", "info", "daemon.ready", "serving on 2 cores")
+        ],
+    )
+    return msgspec.structs.replace(frame, **changes)
+
+
+def busy(seq: int = 160, **changes: Any) -> Frame:
+    """Thirty requests in all phases; its rates swing with `seq`."""
+    swing = math.sin(seq / 4) + math.sin(seq / 1.7) / 2
+    queued = max(0, round(4 + 3 * swing))
+    requests = [request(number) for number in range(30, 7, -1)]
+    requests += [request(7, "handing_off"), request(6, "prefilling"), request(5, "prefilling")]
+    requests += [request(number, "queued") for number in range(4, 0, -1)]
+    frame = idle(
+        seq=seq,
+        uptime_s=273_840.0 + seq,
+        queue=QueueFrame(queued, 2, 1, 23, 64, 1312.0),
+        workers=[
+            worker("prefill", prefill_tokens_per_s=4100 + 700 * swing, steps_per_s=2.4,
+                   busy_ratio=0.98, step_ms_p50=402.0, step_ms_max=410.0,
+                   cpu_percent=99.2, rss_bytes=1310 << 20),
+            worker("decode", decode_tokens_per_s=1900 + 60 * swing, steps_per_s=84.2,
+                   busy_ratio=0.96, step_ms_p50=11.4, step_ms_max=14.2,
+                   cpu_percent=97.0, rss_bytes=1288 << 20),
+        ],
+        pools=[pool(active=398, reserved=120, cached=96, draining=9)],
+        latency=LatencyFrame(
+            60.0, 142, 204.0, 412.0 + 20 * swing, 690.0, 11.6, 14.8, 31.0, 0.9, 2.4),
+        totals=TotalsFrame(1274, 1204, 2, 31, 0, 2_412_333, 281_002, 1240 + 2 * seq, 0, 3, 0, 0),
+        host=HostFrame(97.6, 9 * GIB, 23 * GIB, 1.2, 80 << 20),
+        devices=[
+            DeviceFrame("package-0", "cpu", power_w=96.4, power_limit_w=125.0, temperature_c=61.0)
+        ],
+        requests=requests,
+        num_requests=len(requests),
+        events=[
+            EventFrame("2026-11-21T13:41:02.000Z", "info", "daemon.ready", "serving on 2 cores"),
+            EventFrame("2026-11-21T13:58:40.000Z", "error", "worker.died",
+                       "decode exited with signal 9; 4 sequences go on elsewhere"),
+            EventFrame("2026-11-21T14:00:12.000Z", "info", "request.cancelled",
+                       "cmpl-88ab90f2 by uid 1003 after 201 tokens"),
+            EventFrame("2026-11-21T14:01:30.000Z", "warning", "queue.high", "33 of 64 waiting"),
+        ],
+    )  # fmt: skip
+    return msgspec.structs.replace(frame, **changes)
+
+
+def loading() -> Frame:
+    """Weights on their way in."""
+    half = {"state": "loading", "loaded_bytes": 116 << 20, "attention": None, "rss_bytes": None}
+    return idle(
+        state="loading",
+        state_reason="weights 43%",
+        workers=[worker("prefill", **half), worker("decode", **half)],
+        pools=[],
+        events=[],
+    )
+
+
+def draining() -> Frame:
+    """SIGTERM came; three requests are left."""
+    requests = [request(number) for number in (3, 2, 1)]
+    return busy(
+        state="draining",
+        state_reason="3 requests left, 27s to go",
+        requests=requests,
+        num_requests=3,
+        queue=QueueFrame(0, 0, 0, 3, 64, None),
+    )
+
+
+def colocated() -> Frame:
+    """One worker that does both."""
+    both = worker("colocated", device="cpu 0-1", prefill_tokens_per_s=2900.0,
+                  decode_tokens_per_s=610.0, step_ms_p50=18.2, step_ms_max=44.0,
+                  steps_per_s=50.0, busy_ratio=0.99)  # fmt: skip
+    return busy(roles="colocated", transport=None, workers=[both])
+
+
+def two_pools() -> Frame:
+    """The shm transport with its ring nearly full, and three power domains."""
+    return busy(
+        transport="shm",
+        pools=[
+            pool("prefill", active=210),
+            pool("decode", active=398, reserved=588),
+            pool("ring", active=90),
+        ],
+        devices=[
+            DeviceFrame("gpu0", "gpu", 512.0, 700.0, 61.0, 1980.0, 0.81, 61 * GIB, 80 * GIB),
+            DeviceFrame("gpu1", "gpu", 388.0, 700.0, 54.0, 1980.0, 0.64, 74 * GIB, 80 * GIB),
+            DeviceFrame("package-0", "cpu", 96.0, 125.0),
+        ],
+    )
+
+
+def busy_view(frame: Frame | None = None, num_frames: int = 60) -> View:
+    """A view with a full history behind it."""
+    view = View()
+    last = frame or busy()
+    for seq in range(last.seq - num_frames + 1, last.seq):
+        view = view.after(busy(seq))
+    return view.after(last)
+
+
+@dataclass
+class FakeClock:
+    """A clock that moves when told."""
+
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s

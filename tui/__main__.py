@@ -1,0 +1,78 @@
+"""`python -m tui --socket PATH`: the console, or plain text where there is no terminal for it.
+
+Owns: the choice between screen, lines and one page. Called by: `penstock top`.
+Invariant: nothing but plain text goes to what is not a capable terminal.
+Never: looks for the daemon; the caller knows the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from tui import plain
+
+EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the console; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock top", description="Live console of Penstock.")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
+    parser.add_argument("--once", action="store_true", help="print one reading as text and exit")
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
+    options = parser.parse_args(argv)
+    is_ascii = options.ascii or not can_draw_blocks(os.environ)
+    try:
+        if options.once:
+            width = shutil.get_terminal_size((100, 24)).columns
+            return asyncio.run(plain.print_once(options.socket, width, is_ascii=is_ascii))
+        if not has_terminal():
+            asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
+            return 0
+        return _run_console(options.socket, is_ascii=is_ascii)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+
+
+def _run_console(socket_path: str, *, is_ascii: bool) -> int:
+    from tui.app import Console  # 0.15 s, which plain text does not need
+
+    console = Console(socket_path, is_ascii=is_ascii)
+    console.run()
+    return console.return_code or 0
+
+
+def has_terminal() -> bool:
+    """True where a console can be drawn; Textual draws on stderr, so that must be a tty, too."""
+    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+    return not is_dumb and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def can_draw_blocks(environ: Mapping[str, str]) -> bool:
+    """False where the locale is not UTF-8, or on the kernel's own console.
+
+    Python itself turns an unset or C locale into LC_CTYPE=C.UTF-8 before this can look, so that
+    value says nothing where LANG speaks. No locale at all is common in containers, whose terminals
+    know UTF-8.
+    """
+    if environ.get("TERM") == "linux":
+        return False
+    names = [environ.get("LC_ALL"), environ.get("LC_CTYPE"), environ.get("LANG")]
+    if not names[0] and names[1] == "C.UTF-8":
+        names[1] = None
+    chosen = next((name for name in names if name), "UTF-8")
+    return chosen.replace("-", "").lower().endswith("utf8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

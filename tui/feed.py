@@ -1,0 +1,231 @@
+"""The console's connection to the daemon: frames in, cancels out.
+
+Owns: the socket and the patience (backoff, time limits).
+Called by: app and plain.
+Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the
+operator; `follow` goes on for ever.
+Never: imports Textual, or keeps a frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from urllib.parse import quote
+
+import h11
+import msgspec
+
+from appliance.protocol import Frame, RequestFrame
+from tui.panels.header import version_problem
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 5.0
+SILENCE_S = 5.0
+"""No byte for so long, with a frame due every second, means that the daemon hangs."""
+MAX_LINE_BYTES = 8 << 20
+_READ_BYTES = 1 << 16
+
+
+class FeedLost(Exception):
+    """The daemon cannot be reached, or does not speak as agreed."""
+
+    word = "DISCONNECTED"
+
+
+class FeedIncompatible(FeedLost):
+    """The daemon is of another release and sends frames that cannot be read."""
+
+    word = "INCOMPATIBLE"
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _ErrorBody
+
+
+class _Exchange:
+    """One HTTP/1.1 request and its reply on a connection of its own."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._parser = h11.Connection(h11.CLIENT)
+        self.status = 0
+
+    async def ask(self, method: str, target: str) -> None:
+        """Send the request and read the head of the reply into `status`."""
+        headers = [("host", "penstock"), ("accept", "application/json"), ("connection", "close")]
+        if method != "GET":
+            headers.append(("content-length", "0"))
+        request = h11.Request(method=method, target=target, headers=headers)
+        self._writer.write(self._parser.send(request) or b"")
+        self._writer.write(self._parser.send(h11.EndOfMessage()) or b"")
+        await self._writer.drain()
+        while not isinstance(event := await self._next_event(), h11.Response):
+            if isinstance(event, (h11.ConnectionClosed, h11.EndOfMessage)):
+                raise FeedLost("the daemon closed the connection without an answer")
+        self.status = event.status_code
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body of the reply, as it comes."""
+        while isinstance(event := await self._next_event(), h11.Data):
+            yield bytes(event.data)
+
+    async def body(self) -> bytes:
+        """The whole body of the reply."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def _next_event(self) -> h11.Event:
+        data = None
+        try:
+            while (event := self._parser.next_event()) is h11.NEED_DATA:
+                async with asyncio.timeout(SILENCE_S):
+                    data = await self._reader.read(_READ_BYTES)
+                self._parser.receive_data(data)
+        except h11.RemoteProtocolError as error:
+            # an end inside a reply is a death, anything else is somebody else's socket
+            what = "the daemon went away" if data == b"" else f"this is not the daemon: {error}"
+            raise FeedLost(what) from None
+        if not isinstance(event, h11.Event):
+            raise FeedLost("this is not the daemon: it changes the protocol")
+        return event
+
+
+@asynccontextmanager
+async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
+    """Connect; foreign errors, also those of the body of the `with`, come out as FeedLost."""
+    writer = None
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            reader, writer = await asyncio.open_unix_connection(socket_path)
+        yield _Exchange(reader, writer)
+    except FileNotFoundError:
+        raise FeedLost(f"no daemon: {socket_path} does not exist") from None
+    except ConnectionRefusedError:
+        raise FeedLost(f"no daemon listens on {socket_path}") from None
+    except PermissionError:
+        raise FeedLost(f"no permission to open {socket_path}") from None
+    except TimeoutError:
+        raise FeedLost(f"the daemon has been silent for {SILENCE_S:.0f} s") from None
+    except OSError as error:
+        raise FeedLost(f"lost the daemon: {error.strerror or error}") from None
+    except msgspec.MsgspecError as error:
+        raise FeedLost(f"the daemon's answer cannot be read: {error}") from None
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+async def stream_frames(socket_path: str) -> AsyncGenerator[Frame, None]:
+    """Frames as the daemon sends them, until it ends the stream.
+
+    Raises:
+        FeedLost: it cannot be reached, went away, or hangs.
+    """
+    decoder = msgspec.json.Decoder(Frame)
+    async with _exchange(socket_path) as exchange:
+        await exchange.ask("GET", "/v1/penstock/stream")
+        if exchange.status != 200:
+            raise FeedLost(_refusal(exchange.status, await exchange.body()))
+        pending = b""
+        async for chunk in exchange.chunks():
+            *lines, pending = (pending + chunk).split(b"\n")
+            if len(pending) > MAX_LINE_BYTES:
+                raise FeedLost("the daemon sends a frame without an end")
+            for line in filter(bytes.strip, lines):
+                yield _decoded(decoder, line)
+
+
+async def first_frame(socket_path: str) -> Frame:
+    """One frame.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or ended the stream before a frame.
+    """
+    async with aclosing(stream_frames(socket_path)) as frames:
+        async for frame in frames:
+            return frame
+    raise FeedLost("the daemon closed the stream")
+
+
+def _decoded(decoder: msgspec.json.Decoder[Frame], line: bytes) -> Frame:
+    """Look at the version first: a frame of another one may lack what this one needs."""
+    problem = version_problem(msgspec.json.decode(line, type=_Version).version)
+    if problem:
+        raise FeedIncompatible(problem)
+    return decoder.decode(line)
+
+
+async def follow(
+    socket_path: str,
+    on_frame: Callable[[Frame], object],
+    on_lost: Callable[[FeedLost, float], object],
+) -> None:
+    """Hand on frames for ever; after each loss say why and in how many seconds it tries again."""
+    retry_s = FIRST_RETRY_S
+    while True:
+        loss = FeedLost("the daemon closed the stream")
+        try:
+            async with aclosing(stream_frames(socket_path)) as frames:
+                async for frame in frames:
+                    on_frame(frame)
+                    retry_s = FIRST_RETRY_S
+        except FeedLost as error:
+            loss = error
+        on_lost(loss, retry_s)
+        await asyncio.sleep(retry_s)
+        retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+
+async def cancel(socket_path: str, request_id: str) -> str:
+    """Ask the daemon to cancel a request; returns what came of it, as a sentence.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or refuses.
+    """
+    status, body = await _call(socket_path, "POST", f"{_request_path(request_id)}/cancel")
+    if status == 200:
+        return f"cancelled {request_id}"
+    if status == 404:
+        return f"{request_id} had ended already"
+    raise FeedLost(_refusal(status, body))
+
+
+async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | None:
+    """One request, also a finished one; None if the daemon does not know it any more.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or its answer cannot be read.
+    """
+    async with _exchange(socket_path) as exchange:
+        await exchange.ask("GET", _request_path(request_id))
+        body = await exchange.body()
+        return msgspec.json.decode(body, type=RequestFrame) if exchange.status == 200 else None
+
+
+async def _call(socket_path: str, method: str, target: str) -> tuple[int, bytes]:
+    async with _exchange(socket_path) as exchange:
+        await exchange.ask(method, target)
+        return exchange.status, await exchange.body()
+
+
+def _request_path(request_id: str) -> str:
+    return f"/v1/requests/{quote(request_id, safe='')}"
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """The daemon's own words if it sent an error object."""
+    try:
+        message = msgspec.json.decode(body, type=_ErrorReply).error.message
+    except msgspec.MsgspecError:
+        message = ""
+    return f"the daemon answered {status}{': ' if message else ''}{message}"

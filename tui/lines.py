@@ -1,0 +1,151 @@
+"""Lines of toned text, bars and sparklines: what panels are made of.
+
+A line is a list of spans, a span is text and a tone. Panels are pure functions that return lines,
+so the terminal console, the plain text mode and the tests share them.
+Owns: the tones and the block characters. Called by: panels, widgets and plain.
+Invariant: `fit` returns exactly the width asked for, printable, and ASCII where that is wanted.
+Never: knows a colour; the stylesheet gives each tone its look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from rich.cells import cell_len
+
+from tui import format as fmt
+
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+STATE_CELLS = {
+    "active": "█",
+    "reserved": "▓",
+    "cached": "▒",
+    "draining": "▚",
+    "quarantined": "X",
+    "free": "░",
+}
+"""Block states in the order in which a bar shows them."""
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■", ".:-=+*%#+=.~~|*!!")
+
+
+class Tone(StrEnum):
+    """What a span means; `console.tcss` says how that looks."""
+
+    PLAIN = "plain"
+    MUTED = "muted"
+    STRONG = "strong"
+    ACCENT = "accent"
+    GOOD = "good"
+    WARN = "warn"
+    BAD = "bad"
+
+
+class Span(NamedTuple):
+    """A run of text in one tone."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+Line = list[Span]
+
+
+def width_of(line: Iterable[Span]) -> int:
+    """Cells that the line takes."""
+    return sum(cell_len(span.text) for span in line)
+
+
+def text_of(line: Iterable[Span]) -> str:
+    """The line without its tones."""
+    return "".join(span.text for span in line)
+
+
+def fit(line: Iterable[Span], width: int, *, is_ascii: bool = False) -> Line:
+    """The line in exactly `width` cells, cut or filled, with nothing unprintable left in it."""
+    fitted: Line = []
+    room = width
+    for span in line:
+        if room <= 0:
+            break
+        text = fmt.clip(to_ascii(span.text) if is_ascii else span.text, room)
+        if is_ascii:
+            text = to_ascii(text)  # the mark of a cut
+        room -= cell_len(text)
+        fitted.append(Span(text, span.tone))
+    if room > 0:
+        fitted.append(Span(" " * room))
+    return fitted
+
+
+def to_ascii(text: str) -> str:
+    """Each block character as the ASCII that stands for it, anything else outside ASCII as `?`."""
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+def pairs(width: int, *items: tuple[str, str]) -> Line:
+    """Labels with their values in columns of equal width; a long one moves the next."""
+    line: Line = []
+    for index, (label, value) in enumerate(items):
+        start = index * width // len(items)
+        line.append(Span(" " * max(1 if line else 0, start - width_of(line))))
+        line += [Span(f"{label} " if label else "", Tone.MUTED), Span(value, Tone.STRONG)]
+    return line
+
+
+def sparkline(samples: Sequence[float | None], width: int) -> str:
+    """The newest `width` samples, newest at the right, scaled from 0 to the highest of all samples.
+
+    Nothing is drawn for None; zero gets the lowest level and any other value a higher one.
+    """
+    top = max((value for value in samples if value is not None), default=0.0)
+    steps = len(SPARK_LEVELS) - 1
+    cells = [
+        " "
+        if value is None
+        else SPARK_LEVELS[0]
+        if value <= 0
+        else SPARK_LEVELS[max(1, min(steps, round(steps * value / top)))]
+        for value in samples[-width:]
+    ]
+    return "".join(cells).rjust(width) if width > 0 else ""
+
+
+def gauge(ratio: float | None, width: int) -> str:
+    """A bar that is full at 1; empty cells only if the ratio is not reported."""
+    if width <= 0:
+        return ""
+    filled = 0 if ratio is None else round(width * min(1.0, max(0.0, ratio)))
+    return "█" * filled + "░" * (width - filled)
+
+
+def state_bar(num_by_state: Mapping[str, int], width: int) -> str:
+    """A bar whose cells show the share of each state, in the order of STATE_CELLS.
+
+    Every state that has anything gets at least one cell while there are cells for all of them.
+    """
+    return "".join(
+        STATE_CELLS[state] * num_cells
+        for state, num_cells in _apportion(
+            {state: num_by_state.get(state, 0) for state in STATE_CELLS}, width
+        ).items()
+    )
+
+
+def _apportion(num_by_state: Mapping[str, int], num_cells: int) -> dict[str, int]:
+    """Divide cells by largest remainder, after one cell for each state that has anything."""
+    present = {state: num for state, num in num_by_state.items() if num > 0}
+    total = sum(present.values())
+    if num_cells <= 0 or not total:
+        return {"free": max(0, num_cells)}
+    least = 1 if len(present) <= num_cells else 0
+    exact = {state: num_cells * num / total for state, num in present.items()}
+    cells = {state: max(least, int(share)) for state, share in exact.items()}
+    while sum(cells.values()) < num_cells:
+        cells[max(cells, key=lambda state: exact[state] - cells[state])] += 1
+    while sum(cells.values()) > num_cells:
+        cells[
+            min(cells, key=lambda state: (cells[state] <= least, exact[state] - cells[state]))
+        ] -= 1
+    return {state: cells[state] for state in num_by_state if state in cells}

@@ -1,0 +1,37 @@
+"""What happens to the console, as Textual messages: past facts.
+
+Owns: the words between the feed, the widgets and the app.
+Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
+"""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+from appliance.protocol import Frame
+from tui.feed import FeedLost
+
+
+class FrameArrived(Message, bubble=False):
+    """The daemon sent a frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.frame = frame
+
+    def can_replace(self, message: Message) -> bool:
+        """A newer frame makes one that is still waiting superfluous."""
+        return isinstance(message, FrameArrived)
+
+
+class LinkLost(Message, bubble=False):
+    """The daemon is out of reach; the next attempt comes in `retry_in_s`."""
+
+    def __init__(self, loss: FeedLost, retry_in_s: float) -> None:
+        super().__init__()
+        self.loss = loss
+        self.retry_in_s = retry_in_s
+
+
+class WindowMoved(Message):
+    """The request table shows other rows than before."""

@@ -1,0 +1,170 @@
+"""The three lanes in the order of the data: prefill, handoff, decode.
+
+Owns: nothing; pure. Called by: app and plain.
+Invariant: the lines come in order of importance, so a lower panel shows the first of them.
+Never: shows a number that the frame does not report.
+"""
+
+from __future__ import annotations
+
+from appliance.protocol import WorkerFrame
+from tui import format as fmt
+from tui.lines import Line, Span, Tone, gauge, pairs, sparkline, width_of
+from tui.view import Samples, View, worker_for
+
+_LABEL_WIDTH = 13
+
+
+def prefill_title(view: View) -> str:
+    """`PREFILL  cpu 0`."""
+    return _lane_title(view, "prefill")
+
+
+def decode_title(view: View) -> str:
+    """`DECODE  cpu 1`."""
+    return _lane_title(view, "decode")
+
+
+def handoff_title(view: View) -> str:
+    """`HANDOFF  alias`."""
+    transport = view.frame.transport if view.frame else None
+    return f"HANDOFF  {transport}" if transport else "HANDOFF"
+
+
+def _lane_title(view: View, role: str) -> str:
+    worker = worker_for(view.frame, role) if view.frame else None
+    if worker is None:
+        return role.upper()
+    return f"{role.upper()}  {worker.device}"
+
+
+def prefill(view: View, width: int, height: int) -> list[Line]:
+    """Prompts: how many run and wait, how fast they are computed."""
+    frame = view.frame
+    if frame is None:
+        return []
+    worker = worker_for(frame, "prefill")
+    queue = frame.queue
+    waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
+    oldest_s = None if queue.oldest_queued_ms is None else queue.oldest_queued_ms / 1000
+    return [
+        _not_ready(worker, width)
+        or pairs(width, ("running", fmt.count(queue.prefilling)), ("queued", waiting)),
+        _trend(view.history.prefill_tokens_per_s, "tok/s", width),
+        _steps(worker, width),
+        _labelled("queue", sparkline(view.history.queued, width - _LABEL_WIDTH)),
+        pairs(
+            width,
+            ("oldest", fmt.seconds(oldest_s)),
+            ("cpu", fmt.percent(worker.cpu_percent if worker else None)),
+        ),
+        pairs(
+            width,
+            ("in", f"{fmt.short_count(frame.totals.prompt_tokens)} tok"),
+            ("rss", fmt.size(worker.rss_bytes if worker else None)),
+        ),
+    ][:height]
+
+
+def handoff(view: View, width: int, height: int) -> list[Line]:
+    """Sequences on their way from the prefill worker to the decode worker."""
+    frame = view.frame
+    if frame is None:
+        return []
+    if frame.transport is None:
+        return [[Span("one worker does both", Tone.MUTED)]][:height]
+    totals, latency, history = frame.totals, frame.latency, view.history
+    moved = fmt.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
+    return [
+        pairs(
+            width,
+            ("moving", fmt.count(frame.queue.handing_off)),
+            ("done", fmt.count(totals.handoffs)),
+        ),
+        _trend(history.handoffs_per_s, "/s", width),
+        pairs(
+            width,
+            ("p50", fmt.millis_unit(latency.handoff_ms_p50)),
+            ("p95", fmt.millis_unit(latency.handoff_ms_p95)),
+        ),
+        [Span("KV blocks are shared, no bytes move", Tone.MUTED)]
+        if frame.transport == "alias"
+        else pairs(width, ("copied", f"{moved}/s")),
+        pairs(
+            width,
+            ("moved", fmt.size(totals.handoff_bytes)),
+            ("stale", fmt.count(totals.stale_messages)),
+        ),
+        pairs(width, ("recovered", fmt.count(totals.recovered_sequences))),
+    ][:height]
+
+
+def decode(view: View, width: int, height: int) -> list[Line]:
+    """Outputs: how many run, how fast tokens come."""
+    frame = view.frame
+    if frame is None:
+        return []
+    worker = worker_for(frame, "decode")
+    return [
+        _not_ready(worker, width)
+        or pairs(
+            width,
+            ("running", fmt.count(frame.queue.decoding)),
+            ("steps", f"{fmt.rate(worker.steps_per_s if worker else None)}/s"),
+        ),
+        _trend(view.history.decode_tokens_per_s, "tok/s", width),
+        _steps(worker, width),
+        pairs(
+            width,
+            ("max", fmt.millis_unit(worker.step_ms_max if worker else None)),
+            ("restarts", fmt.count(worker.num_restarts if worker else None)),
+        ),
+        pairs(
+            width,
+            ("attn", (worker and worker.attention) or fmt.ABSENT),
+            ("cpu", fmt.percent(worker.cpu_percent if worker else None)),
+        ),
+        pairs(
+            width,
+            ("out", f"{fmt.short_count(frame.totals.output_tokens)} tok"),
+            ("rss", fmt.size(worker.rss_bytes if worker else None)),
+        ),
+    ][:height]
+
+
+def _steps(worker: WorkerFrame | None, width: int) -> Line:
+    return pairs(
+        width,
+        ("step", fmt.millis_unit(worker.step_ms_p50 if worker else None)),
+        ("busy", fmt.ratio(worker.busy_ratio if worker else None)),
+    )
+
+
+def _trend(samples: Samples, unit: str, width: int) -> Line:
+    """The newest value and the run up to it."""
+    value = fmt.rate(samples[-1] if samples else None)
+    label = [Span(value, Tone.STRONG), Span(f" {unit} ", Tone.MUTED)]
+    room = max(_LABEL_WIDTH, width_of(label))
+    return [
+        *label,
+        Span(" " * (room - width_of(label))),
+        Span(sparkline(samples, width - room), Tone.ACCENT),
+    ]
+
+
+def _labelled(label: str, graph: str) -> Line:
+    return [Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED), Span(graph, Tone.ACCENT)]
+
+
+def _not_ready(worker: WorkerFrame | None, width: int) -> Line | None:
+    """The line that stands first while the worker cannot work."""
+    if worker is None:
+        return [Span("▲ no worker", Tone.WARN)]
+    if worker.state == "ready":
+        return None
+    if worker.state != "loading" or not worker.total_bytes:
+        tone = Tone.BAD if worker.state == "restarting" else Tone.WARN
+        return [Span(f"▲ {worker.state}", tone)]
+    share = worker.loaded_bytes / worker.total_bytes
+    text = f"▲ loading {fmt.ratio(share)} "
+    return [Span(text, Tone.WARN), Span(gauge(share, width - len(text)), Tone.ACCENT)]

@@ -1,0 +1,159 @@
+"""The table of live requests: its columns, its order and its rows.
+
+Owns: which columns a width gets. Called by: the request table and plain.
+Invariant: a row takes exactly the width asked for; sorting is stable.
+Never: shows text of a prompt; frames carry none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from appliance.protocol import RequestFrame
+from tui import format as fmt
+from tui.lines import Line, Span, Tone
+from tui.view import View
+
+SORTS = ("age", "in", "out", "ttft")
+_MARGIN = 2
+_ROOMY = 100
+"""From here on columns stand two cells apart, below it one."""
+_WIDE = 150
+"""From here on the whole request id is shown."""
+_PHASE_TONES = {
+    "queued": Tone.MUTED,
+    "prefilling": Tone.WARN,
+    "handing_off": Tone.ACCENT,
+    "decoding": Tone.GOOD,
+}
+_SORT_KEYS: dict[str, Callable[[RequestFrame], float]] = {
+    "age": lambda request: request.age_ms,
+    "in": lambda request: request.prompt_tokens,
+    "out": lambda request: request.output_tokens,
+    "ttft": lambda request: -1.0 if request.ttft_ms is None else request.ttft_ms,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column; the lowest ranks are shown first when there is little room."""
+
+    title: str
+    width: int
+    rank: int
+    text: Callable[[RequestFrame], str]
+    is_right: bool = True
+    grows_to: int = 0
+    gap: int = 0
+    """Empty cells before it."""
+
+    def cell(self, text: str) -> str:
+        """The text in exactly this column's cells."""
+        return " " * self.gap + fmt.pad(text, self.width, right=self.is_right)
+
+
+def phase_text(request: RequestFrame) -> str:
+    """`prefilling 62%`, `handing off`, `decoding`."""
+    text = fmt.clean(request.phase.replace("_", " "))
+    if request.phase == "prefilling" and request.prompt_tokens:
+        text += f" {fmt.ratio(min(1.0, request.computed_tokens / request.prompt_tokens))}"
+    return text
+
+
+COLUMNS = (
+    Column("ID", 8, 0, lambda r: fmt.short_id(r.id), is_right=False),
+    Column("PHASE", 15, 0, phase_text, is_right=False),
+    Column("USER", 8, 6, lambda r: r.user or fmt.ABSENT, is_right=False, grows_to=16),
+    Column("WORKER", 9, 13, lambda r: r.worker or fmt.ABSENT, is_right=False),
+    Column("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
+    Column("IN", 6, 1, lambda r: fmt.short_count(r.prompt_tokens)),
+    Column("OUT", 5, 2, lambda r: fmt.short_count(r.output_tokens)),
+    Column("MAX", 5, 7, lambda r: fmt.short_count(r.max_tokens)),
+    Column("AGE", 6, 3, lambda r: fmt.seconds(r.age_ms / 1000)),
+    Column("QUEUE", 6, 10, lambda r: fmt.millis(r.queue_ms)),
+    Column("PREFILL", 7, 11, lambda r: fmt.millis(r.prefill_ms)),
+    Column("TTFT", 6, 4, lambda r: fmt.millis(r.ttft_ms)),
+    Column("HANDOFF", 7, 9, lambda r: fmt.millis(r.handoff_ms)),
+    Column("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
+    Column("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
+    Column("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
+    Column("BLOCKS", 6, 12, lambda r: fmt.short_count(r.num_blocks)),
+    Column("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
+)
+
+
+def columns_for(width: int) -> list[Column]:
+    """The most important columns that fit, in display order; room left over widens the texts."""
+    chosen: list[Column] = []
+    gap = 2 if width >= _ROOMY else 1
+    room = width - _MARGIN + gap
+    for column in sorted(COLUMNS, key=lambda column: column.rank):
+        if column.width + gap <= room:
+            chosen.append(column)
+            room -= column.width + gap
+    if width >= _WIDE:
+        chosen = [_with_whole_id(column) for column in chosen]
+    chosen.sort(key=lambda column: [known.title for known in COLUMNS].index(column.title))
+    grown: list[Column] = []
+    for column in chosen:
+        more = max(0, min(column.grows_to - column.width, room))
+        room -= more
+        grown.append(replace(column, width=column.width + more, gap=gap if grown else 0))
+    return grown
+
+
+def _with_whole_id(column: Column) -> Column:
+    if column.title != "ID":
+        return column
+    return replace(column, text=lambda request: request.id, grows_to=44)
+
+
+def ordered(requests: Sequence[RequestFrame], sort: str) -> list[RequestFrame]:
+    """The highest first; requests that report nothing come last."""
+    return sorted(requests, key=_SORT_KEYS[sort], reverse=True)
+
+
+def heading(columns: Sequence[Column], sort: str) -> Line:
+    """The line above the rows; the sorted column is marked."""
+    line: Line = [Span("  ")]
+    for column in columns:
+        tone = Tone.ACCENT if column.title.lower() == sort else Tone.MUTED
+        line.append(Span(column.cell(column.title), tone))
+    return line
+
+
+def row(request: RequestFrame, columns: Sequence[Column], *, is_selected: bool) -> Line:
+    """One request."""
+    line: Line = [Span("> " if is_selected else "  ", Tone.ACCENT)]
+    tones = {"ID": Tone.STRONG, "PHASE": _PHASE_TONES.get(request.phase, Tone.MUTED)}
+    for column in columns:
+        text = column.cell(column.text(request))
+        line.append(Span(text, tones.get(column.title, Tone.PLAIN)))
+    return line
+
+
+def title(view: View, sort: str, first: int, last: int) -> str:
+    """`REQUESTS  30 live, 1-8 by age`, and what became of the others."""
+    frame = view.frame
+    if frame is None:
+        return "REQUESTS"
+    text = f"REQUESTS  {fmt.count(frame.num_requests)} live"
+    if frame.requests:
+        text += f", {first}-{last} by {sort}"
+    totals = frame.totals
+    counts = (
+        (totals.finished, "done"),
+        (totals.aborted, "aborted"),
+        (totals.failed, "failed"),
+        (totals.refused, "refused"),
+    )
+    text += " │ " + ", ".join(f"{fmt.short_count(num)} {word}" for num, word in counts)
+    return text
+
+
+def placeholder(view: View) -> Line:
+    """What stands in an empty table."""
+    if view.frame is None:
+        return [Span("  waiting for the first frame", Tone.MUTED)]
+    return [Span('  no live requests; send one with: penstock run "Hello"', Tone.MUTED)]

@@ -1,0 +1,113 @@
+"""One request in detail: its facts, and where its time went, stage by stage.
+
+Owns: nothing; pure. Called by: the detail dialog.
+Invariant: stages are drawn in the order in which they happen; what they leave unexplained of the
+whole is printed as the residual, never hidden.
+Never: invents a stage that is not reported.
+"""
+
+from __future__ import annotations
+
+from appliance.protocol import RequestFrame
+from tui import format as fmt
+from tui.lines import Line, Span, Tone, pairs
+from tui.panels.requests import phase_text
+
+_STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
+_LABEL_WIDTH = 13
+_NUMBER_WIDTH = 10
+
+
+def stages(request: RequestFrame) -> list[tuple[str, float]]:
+    """The stages reached, in order, with their milliseconds."""
+    reached = [(stage, getattr(request, f"{stage}_ms")) for stage in _STAGES]
+    return [(stage, value_ms) for stage, value_ms in reached if value_ms is not None]
+
+
+def residual_ms(request: RequestFrame) -> float | None:
+    """What the stages leave of the end-to-end time; None until that is known."""
+    if request.e2e_ms is None:
+        return None
+    return request.e2e_ms - sum(value_ms for _, value_ms in stages(request))
+
+
+def detail(request: RequestFrame, width: int) -> list[Line]:
+    """All lines of the dialog."""
+    outcome = request.finish_reason or phase_text(request)
+    lines: list[Line] = [
+        [Span(fmt.clip(request.id, width), Tone.STRONG)],
+        pairs(width, ("state", outcome), ("user", request.user or fmt.ABSENT)),
+        pairs(width, ("endpoint", request.endpoint), ("received", fmt.clock(request.received_at))),
+        pairs(width, ("in", f"{fmt.count(request.prompt_tokens)} tok"), ("out", _output(request))),
+        pairs(
+            width,
+            ("worker", request.worker or fmt.ABSENT),
+            ("blocks", fmt.count(request.num_blocks)),
+        ),
+        pairs(
+            width,
+            ("ttft", fmt.millis_unit(request.ttft_ms)),
+            ("tpot", fmt.millis_unit(request.tpot_ms)),
+        ),
+        pairs(
+            width, ("first gap", fmt.millis_unit(request.first_itl_ms)), ("moved", _moved(request))
+        ),
+        [],
+        *waterfall(request, width),
+    ]
+    if request.error:
+        lines += [[], [Span("error ", Tone.BAD), Span(fmt.clip(request.error, width - 6))]]
+    return lines
+
+
+def _output(request: RequestFrame) -> str:
+    text = f"{fmt.count(request.output_tokens)} of {fmt.count(request.max_tokens)} tok"
+    return text if request.num_sequences == 1 else f"{text}, {request.num_sequences} sequences"
+
+
+def _moved(request: RequestFrame) -> str:
+    if request.transport is None:
+        return fmt.ABSENT
+    return f"{fmt.size(request.handoff_bytes)} by {request.transport}"
+
+
+def waterfall(request: RequestFrame, width: int) -> list[Line]:
+    """A bar for each stage at its place in the whole, then the sum against the whole."""
+    reached = stages(request)
+    sum_ms = sum(value_ms for _, value_ms in reached)
+    whole_ms = max(request.e2e_ms or request.age_ms, sum_ms)
+    room = max(1, width - _LABEL_WIDTH - _NUMBER_WIDTH - 2)
+    lines, offset_ms = [_row("stage", "ms", "", Tone.MUTED)], 0.0
+    for stage, value_ms in reached:
+        bar = _placed(offset_ms, value_ms, whole_ms, room)
+        lines.append(_row(stage.replace("_", " "), fmt.millis(value_ms), bar, Tone.PLAIN))
+        offset_ms += value_ms
+    if request.e2e_ms is None:
+        now_ms = max(0.0, request.age_ms - sum_ms)
+        bar = _placed(offset_ms, now_ms, whole_ms, room)
+        lines.append(
+            _row(f"{request.phase.replace('_', ' ')}…", fmt.millis(now_ms), bar, Tone.WARN)
+        )
+        lines.append(_row("age", fmt.millis(request.age_ms), "", Tone.STRONG))
+    else:
+        lines.append(_row("sum", fmt.millis(sum_ms), "", Tone.STRONG))
+        lines.append(_row("end to end", fmt.millis(request.e2e_ms), "", Tone.STRONG))
+        lines.append(_row("residual", fmt.millis(residual_ms(request)), "", Tone.STRONG))
+    return lines
+
+
+def _row(label: str, number: str, bar: str, tone: Tone) -> Line:
+    return [
+        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Span(fmt.pad(number, _NUMBER_WIDTH, right=True) + "  ", tone),
+        Span(bar, Tone.ACCENT),
+    ]
+
+
+def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int) -> str:
+    """A bar at its offset, at least one cell long, inside `room` cells."""
+    if whole_ms <= 0:
+        return ""
+    start = min(room - 1, int(room * offset_ms / whole_ms))
+    length = max(1, min(room - start, round(room * value_ms / whole_ms)))
+    return " " * start + "█" * length

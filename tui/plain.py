@@ -1,0 +1,109 @@
+"""The console without a screen: one page of text, or one line for each frame.
+
+For pipes, log files, dumb terminals and screen readers: no escape sequence is ever written.
+Owns: stdout while it runs. Called by: tui.__main__.
+Invariant: shows the same panels as the console, from the same functions.
+Never: imports Textual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from appliance.protocol import EventFrame, Frame
+from tui import feed
+from tui import format as fmt
+from tui.lines import Line, fit, text_of, to_ascii
+from tui.panels import gauges, header, lanes
+from tui.panels import requests as table
+from tui.view import Link, View
+
+EXIT_UNREACHABLE = 3
+_POOL_LINES = 5
+
+
+async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
+    """Print one reading; returns the exit code."""
+    try:
+        frame = await feed.first_frame(socket_path)
+    except feed.FeedLost as error:
+        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\nhint: penstock serve starts it\n")
+        return EXIT_UNREACHABLE
+    _write(page(View().after(frame), width), is_ascii=is_ascii)
+    return 0
+
+
+async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
+    """Print a line for each frame, event and loss of the daemon, for ever."""
+    view, seen = View(), _Seen()
+
+    def on_frame(frame: Frame) -> None:
+        nonlocal view
+        view = view.after(frame)
+        _write([header.summary(view), *seen.new_events(frame)], is_ascii=is_ascii)
+
+    def on_lost(loss: feed.FeedLost, retry_in_s: float) -> None:
+        nonlocal view
+        view = view.over(Link(loss.word, str(loss)))
+        _write([f"{loss.word}: {loss}; retry in {fmt.seconds(retry_in_s)}"], is_ascii=is_ascii)
+
+    await feed.follow(socket_path, on_frame, on_lost)
+
+
+class _Seen:
+    """Events already printed, so that each is printed once."""
+
+    def __init__(self) -> None:
+        self._events: list[EventFrame] = []
+
+    def new_events(self, frame: Frame) -> list[str]:
+        """Lines for events that the last frame did not have."""
+        new = [event for event in frame.events if event not in self._events]
+        self._events = list(frame.events)
+        return [
+            f"EVENT {fmt.clock(event.at)} {event.severity.upper()} {event.code} {event.message}"
+            for event in new
+        ]
+
+
+def page(view: View, width: int) -> list[str]:
+    """All panels below each other."""
+    frame = view.frame
+    kv_height = _POOL_LINES * len(frame.pools) if frame else 0
+    columns = table.columns_for(width)
+    requests = frame.requests if frame else []
+    num_live = len(requests)
+    sections: Sequence[tuple[str, list[Line]]] = (
+        ("", [header.header(view, width), header.alert_line(view, width)]),
+        (lanes.prefill_title(view), lanes.prefill(view, width, 6)),
+        (lanes.handoff_title(view), lanes.handoff(view, width, 6)),
+        (lanes.decode_title(view), lanes.decode(view, width, 6)),
+        (
+            gauges.kv_title(view, width, kv_height),
+            gauges.kv(view, width, kv_height),
+        ),
+        (gauges.latency_title(view), gauges.latency(view, width, 5)),
+        ("MACHINE", gauges.machine(view, width, 12)),
+        (
+            table.title(view, table.SORTS[0], 1, num_live),
+            [
+                table.heading(columns, table.SORTS[0]),
+                *(table.row(request, columns, is_selected=False) for request in requests),
+                *([] if requests else [table.placeholder(view)]),
+            ],
+        ),
+        ("EVENTS", header.events(view, width, 10)),
+    )
+    lines: list[str] = []
+    for title, body in sections:
+        lines += ["", title] if title else []
+        lines += [text_of(fit(line, width)).rstrip() for line in body]
+    return lines
+
+
+def _write(lines: Sequence[str], *, is_ascii: bool) -> None:
+    for line in lines:
+        text = fmt.clean(line)
+        sys.stdout.write((to_ascii(text) if is_ascii else text) + "\n")
+    sys.stdout.flush()

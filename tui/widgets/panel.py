@@ -1,0 +1,78 @@
+"""A widget that shows lines: the one place where tones become terminal styles.
+
+Owns: the lines on screen. Called by: app and the dialogs.
+Invariant: only rows whose line changed are drawn again.
+Never: decides what to show; its painter does, from a view and a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rich.segment import Segment
+from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tui import format as fmt
+from tui.lines import Line, Span, Tone, fit, to_ascii
+
+Painter = Callable[[int, int], list[Line]]
+"""Lines for a width and a height."""
+
+
+class Toned(Widget):
+    """What every widget that shows spans has: tones, ASCII and staleness."""
+
+    COMPONENT_CLASSES = {f"tone--{tone}" for tone in Tone} | {"tone--stale"}
+
+    def strip_of(self, line: Iterable[Span], width: int, style: str | None = None) -> Strip:
+        """The line in exactly `width` cells; `style` is a component class over all its tones."""
+        if self.screen.has_class("-stale") and not self.has_class("-fresh"):
+            style = "tone--stale"
+        is_ascii = self.screen.has_class("-ascii")
+        return Strip(
+            [
+                Segment(span.text, self.get_component_rich_style(style or f"tone--{span.tone}"))
+                for span in fit(line, width, is_ascii=is_ascii)
+            ],
+            width,
+        )
+
+
+class Panel(Toned):
+    """Lines in a frame."""
+
+    def __init__(self, painter: Painter, *, id: str | None = None, classes: str = "") -> None:
+        super().__init__(id=id, classes=classes)
+        self._painter = painter
+        self._lines: list[Line] = []
+
+    def repaint(self) -> None:
+        """Ask the painter again and draw the rows that changed."""
+        width, height = self.size
+        lines = self._painter(width, height) if width and height else []
+        old, self._lines = self._lines, lines
+        for y in range(min(height, max(len(lines), len(old)))):
+            if lines[y : y + 1] != old[y : y + 1]:
+                self.refresh(Region(0, y, width, 1))
+
+    def on_resize(self) -> None:
+        """Lines depend on the size."""
+        self.repaint()
+
+    def render_line(self, y: int) -> Strip:
+        """Textual's question for one row."""
+        line = self._lines[y] if y < len(self._lines) else []
+        return self.strip_of(line, self.size.width)
+
+
+def entitle(widget: Widget, title: str) -> None:
+    """Set the title in the widget's border, never as markup; the same title draws nothing."""
+    text = to_ascii(title) if widget.screen.has_class("-ascii") else fmt.clean(title)
+    if not widget.styles.border_left[0]:
+        text = f" {text} "  # Textual sets titles off only in a whole box
+    content = Content(text)
+    if widget.border_title != content.markup:
+        widget.border_title = content

@@ -1,0 +1,124 @@
+"""The live requests as a table with a cursor.
+
+A ScrollView that draws single lines: a DataTable draws itself whole for each changed cell, which
+costs some twenty times as much.
+Owns: order, cursor and scroll position. Called by: app.
+Invariant: the cursor stays on its request while that is live, whatever the order.
+Never: cancels or fetches anything.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.events import Click, Resize
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from appliance.protocol import RequestFrame
+from tui.lines import Line
+from tui.messages import WindowMoved
+from tui.panels import requests as table
+from tui.widgets.panel import Toned
+
+
+class RequestTable(ScrollView, Toned, can_focus=True):
+    """Rows under a heading that the panel around it draws."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {*Toned.COMPONENT_CLASSES, "tone--cursor"}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down,j", "move(1)", "next request", show=False),
+        Binding("up,k", "move(-1)", "previous request", show=False),
+        Binding("pagedown", "page(1)", "one page down", show=False),
+        Binding("pageup", "page(-1)", "one page up", show=False),
+        Binding("home", "move(-1000000)", "first request", show=False),
+        Binding("end", "move(1000000)", "last request", show=False),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.sort = table.SORTS[0]
+        self._requests: list[RequestFrame] = []
+        self._lines: list[Line] = []
+        self._placeholder: Line = []
+        self._cursor = 0
+
+    @property
+    def selected(self) -> RequestFrame | None:
+        """The request under the cursor."""
+        return self._requests[self._cursor] if self._requests else None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last row on screen, counted from 1."""
+        first = self.scroll_offset.y
+        return first + 1, min(len(self._requests), first + self.size.height)
+
+    def show(self, requests: list[RequestFrame], placeholder: Line) -> None:
+        """Take new readings; the cursor follows its request."""
+        selected = self.selected
+        self._requests = table.ordered(requests, self.sort)
+        self._placeholder = placeholder
+        if selected is not None:
+            ids = [request.id for request in self._requests]
+            if selected.id in ids:
+                self._cursor = ids.index(selected.id)
+        self._cursor = max(0, min(self._cursor, len(self._requests) - 1))
+        self._repaint()
+
+    def sort_by_next(self) -> None:
+        """Go on to the next order; the cursor goes to the top of it."""
+        self.sort = table.SORTS[(table.SORTS.index(self.sort) + 1) % len(table.SORTS)]
+        self._requests = table.ordered(self._requests, self.sort)
+        self._cursor = 0
+        self._repaint()
+
+    def action_move(self, num_rows: int) -> None:
+        """Move the cursor."""
+        self._cursor = max(0, min(self._cursor + num_rows, len(self._requests) - 1))
+        self._repaint()
+
+    def action_page(self, num_pages: int) -> None:
+        """Move the cursor by as many rows as are on screen."""
+        self.action_move(num_pages * max(1, self.size.height - 1))
+
+    def on_click(self, event: Click) -> None:
+        """Put the cursor on the row."""
+        self.action_move(self.scroll_offset.y + event.y - self._cursor)
+
+    def on_resize(self, event: Resize) -> None:
+        """Columns depend on the width."""
+        self._repaint()
+
+    def _repaint(self) -> None:
+        width, height = self.size
+        if not width or not height:
+            return
+        columns = table.columns_for(width)
+        lines = [
+            table.row(request, columns, is_selected=index == self._cursor)
+            for index, request in enumerate(self._requests)
+        ] or [self._placeholder]
+        old, self._lines = self._lines, lines
+        if len(lines) != self.virtual_size.height:
+            self.virtual_size = Size(width, len(lines))
+        top = self.scroll_offset.y
+        target = max(
+            0, min(max(self._cursor - height + 1, min(top, self._cursor)), len(lines) - height)
+        )
+        if target != top:
+            self.scroll_to(y=target, animate=False, immediate=True, force=True)
+        for y in range(height):
+            index = target + y
+            if lines[index : index + 1] != old[index : index + 1]:
+                self.refresh(Region(0, y, width, 1))
+        self.post_message(WindowMoved())
+
+    def render_line(self, y: int) -> Strip:
+        """Textual's question for one row."""
+        index = self.scroll_offset.y + y
+        line = self._lines[index] if index < len(self._lines) else []
+        is_cursor = index == self._cursor and bool(self._requests)
+        return self.strip_of(line, self.size.width, style="tone--cursor" if is_cursor else None)
