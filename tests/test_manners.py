@@ -1,0 +1,196 @@
+"""How the daemon treats signals, sockets, other daemons, and clients that leave."""
+
+import os
+import signal
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.daemons import ARMS, is_alive
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def wait_live(daemon, count=1):
+    daemon.wait_for(lambda: daemon.state()["num_requests"] >= count)
+
+
+def test_workers_are_pinned_to_different_cores(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    masks = {}
+    for worker in daemon.state()["workers"]:
+        assert os.sched_getaffinity(worker["pid"]) == set(worker["cpus"])
+        masks[worker["name"]] = set(worker["cpus"])
+    assert set(masks) == {"prefill", "decode"}
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not masks["prefill"] & masks["decode"]
+
+
+def test_sigterm_drains_and_exits_zero(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(daemon.complete, "hello", **LONG)
+        wait_live(daemon)
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_for(lambda: daemon.get_status("/ready") == 503)
+        refused = daemon.http.post("/v1/completions", json={"prompt": "too late"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert refused.headers["retry-after"]
+        assert len(reply.result()["choices"][0]["token_ids"]) == 400
+    assert daemon.process.wait(30) == 0
+    assert not daemon.socket.exists()
+
+
+def test_a_second_sigterm_stops_at_once_with_a_reply_to_each_client(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    pids = [w["pid"] for w in daemon.state()["workers"]]
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(
+            daemon.http.post, "/v1/completions", json={"prompt": "a", "temperature": 0, **LONG}
+        )
+        streamed = pool.submit(lambda: list(daemon.stream("b", **LONG)))
+        wait_live(daemon, 2)
+        os.kill(pids[1], signal.SIGSTOP)  # decode hangs: only the second signal can end this
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_for(lambda: daemon.get_status("/ready") == 503)
+        daemon.process.send_signal(signal.SIGTERM)
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["code"] == "draining"
+        assert streamed.result()[-1]["error"]["code"] == "draining"
+    assert daemon.process.wait(30) == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(start_daemon, tiny_llama, arm, is_stream):
+    daemon = start_daemon(*ARMS[arm], model=tiny_llama).wait_ready()
+    body = httpx.Request(
+        "POST",
+        "http://localhost/v1/completions",
+        json={"prompt": "hello", "temperature": 0, "stream": is_stream, **LONG},
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body.content)}\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(daemon.socket))
+        client.sendall(head.encode() + body.content)
+        wait_live(daemon)
+    daemon.wait_for(lambda: daemon.state()["num_requests"] == 0)
+    daemon.assert_all_free()
+    row = daemon.log_rows(1)[0]
+    assert row["finish_reason"] == "abort"
+    assert row["cancelled_by"] == "client"
+    assert row["completion_tokens"] < 400
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_refused(start_daemon, tiny_llama, tmp_path):
+    (tmp_path / "d0").mkdir()
+    path = tmp_path / "d0" / "p.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    first = start_daemon(model=tiny_llama).wait_ready()
+    assert stat.S_IMODE(first.socket.stat().st_mode) == 0o660
+    second = start_daemon("--socket", str(first.socket), model=tiny_llama)
+    assert second.process.wait(30) != 0
+    assert "socket" in second.stderr
+    assert first.get_status("/health") == 200
+
+
+def test_a_second_daemon_on_the_same_state_directory_is_refused(start_daemon, tiny_llama):
+    first = start_daemon(model=tiny_llama).wait_ready()
+    second = start_daemon("--state-dir", str(first.folder / "state"), model=tiny_llama)
+    assert second.process.wait(30) == 1
+    assert "another penstock daemon" in second.stderr
+    assert first.get_status("/ready") == 200
+
+
+def test_ready_is_announced_to_systemd(start_daemon, tiny_llama, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+        env = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        daemon = start_daemon(model=tiny_llama, env=env)
+        seen = b""
+        while b"READY=1" not in seen:
+            seen += manager.recv(4096) + b"\n"
+        assert daemon.get_status("/ready") == 200
+        daemon.process.send_signal(signal.SIGTERM)
+        while b"STOPPING=1" not in seen:
+            seen += manager.recv(4096) + b"\n"
+        assert daemon.process.wait(30) == 0
+
+
+def test_503_while_loading(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama)
+    daemon.wait_for(daemon.is_listening)
+    reply = daemon.http.post("/v1/completions", json={"prompt": "early"})
+    if reply.status_code == 503:  # it may have become ready in between
+        assert reply.json()["error"]["code"] == "model_loading"
+        assert reply.headers["retry-after"]
+    daemon.wait_ready()
+    assert daemon.complete("now", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
+    """200 requests; some finish, some are cancelled by api, some leave."""
+
+    def one(i):
+        prompt = [(i * 13 + j) % 280 for j in range(1 + (i * 37) % 300)]
+        body = {"prompt": prompt, "max_tokens": 1 + (i * 7) % 60, "ignore_eos": True}
+        kind = i % 4
+        if kind == 0:
+            return daemon.http.post("/v1/completions", json=body).status_code
+        with daemon.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                return reply.status_code
+            lines = reply.iter_lines()
+            if kind == 1:
+                for _ in range(i % 5):
+                    next(lines, None)
+                return 499
+            if kind == 2:
+                daemon.http.post(f"/v1/requests/{reply.headers['x-request-id']}/cancel")
+            for _ in lines:
+                pass
+        return reply.status_code
+
+    before = daemon.fresh_state()["totals"]
+    with ThreadPoolExecutor(40) as pool:
+        statuses = list(pool.map(one, range(200)))
+    assert set(statuses) <= {200, 429, 499}
+    daemon.wait_for(lambda: daemon.state()["num_requests"] == 0)
+    daemon.assert_all_free()
+    after = daemon.fresh_state()["totals"]
+    accepted = after["accepted"] - before["accepted"]
+    assert accepted == after["finished"] - before["finished"]
+    assert accepted + after["refused"] - before["refused"] == 200
+    assert sum(1 for row in daemon.log_rows(1000)) >= accepted
+    assert after["failed"] == before["failed"]
+
+
+def test_a_full_queue_answers_429_and_recovers(start_daemon, tiny_llama):
+    daemon = start_daemon("--kv-memory", "1MiB", model=tiny_llama).wait_ready()
+    prompts = [[1, 2, 3]] * 250
+    with ThreadPoolExecutor(2) as pool:
+        filler = pool.submit(
+            daemon.http.post,
+            "/v1/completions",
+            json={"prompt": prompts, "max_tokens": 40, "ignore_eos": True},
+        )
+        daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > 100)
+        big = daemon.http.post(
+            "/v1/completions", json={"prompt": prompts, "max_tokens": 5, "ignore_eos": True}
+        )
+        assert big.status_code == 429
+        assert big.json()["error"]["code"] == "queue_full"
+        assert int(big.headers["retry-after"]) >= 1
+        assert int(big.headers["retry-after-ms"]) >= 250
+        assert filler.result().status_code == 200
+    assert daemon.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
+    daemon.assert_all_free()

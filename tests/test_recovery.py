@@ -1,0 +1,139 @@
+"""Workers die by SIGKILL in every phase; no client notices."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.daemons import is_alive
+
+
+def run_streams(daemon, prompts, max_tokens, on_started=None):
+    """Stream all prompts at once; the token ids of each. `on_started` runs after all have begun."""
+    begun = threading.Barrier(len(prompts) + 1)
+
+    def one(prompt):
+        tokens, finish_reason = [], None
+        for event in daemon.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                if not tokens and choice["token_ids"]:
+                    begun.wait(60)
+                tokens += choice["token_ids"]
+                finish_reason = choice["finish_reason"] or finish_reason
+        return tokens, finish_reason
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [pool.submit(one, prompt) for prompt in prompts]
+        begun.wait(60)
+        if on_started is not None:
+            on_started()
+        return [future.result() for future in futures]
+
+
+def role_worker(arm, role):
+    return "colocated" if arm == "colocated" else role
+
+
+def kill_worker(daemon, name):
+    pid = daemon.worker_pid(name)
+    os.kill(pid, signal.SIGKILL)
+    daemon.wait_for(lambda: not is_alive(pid))
+    return pid
+
+
+def wait_restarted(daemon, name, old_pid):
+    daemon.wait_for(
+        lambda: any(
+            w["name"] == name and w["state"] == "ready" and w["pid"] != old_pid
+            for w in daemon.state()["workers"]
+        )
+    )
+
+
+PROMPTS = [[(7 * i + j) % 280 for j in range(20 + 90 * i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(daemon):
+    return run_streams(daemon, PROMPTS, 60)
+
+
+def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
+    name = role_worker(arm, "decode")
+    killed = []
+    got = run_streams(
+        daemon, PROMPTS, 60, on_started=lambda: killed.append(kill_worker(daemon, name))
+    )
+    assert got == undisturbed
+    wait_restarted(daemon, name, killed[0])
+    daemon.assert_all_free()
+
+
+def test_prefill_worker_killed_in_the_middle_of_a_long_prompt(daemon, arm):
+    name = role_worker(arm, "prefill")
+    prompt = [(3 * j) % 280 for j in range(440)]
+    expected = daemon.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]["token_ids"]
+    pid = daemon.worker_pid(name)
+    os.kill(pid, signal.SIGSTOP)  # so that the request is certainly there when it dies
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(daemon.complete, prompt, max_tokens=8, ignore_eos=True)
+        daemon.wait_for(
+            lambda: any(
+                r["phase"] == "prefilling"
+                for r in daemon.http.get("/v1/requests").json()["data"]
+                if r["finish_reason"] is None
+            )
+        )
+        os.kill(pid, signal.SIGKILL)
+        assert reply.result()["choices"][0]["token_ids"] == expected
+    wait_restarted(daemon, name, pid)
+    row = daemon.log_rows(1)[0]
+    assert row["recoveries"] == 1
+    assert row["finish_reason"] == "length"
+
+
+def test_decode_worker_killed_in_the_handoff(daemon, arm):
+    if arm == "colocated":
+        pytest.skip("colocated has no handoff")
+    prompt = [(5 * j) % 280 for j in range(200)]
+    expected = daemon.complete(prompt, max_tokens=8, ignore_eos=True)["choices"][0]["token_ids"]
+    pid = daemon.worker_pid("decode")
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(daemon.complete, prompt, max_tokens=8, ignore_eos=True)
+        daemon.wait_for(
+            lambda: any(
+                r["output_tokens"] == 1 and r["phase"] in ("handing_off", "decoding")
+                for r in daemon.http.get("/v1/requests").json()["data"]
+                if r["finish_reason"] is None
+            )
+        )
+        os.kill(pid, signal.SIGKILL)
+        assert reply.result()["choices"][0]["token_ids"] == expected
+    wait_restarted(daemon, "decode", pid)
+
+
+def test_deaths_are_told_to_the_operator(daemon, arm):
+    name = role_worker(arm, "decode")
+    pid = kill_worker(daemon, name)
+    assert daemon.get_status("/health") == 200
+    wait_restarted(daemon, name, pid)
+    state = daemon.fresh_state()
+    assert any(e["code"] == "worker.died" and name in e["message"] for e in state["events"])
+    assert state["state"] == "ready"
+    assert next(w["num_restarts"] for w in state["workers"] if w["name"] == name) >= 1
+
+
+def test_workers_do_not_outlive_a_killed_daemon(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    pids = [w["pid"] for w in daemon.state()["workers"]]
+    assert len(pids) == 2
+    daemon.kill()
+    deadline = time.monotonic() + 5
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
