@@ -135,7 +135,7 @@ class RequestLog:
         if num_left:
             self._rows_lost += num_left
             _LOG.error("%s: %d rows were not written", self.path, num_left)
-        return not num_left and not self._writer.is_alive()
+        return not (num_left or self._is_failing or self._writer.is_alive())
 
     def tail(self, limit: int) -> list[dict[str, object]]:
         """The newest rows of v_requests, newest first, including those just recorded."""

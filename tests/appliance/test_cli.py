@@ -1,42 +1,17 @@
-"""The command as people and scripts run it: output to the byte, exit codes, signals."""
+"""The reading verbs as people and scripts run them: golden output, JSON, exit codes."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from appliance import cli_output
-from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
+from tests.appliance.cli_process import REQUEST, ROOT, penstock, run_on_terminal, user_environ
+from tests.appliance.fake_daemon import RID, FakeDaemon
 
-ROOT = Path(__file__).parents[2]
-DONE = b"data: [DONE]"
-
-REQUEST: dict[str, Any] = {
-    "id": RID,
-    "phase": "decoding",
-    "user": "ann",
-    "prompt_tokens": 12,
-    "output_tokens": 3,
-    "max_tokens": 32,
-    "age_ms": 1234.5,
-    "ttft_ms": 231.4,
-    "tokenize_ms": 0.4,
-    "queue_ms": 61.0,
-    "prefill_ms": 170.0,
-    "handoff_ms": 1.82,
-    "tpot_ms": 12.04,
-    "e2e_ms": None,
-    "worker": "decode",
-}
 ENDED = {**REQUEST, "id": "cmpl-0", "phase": "finished", "finish_reason": "stop", "worker": None}
 ROW = {
     "rid": RID,
@@ -127,141 +102,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """A user with nothing configured but the socket."""
-    return {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "PENSTOCK_SOCKET": str(tmp_path / "p.sock"),
-        "PENSTOCK_STATE_DIR": str(tmp_path / "state"),
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "appliance.cli", *arguments]
-
-
-def penstock(
-    environ: dict[str, str], *arguments: str, stdin: bytes = b""
-) -> subprocess.CompletedProcess[str]:
-    ended = subprocess.run(
-        command(*arguments), env=environ, input=stdin, capture_output=True, timeout=60, check=False
-    )
-    return subprocess.CompletedProcess(
-        ended.args, ended.returncode, ended.stdout.decode(), ended.stderr.decode()
-    )
-
-
-def start(environ: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command(*arguments), env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    daemon.script.events = [text_event("Hel"), text_event("lo\x1b[2J ü", "length"), DONE]
-    ended = penstock(environ, "run", "Say hello", "--max-tokens", "8", "--stop", "x", "--seed", "3")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "Hello\x1b[2J ü"  # to the byte, with no newline, into a pipe
-    assert daemon.script.asked_for("POST /v1/completions") == [
-        {"prompt": "Say hello", "max_tokens": 8, "seed": 3, "stop": ["x"], "stream": True}
-    ]
-
-
-@pytest.mark.parametrize("arguments", [(), ("-",)])
-def test_run_reads_a_piped_prompt(
-    daemon: FakeDaemon, environ: dict[str, str], arguments: tuple[str, ...]
-) -> None:
-    daemon.script.events = [text_event("", "stop"), DONE]
-    ended = penstock(environ, "run", *arguments, stdin="zwei\nZeilen ü\n".encode())
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert daemon.script.asked[-1][1] == {"prompt": "zwei\nZeilen ü", "stream": True}
-
-
-def test_run_refuses_a_prompt_that_is_no_text(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    assert penstock(environ, "run", stdin=b"\xff\xfe").returncode == 2
-    assert daemon.script.asked == []
-
-
-def test_run_can_use_the_chat_template(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    daemon.script.events = [chat_event("Hi"), chat_event("", "stop"), DONE]
-    ended = penstock(environ, "run", "--chat", "Hello", "--temperature", "0")
-    assert (ended.returncode, ended.stdout) == (0, "Hi")
-    assert daemon.script.asked_for("POST /v1/chat/completions") == [
-        {
-            "messages": [{"role": "user", "content": "Hello"}],
-            "temperature": 0.0,
-            "stream": True,
-        }
-    ]
-
-
-def test_run_can_end_with_the_timings(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    daemon.script.events = [text_event("a", "stop"), DONE]
-    daemon.script.replies = {f"GET /v1/requests/{RID}": (200, REQUEST)}
-    ended = penstock(environ, "run", "p", "--stats")
-    assert ended.stdout == "a"
-    assert ended.stderr == (
-        "in 12 out 3  ttft 231ms (tokenize 0.4ms queue 61ms prefill 170ms)"
-        "  handoff 1.82ms  tpot 12ms  id cmpl-1\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        ([text_event("par"), {"error": {"message": "a worker\x1b[31m died"}}], "worker\\x1b[31m"),
-        ([text_event("par"), text_event("", "abort"), DONE], "'abort'"),
-        ([text_event("par")], "before the end"),
-    ],
-)
-def test_run_says_that_a_reply_is_incomplete(
-    daemon: FakeDaemon, environ: dict[str, str], events: list[object], words: str
-) -> None:
-    daemon.script.events = events
-    ended = penstock(environ, "run", "p")
-    assert (ended.returncode, ended.stdout) == (7, "par")
-    assert ended.stderr.startswith("penstock: ")
-    assert words in ended.stderr
-
-
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_cancels_on_the_server(
-    daemon: FakeDaemon, environ: dict[str, str], number: int, exit_code: int
-) -> None:
-    daemon.script.events = [text_event("one"), text_event("two")]
-    daemon.script.pause_after = 1
-    daemon.script.replies = {f"GET /v1/requests/{RID}": (200, REQUEST)}
-    running = start(environ, "run", "p")
-    assert running.stdout is not None
-    assert running.stdout.read(3) == b"one"  # streamed: the daemon is still at it
-    running.send_signal(number)
-    rest, notes = running.communicate(timeout=30)
-    assert (running.returncode, rest, notes) == (exit_code, b"", b"cancelled after 3 tok\n")
-    assert daemon.script.asked_for(f"POST /v1/requests/{RID}/cancel") == [{}]
-    assert daemon.script.told_reader.is_set()  # it was cancelled before it was hung up on
-
-
-def test_a_reader_that_leaves_cancels_on_the_server(
-    daemon: FakeDaemon, environ: dict[str, str]
-) -> None:
-    daemon.script.events = [text_event("x" * 1000) for _ in range(2000)]
-    running = start(environ, "run", "p")
-    assert running.stdout is not None
-    assert running.stdout.read(1) == b"x"
-    running.stdout.close()
-    assert running.stderr is not None
-    with running.stderr as notes:
-        assert notes.read() == b""
-    assert running.wait(30) == 141
-    assert daemon.script.cancelled.is_set()
-
-
-def test_a_terminal_gets_text_without_controls_and_a_newline(
-    daemon: FakeDaemon, environ: dict[str, str]
-) -> None:
-    daemon.script.events = [text_event("a\x1b]0;evil\x07b\tc\x9b1m", "stop"), DONE]
-    assert run_on_terminal(environ, "run", "p") == b"a]0;evilb\tc1m\r\n"
+    return user_environ(tmp_path)
 
 
 def test_a_terminal_gets_colour_unless_it_is_refused(
@@ -271,22 +112,6 @@ def test_a_terminal_gets_colour_unless_it_is_refused(
     environ["TERM"] = "xterm"
     assert b"\x1b[32mready\x1b[0m" in run_on_terminal(environ, "status")
     assert b"\x1b" not in run_on_terminal({**environ, "NO_COLOR": "1"}, "status")
-
-
-def run_on_terminal(environ: dict[str, str], *arguments: str) -> bytes:
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command(*arguments), env=environ, stdin=theirs, stdout=theirs) as running:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                part = os.read(ours, 4096)
-            except OSError:  # how Linux says that the last writer is gone
-                break
-            shown += part
-    os.close(ours)
-    assert running.returncode == 0
-    return shown
 
 
 def test_status_fits_on_one_screen(daemon: FakeDaemon, environ: dict[str, str]) -> None:
@@ -385,19 +210,6 @@ def test_version_works_with_and_without_a_daemon(
     shown = json.loads(penstock(environ, "version", "--json").stdout)
     assert shown["schema"] == "penstock.version/1"
     assert shown["daemon_version"] is None
-
-
-@pytest.mark.parametrize(
-    ("status", "exit_code"), [(400, 2), (403, 4), (404, 5), (429, 6), (503, 6), (500, 7)]
-)
-def test_a_refusal_has_its_exit_code(
-    daemon: FakeDaemon, environ: dict[str, str], status: int, exit_code: int
-) -> None:
-    refusal = {"error": {"message": "not now", "code": None}}
-    daemon.script.replies = {"POST /v1/completions": (status, refusal)}
-    ended = penstock(environ, "run", "p")
-    assert (ended.returncode, ended.stdout) == (exit_code, "")
-    assert ended.stderr.startswith("penstock: not now\n")
 
 
 @pytest.mark.parametrize("verb", [("status",), ("ps",), ("log",), ("run", "p"), ("cancel", "x")])
