@@ -50,7 +50,8 @@ def serve(config: ServeConfig) -> int:
     """
     if sys.platform != "linux":
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
-    logging.basicConfig(level=logging.INFO, format="penstock: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
     lock_fd = lock_state_dir(config.state_dir)
     try:
         return asyncio.run(_Daemon(config, make_plan(config)).run())
@@ -69,19 +70,42 @@ class _Daemon:
         self._stop_now = asyncio.Event()
 
     async def run(self) -> int:
-        """Start, serve, drain, stop."""
+        """Start, serve, drain, and take down in reverse what has been started."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        sock = bind_socket(self._config.socket)
-        self._supervisor = Supervisor(
-            self._plan.workers,
-            self._plan.inherited_fds,
-            on_report=self._on_report,
-            on_ready=lambda worker: self._service.worker_ready(worker),
-            on_died=lambda worker: self._service.worker_died(worker),
-        )
-        self._supervisor.spawn_all()
+        async with contextlib.AsyncExitStack() as stack:
+            request_log = self._open_log()
+            stack.push_async_callback(asyncio.to_thread, request_log.close)
+            sock = bind_socket(self._config.socket)
+            stack.callback(self._config.socket.unlink, missing_ok=True)
+            self._supervisor = Supervisor(
+                self._plan.workers,
+                self._plan.inherited_fds,
+                on_report=self._on_report,
+                on_ready=self._on_ready,
+                on_died=self._on_died,
+            )
+            self._supervisor.spawn_all()
+            stack.push_async_callback(self._supervisor.stop)
+            self._service = Service(
+                self._plan,
+                self._make_router(),
+                self._supervisor,
+                Tokenizer.from_folder(self._plan.checkpoint.folder),
+                request_log,
+                keeps_text=self._config.log_text,
+            )
+            server = ApiServer(build_app(self._service), sock)
+            await server.start()
+            stack.push_async_callback(server.stop, REPLY_GRACE_S)
+            frames = asyncio.create_task(self._make_frames())
+            stack.callback(frames.cancel)
+            await self._serve()
+            request_log.end_run("clean")
+        return 0
+
+    def _open_log(self) -> RequestLog:
         request_log = RequestLog(self._config.log_path)
         request_log.start_run(
             version=version("penstock"),
@@ -90,26 +114,7 @@ class _Daemon:
             roles=self._config.roles,
             transport=self._plan.placement.topology.transport,
         )
-        self._service = Service(
-            self._plan,
-            self._make_router(),
-            self._supervisor,
-            Tokenizer.from_folder(self._plan.checkpoint.folder),
-            request_log,
-            keeps_text=self._config.log_text,
-        )
-        server = ApiServer(build_app(self._service), sock)
-        await server.start()
-        frames = asyncio.create_task(self._make_frames())
-        try:
-            await self._serve()
-            request_log.end_run("clean")
-        finally:
-            frames.cancel()
-            await server.stop(REPLY_GRACE_S)
-            await self._supervisor.stop()
-            await asyncio.to_thread(request_log.close)
-        return 0
+        return request_log
 
     async def _serve(self) -> None:
         """From loading to drained."""
@@ -143,6 +148,12 @@ class _Daemon:
 
     def _on_report(self, worker: str, report: Report) -> None:
         self._service.worker_reported(worker, report)
+
+    def _on_ready(self, worker: str) -> None:
+        self._service.worker_ready(worker)
+
+    def _on_died(self, worker: str) -> None:
+        self._service.worker_died(worker)
 
     async def _make_frames(self) -> None:
         while True:

@@ -93,6 +93,7 @@ class Supervisor:
         self._on_died = on_died
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
+        self._logged_at_s = 0.0
         self._started: asyncio.Future[None] | None = None
 
     @property
@@ -202,6 +203,7 @@ class Supervisor:
                 match report:
                     case LoadingProgress(loaded_bytes, total_bytes):
                         worker.loaded_bytes, worker.total_bytes = loaded_bytes, total_bytes
+                        self._log_progress()
                     case WeightsLoaded():
                         self._weights_loaded(worker, channel)
                     case Ready(attention):
@@ -218,6 +220,17 @@ class Supervisor:
             worker.channel = None
             channel.close()
         return ready_at_s
+
+    def _log_progress(self) -> None:
+        """One line a second, and one when all shares are there."""
+        loaded = sum(w.loaded_bytes for w in self.workers.values())
+        total = sum(w.total_bytes for w in self.workers.values())
+        is_complete = loaded == total and all(w.total_bytes for w in self.workers.values())
+        now_s = time.monotonic()
+        if self.is_started or not (is_complete or now_s - self._logged_at_s >= 1.0):
+            return
+        self._logged_at_s = now_s
+        log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)
 
     def _weights_loaded(self, worker: WorkerState, channel: DaemonChannel) -> None:
         """Let workers go on once every share of the weights is in place."""

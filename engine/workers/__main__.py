@@ -39,7 +39,8 @@ def main() -> int:
     faulthandler.enable()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which drains
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to groups; the daemon decides
+        signal.signal(number, signal.SIG_IGN)
     cpus = [int(cpu) for cpu in options.cpus.split(",")]
     os.sched_setaffinity(0, cpus)
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
