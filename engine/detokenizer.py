@@ -65,9 +65,7 @@ class Detokenizer:
 
     def _emit(self, size: int, text: str) -> str:
         done, self._held = self._held[:size], self._held[size:]
-        # Tokens without text (an empty token in mid-text) must not hide the context before them.
-        if text or not self._context:
-            self._move_context(done)
+        self._move_context(done)
         return text
 
     def _move_context(self, token_ids: list[int]) -> None:

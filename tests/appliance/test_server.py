@@ -220,3 +220,14 @@ async def test_signals_stay_the_daemons(appliance, tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with serving(appliance, tmp_path / "api.sock"):
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+async def test_a_body_that_breaks_after_its_reply_is_cut_off(served, caplog):
+    reader, writer = await served.connect()
+    writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+        writer.write(b"zz\r\n")
+        await reader.read()
+    assert "Traceback" not in caplog.text
+    assert (await served.complete()).status_code == 200

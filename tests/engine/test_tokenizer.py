@@ -158,6 +158,16 @@ def test_byte_level_pieces_add_up_to_the_whole(byte_tokenizer, data):
     assert "".join(pieces) == byte_tokenizer.decode(ids)
 
 
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_long_runs_of_parts_of_characters_add_up_to_the_whole(byte_tokenizer, data):
+    parts = [byte_tokenizer.encode(c, False) for c in ("\u00e4", "\u20ac", "\U0001f4a7", "\u00ff")]
+    some_part = st.sampled_from(sorted({token_id for ids in parts for token_id in ids}))
+    ids = data.draw(st.lists(some_part, min_size=MAX_HELD_TOKENS, max_size=60))
+    pieces = pushed(Detokenizer(byte_tokenizer), ids)
+    assert "".join(pieces) == byte_tokenizer.decode(ids)
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30))
 def test_pieces_of_any_text_are_whole_characters(byte_tokenizer, piece_tokenizer, text):
@@ -190,6 +200,12 @@ def test_any_ids_of_a_byte_fallback_vocabulary_give_text_that_never_shrinks(piec
     visible = [c for c in piece_tokenizer.decode(ids) if c != "\ufffd"]
     remaining = iter(text)
     assert all(c in remaining for c in visible)
+
+
+def test_a_byte_that_breaks_a_run_does_not_take_back_or_repeat_what_was_sent(piece_tokenizer):
+    euro, word = [3 + byte for byte in "\u20ac".encode()], piece_tokenizer.encode("h", False)[-1:]
+    pieces = pushed(Detokenizer(piece_tokenizer), [*euro, 3 + 0xFF, *word])
+    assert pieces == ["", "", "\u20ac", "", "\ufffdh", ""]
 
 
 def test_an_endless_run_of_broken_bytes_is_sent_on_and_not_hoarded(byte_tokenizer):
