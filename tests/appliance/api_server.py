@@ -14,7 +14,7 @@ import openai
 
 from appliance.api import build_app
 from appliance.server import ApiServer, bind_socket
-from tests.fakes import FakeAppliance
+from tests.fakes import FakeAppliance, until
 
 
 class Served:
@@ -86,3 +86,17 @@ def events(body: str) -> list[Any]:
     data = [block[len("data: ") :] for block in body.split("\n\n") if block.startswith("data: ")]
     assert data.pop() == "[DONE]"
     return [json.loads(one) for one in data]
+
+
+def says(appliance, text: str):
+    """Make the appliance answer with a text, whatever the prompt."""
+    ids = appliance.tokenizer.encode(text, add_special_tokens=False)
+    appliance.script = lambda prompt: ids
+
+
+async def fill(served, num_requests: int) -> list[asyncio.Task]:
+    """Requests that wait at the gate."""
+    served.appliance.gate.clear()
+    tasks = [asyncio.create_task(served.complete(prompt=["a"])) for _ in range(num_requests)]
+    await until(lambda: len(served.appliance.live) == num_requests)
+    return tasks
