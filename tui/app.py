@@ -47,6 +47,7 @@ class Console(App[None]):
         is_ascii: draw with ASCII only.
         follow: brings the frames; `feed.follow` but for tests.
         now_s: a monotonic clock.
+        view: what to show before the first frame.
     """
 
     CSS_PATH = "console.tcss"
@@ -68,6 +69,7 @@ class Console(App[None]):
         is_ascii: bool = False,
         follow: Follow = feed.follow,
         now_s: Callable[[], float] = time.monotonic,
+        view: View | None = None,
     ) -> None:
         # the terminal's own colours: with them alone NO_COLOR leaves no colour at all
         super().__init__(ansi_color=True)
@@ -77,7 +79,7 @@ class Console(App[None]):
         self._is_ascii = is_ascii
         self._follow = follow
         self._now_s = now_s
-        self._latest = View()
+        self._latest = view or View()
         self._paused: View | None = None
         self._down_since_s = now_s()
         self._retry_at_s = now_s()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from urllib.parse import quote
 
 import h11
@@ -109,7 +109,7 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
             reader, writer = await asyncio.open_unix_connection(socket_path)
         yield _Exchange(reader, writer)
     except FileNotFoundError:
-        raise FeedLost(f"no daemon: {socket_path} does not exist") from None
+        raise FeedLost(f"no daemon: there is no socket {socket_path}") from None
     except ConnectionRefusedError:
         raise FeedLost(f"no daemon listens on {socket_path}") from None
     except PermissionError:
@@ -123,6 +123,8 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
     finally:
         if writer is not None:
             writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
 
 
 async def stream_frames(socket_path: str) -> AsyncGenerator[Frame, None]:

@@ -134,5 +134,5 @@ def clock(iso: str) -> str:
 
 
 def short_id(request_id: str) -> str:
-    """What tells requests apart in a narrow column: the id after its prefix."""
-    return clean(request_id).rpartition("-")[2]
+    """What tells requests apart in a narrow column: eight characters after the prefix."""
+    return clean(request_id).rpartition("-")[2][:8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ def request(number: int = 1, phase: str = "decoding", **changes: Any) -> Request
     rank = ("queued", "prefilling", "handing_off", "decoding", "finished").index(phase)
     prompt_tokens = 300 + 811 * number % 7000
     frame = RequestFrame(
-        id=f"cmpl-{0x3F9A21C0 + 0x11D7E2B1 * number & 0xFFFFFFFF:08x}",
+        id=f"cmpl-{0x3F9A21C0 + 0x11D7E2B1 * number & 0xFFFFFFFF:08x}d7e2b1a4c0583f96",
         endpoint="/v1/completions",
         phase=phase,
         model="penstock-starter",
@@ -101,13 +102,13 @@ def pool(name: str = "kv", **counts: int) -> PoolFrame:
     )
 
 
-def idle(**changes: Any) -> Frame:
+def idle(seq: int = 160, **changes: Any) -> Frame:
     """A ready appliance without work."""
     frame = Frame(
         version=FRAME_VERSION,
         at="2026-11-21T14:02:11.004Z",
-        seq=100,
-        uptime_s=273_840.0,
+        seq=seq,
+        uptime_s=273_840.0 + seq,
         state="ready",
         state_reason="",
         model="penstock-starter",
@@ -141,8 +142,7 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
     requests += [request(7, "handing_off"), request(6, "prefilling"), request(5, "prefilling")]
     requests += [request(number, "queued") for number in range(4, 0, -1)]
     frame = idle(
-        seq=seq,
-        uptime_s=273_840.0 + seq,
+        seq,
         queue=QueueFrame(queued, 2, 1, 23, 64, 1312.0),
         workers=[
             worker("prefill", prefill_tokens_per_s=4100 + 700 * swing, steps_per_s=2.4,
@@ -167,7 +167,7 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
             EventFrame("2026-11-21T13:58:40.000Z", "error", "worker.died",
                        "decode exited with signal 9; 4 sequences go on elsewhere"),
             EventFrame("2026-11-21T14:00:12.000Z", "info", "request.cancelled",
-                       "cmpl-88ab90f2 by uid 1003 after 201 tokens"),
+                       "cmpl-88ab90f2d7e2b1a4c0583f96 by uid 1003 after 201 tokens"),
             EventFrame("2026-11-21T14:01:30.000Z", "warning", "queue.high", "33 of 64 waiting"),
         ],
     )  # fmt: skip
@@ -206,8 +206,8 @@ def colocated() -> Frame:
     return busy(roles="colocated", transport=None, workers=[both])
 
 
-def two_pools() -> Frame:
-    """The shm transport with its ring nearly full, and three power domains."""
+def three_pools() -> Frame:
+    """The shm transport with its ring, a nearly full decode pool, and three power domains."""
     return busy(
         transport="shm",
         pools=[
@@ -223,13 +223,14 @@ def two_pools() -> Frame:
     )
 
 
-def busy_view(frame: Frame | None = None, num_frames: int = 60) -> View:
-    """A view with a full history behind it."""
+def view_of(frame: Frame, before: Callable[[int], Frame] = busy, num_frames: int = 60) -> View:
+    """A view with a full history behind it, one frame a second."""
     view = View()
-    last = frame or busy()
-    for seq in range(last.seq - num_frames + 1, last.seq):
-        view = view.after(busy(seq))
-    return view.after(last)
+    for num_before in range(num_frames - 1, 0, -1):
+        past = before(frame.seq - num_before)
+        past.uptime_s = frame.uptime_s - num_before
+        view = view.after(past)
+    return view.after(frame)
 
 
 @dataclass

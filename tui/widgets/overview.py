@@ -107,6 +107,8 @@ class Overview(Screen[None]):
     def show(self, view: View) -> None:
         """Show another view."""
         self._view = view
+        if not self.is_mounted:  # a daemon that is away is noticed sooner; on_mount shows the view
+            return
         frame = view.frame
         is_stale = frame is not None and not view.link.is_live
         with self.app.batch_update():

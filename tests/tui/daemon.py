@@ -1,0 +1,82 @@
+"""A daemon on a real Unix socket that says what a test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from appliance.protocol import Frame, RequestFrame
+
+
+class FakeDaemon:
+    """Streams `lines` to every reader, then what `send` adds; can die and come back."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self.socket_path = socket_path
+        self.lines: list[bytes] = []
+        self.requests: dict[str, RequestFrame] = {}
+        self.cancelled: list[str] = []
+        self.num_streams = 0
+        self._readers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> FakeDaemon:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.die()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._answer, str(self.socket_path))
+
+    async def die(self) -> None:
+        """As after kill -9: connections end in the middle, the socket file stays."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for writer in list(self._readers):
+            writer.transport.abort()
+        self._readers.clear()
+        await asyncio.sleep(0)
+
+    def send(self, frame: Frame | bytes) -> None:
+        line = frame if isinstance(frame, bytes) else msgspec.json.encode(frame) + b"\n"
+        self.lines.append(line)
+        for writer in self._readers:
+            writer.write(_chunk(line))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, target, _ = head.decode().split("\r\n")[0].split(" ")
+        if target == "/v1/penstock/stream":
+            self.num_streams += 1
+            self._readers.add(writer)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for line in self.lines:
+                writer.write(_chunk(line))
+            await reader.read()  # until the console hangs up
+            self._readers.discard(writer)
+        else:
+            status, body = self._reply(method, target)
+            head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            writer.write(head + body)
+        writer.close()
+
+    def _reply(self, method: str, target: str) -> tuple[int, bytes]:
+        request_id = target.removeprefix("/v1/requests/").removesuffix("/cancel")
+        if method == "POST" and request_id in self.requests:
+            self.cancelled.append(request_id)
+            return 200, b"{}"
+        if method == "GET" and request_id in self.requests:
+            return 200, msgspec.json.encode(self.requests[request_id])
+        if request_id == "forbidden":
+            return 403, b'{"error": {"message": "not yours", "code": "forbidden"}}'
+        return 404, b'{"error": {"message": "no such request", "code": "not_found"}}'
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)

@@ -1,0 +1,53 @@
+"""Run the console without a terminal and read its screen as text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
+
+from tests.tui.frames import FakeClock
+from tui.app import Console
+from tui.view import View
+
+
+async def no_feed(*args: object) -> None:
+    """Stands in for the feed where a test brings the frames itself."""
+    await asyncio.Event().wait()
+
+
+def grid(console: Console) -> str:
+    """The screen as lines; the one place that touches a private name of Textual."""
+    strips = console.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
+
+
+@asynccontextmanager
+async def console_at(
+    width: int,
+    height: int,
+    view: View | None = None,
+    *,
+    socket_path: Path = Path("/nowhere"),
+    follow: Callable[..., Any] = no_feed,
+    is_ascii: bool = False,
+    clock: FakeClock | None = None,
+) -> AsyncIterator[tuple[Console, Pilot[None]]]:
+    """A console that has drawn the view."""
+    console = Console(
+        str(socket_path), is_ascii=is_ascii, follow=follow, now_s=clock or FakeClock(), view=view
+    )
+    async with console.run_test(size=(width, height), notifications=True) as pilot:
+        await pilot.pause()
+        yield console, pilot
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    """Wait for something that comes through a real socket."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await pilot.pause(0.02)

@@ -1,0 +1,271 @@
+"""The console under keys, frames and losses, with a fake daemon where a socket matters."""
+
+from __future__ import annotations
+
+import pytest
+from textual.binding import Binding
+
+from tests.tui import frames
+from tests.tui.daemon import FakeDaemon
+from tests.tui.screen import console_at, grid, until
+from tui import feed
+from tui.app import Console
+from tui.messages import FrameArrived, LinkLost
+from tui.widgets.dialogs import Confirm, Detail, Help
+from tui.widgets.request_table import RequestTable
+
+
+@pytest.fixture
+def socket_path(tmp_path):
+    return tmp_path / "penstock.sock"
+
+
+@pytest.fixture
+def busy():
+    return frames.view_of(frames.busy())
+
+
+def header_of(console):
+    return grid(console).splitlines()[0]
+
+
+def ids_on_screen(console):
+    rows = [line[2:10] for line in grid(console).splitlines() if line[11:].startswith("decoding")]
+    return [row for row in rows if row.strip()]
+
+
+async def test_it_reconnects_when_the_daemon_dies_and_returns(socket_path):
+    daemon = FakeDaemon(socket_path)
+    async with console_at(80, 24, socket_path=socket_path, follow=feed.follow) as (console, pilot):
+        await until(pilot, lambda: "DISCONNECTED" in header_of(console))
+        assert "there is no socket" in grid(console)
+        daemon.send(frames.busy(7))
+        await daemon.start()
+        await until(pilot, lambda: "LIVE" in header_of(console))
+        await daemon.die()
+        await until(pilot, lambda: "DISCONNECTED" in header_of(console))
+        assert console.overview.has_class("-stale")
+        assert len(ids_on_screen(console)) == 7, "the last reading stays on screen"
+        daemon.lines = []
+        socket_path.unlink()
+        daemon.send(frames.busy(8))
+        await daemon.start()
+        await until(pilot, lambda: "LIVE" in header_of(console))
+        assert not console.overview.has_class("-stale")
+        assert len(set(ids_on_screen(console))) == len(ids_on_screen(console)) == 7
+        await daemon.die()
+
+
+async def test_seconds_are_counted_while_the_daemon_is_away(busy):
+    clock = frames.FakeClock()
+    async with console_at(80, 24, busy, clock=clock) as (console, pilot):
+        console.post_message(LinkLost(feed.FeedLost("gone"), 5.0))
+        await pilot.pause()
+        clock.now_s += 3
+        console.post_message(LinkLost(feed.FeedLost("gone"), 2.0))
+        await pilot.pause()
+        assert header_of(console).endswith("DISCONNECTED 3s, retry in 2s")
+
+
+async def test_a_daemon_of_another_version_is_said_in_a_banner(socket_path):
+    async with FakeDaemon(socket_path) as daemon:
+        daemon.send(b'{"version": 99}\n')
+        async with console_at(100, 24, socket_path=socket_path, follow=feed.follow) as (
+            console,
+            pilot,
+        ):
+            await until(pilot, lambda: "INCOMPATIBLE" in header_of(console))
+            assert "frames of version 99" in grid(console).splitlines()[1]
+
+
+async def test_x_then_y_cancels_the_selected_request(socket_path):
+    frame = frames.busy()
+    async with FakeDaemon(socket_path) as daemon:
+        daemon.requests = {request.id: request for request in frame.requests}
+        view = frames.view_of(frame)
+        async with console_at(80, 24, view, socket_path=socket_path) as (console, pilot):
+            await pilot.press("j", "x")
+            assert isinstance(console.screen, Confirm)
+            chosen = console.overview.table.selected.id
+            await pilot.pause()
+            assert chosen in grid(console)
+            await pilot.press("y")
+            await until(pilot, lambda: "cancelled" in grid(console))
+            assert daemon.cancelled == [chosen]
+
+
+@pytest.mark.parametrize("key", ["n", "escape", "enter"])
+async def test_any_other_answer_cancels_nothing(socket_path, key, busy):
+    async with FakeDaemon(socket_path) as daemon:
+        daemon.requests = {request.id: request for request in busy.frame.requests}
+        async with console_at(80, 24, busy, socket_path=socket_path) as (console, pilot):
+            await pilot.press("x", key)
+            await pilot.pause(0.1)
+            assert not isinstance(console.screen, Confirm)
+            assert daemon.cancelled == []
+
+
+async def test_a_cancel_that_fails_is_said(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("x", "y")
+        await until(pilot, lambda: "there is no socket" in grid(console))
+
+
+async def test_keys_without_a_request_do_nothing():
+    view = frames.view_of(frames.idle(), frames.idle)
+    async with console_at(80, 24, view) as (console, pilot):
+        await pilot.press("x", "e", "enter", "j", "k", "pagedown", "s", "end")
+        assert console.screen is console.overview
+
+
+async def test_pause_holds_the_screen_and_says_for_how_long(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("p")
+        before = grid(console).splitlines()[2:]
+        console.post_message(FrameArrived(frames.busy(172)))
+        await pilot.pause()
+        assert "PAUSED +12s" in header_of(console)
+        assert grid(console).splitlines()[2:] == before
+        await pilot.press("p")
+        await pilot.pause()
+        assert "LIVE" in header_of(console)
+        assert grid(console).splitlines()[2:] != before
+
+
+async def test_s_goes_through_the_orders(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        for sort in ("in", "out", "ttft", "age"):
+            await pilot.press("s")
+            await pilot.pause()
+            assert f"by {sort}" in grid(console)
+
+
+async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        table = console.overview.table
+        oldest = [request.id for request in busy.frame.requests]
+        await pilot.press("j", "down", "j", "k")
+        assert table.selected.id == oldest[2]
+        await pilot.press("end")
+        await pilot.pause()
+        assert table.selected.id == oldest[-1]
+        assert "24-30 by age" in grid(console)
+        await pilot.press("pageup", "home", "up")
+        await pilot.pause()
+        assert table.selected.id == oldest[0]
+        assert "1-7 by age" in grid(console)
+
+
+async def test_the_cursor_stays_on_its_request(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("j", "j", "j")
+        chosen = console.overview.table.selected.id
+        later = frames.busy(161)
+        console.post_message(
+            FrameArrived(frames.busy(161, requests=later.requests[2:], num_requests=28))
+        )
+        await pilot.pause()
+        assert console.overview.table.selected.id == chosen
+        console.post_message(FrameArrived(frames.idle(162)))
+        await pilot.pause()
+        assert console.overview.table.selected is None
+
+
+async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):
+    async with (
+        FakeDaemon(socket_path) as daemon,
+        console_at(80, 24, busy, socket_path=socket_path) as (console, pilot),
+    ):
+        await pilot.press("e")
+        await pilot.pause()
+        assert isinstance(console.screen, Detail)
+        assert "decoding…" in grid(console)
+        request_id = console.screen.request.id
+        daemon.requests[request_id] = frames.request(
+            30, "finished", id=request_id, finish_reason="length", decode_ms=1.0, e2e_ms=400.0
+        )
+        console.post_message(FrameArrived(frames.idle(161)))
+        await until(pilot, lambda: "residual" in grid(console))
+        await pilot.press("escape")
+        assert console.screen is console.overview
+
+
+async def test_help_lists_every_binding(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert isinstance(console.screen, Help)
+        shown = grid(console)
+        for binding in [*Console.BINDINGS, *RequestTable.BINDINGS]:
+            assert isinstance(binding, Binding)
+            assert binding.description in shown
+
+
+async def test_frames_keep_coming_under_a_dialog(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("question_mark")
+        console.post_message(FrameArrived(frames.busy(161)))
+        await pilot.press("escape")
+        await pilot.pause()
+        assert console.view.frame.seq == 161
+
+
+async def test_q_quits(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("q")
+        await pilot.pause()
+        assert not console.is_running or console._exit
+
+
+async def test_a_live_resize_lays_the_screen_out_anew(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        large = grid(console)
+        for width, height in ((60, 16), (39, 9), (80, 24), (120, 40)):
+            await pilot.resize_terminal(width, height)
+            await pilot.pause()
+            lines = grid(console).splitlines()
+            assert len(lines) == height
+            assert max(map(len, lines)) <= width
+            assert width < 40 or "q quit" in lines[-1]
+        assert grid(console) == large
+
+
+async def test_header_alerts_and_keys_stay_at_every_size(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        for height in range(10, 30):
+            await pilot.resize_terminal(80, height)
+            await pilot.pause()
+            lines = grid(console).splitlines()
+            assert "LIVE" in lines[0]
+            assert "ok" in lines[1]
+            assert "q quit" in lines[-1]
+            assert any(line.startswith("> ") for line in lines)
+
+
+HOSTILE = "[bold red]x[/]\x1b[31m\n\x9b2J\u202e[@click=app.quit()]y"
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("keys", [[], ["e"], ["x"], ["x", "y"]])
+async def test_hostile_names_are_shown_as_plain_text(size, keys):
+    request = frames.request(1, id=f"cmpl-{HOSTILE}", user=HOSTILE, worker=HOSTILE, error=HOSTILE)
+    frame = frames.busy(
+        model=HOSTILE,
+        model_note=HOSTILE,
+        state_reason=HOSTILE,
+        state="draining",
+        transport=HOSTILE,
+        workers=[frames.worker("prefill", device=HOSTILE), frames.worker(HOSTILE, state=HOSTILE)],
+        pools=[frames.pool(HOSTILE)],
+        requests=[request],
+        num_requests=1,
+        events=[frames.EventFrame(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+    )
+    async with console_at(*size, frames.view_of(frame)) as (console, pilot):
+        if keys:
+            await pilot.press(*keys)
+            await pilot.pause(0.1)
+        shown = grid(console)
+        assert all(line.isprintable() for line in shown.split("\n"))
+        assert "[bold red]" in shown
+        assert console.is_running

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tui.lines import (
+    SPARK_LEVELS,
+    STATE_CELLS,
+    Span,
+    Tone,
+    fit,
+    gauge,
+    pairs,
+    sparkline,
+    state_bar,
+    text_of,
+    to_ascii,
+    width_of,
+)
+
+samples = st.lists(st.none() | st.floats(min_value=0, max_value=1e9), max_size=70)
+counts = st.dictionaries(st.sampled_from(list(STATE_CELLS)), st.integers(0, 10**6))
+
+
+@given(st.lists(st.text()), st.integers(0, 50), st.booleans())
+def test_a_fitted_line_has_exactly_its_width_and_is_printable(texts, width, is_ascii):
+    line = fit([Span(text) for text in texts], width, is_ascii=is_ascii)
+    assert width_of(line) == width
+    assert text_of(line).isprintable()
+    assert text_of(line).isascii() or not is_ascii
+
+
+def test_fitting_keeps_the_tones():
+    assert fit([Span("ab", Tone.BAD), Span("cd", Tone.GOOD)], 3) == [
+        Span("ab", Tone.BAD),
+        Span("…", Tone.GOOD),
+    ]
+
+
+def test_every_character_of_the_console_has_an_ascii_stand_in():
+    drawn = SPARK_LEVELS + "".join(STATE_CELLS.values()) + "…│●▲■"
+    assert "?" not in to_ascii(drawn)
+
+
+def test_block_states_stay_apart_in_ascii():
+    assert len({to_ascii(cell) for cell in STATE_CELLS.values()}) == len(STATE_CELLS)
+
+
+@given(samples, st.integers(0, 80))
+def test_a_sparkline_has_exactly_its_width(values, width):
+    assert len(sparkline(values, width)) == width
+
+
+def test_a_sparkline_tells_absent_zero_small_and_highest_apart():
+    assert sparkline([None, 0.0, 0.001, 8.0], 5) == "  ▁▂█"
+
+
+def test_a_sparkline_shows_the_newest_samples_at_the_right():
+    assert sparkline([8.0, 0.0, 8.0], 2) == "▁█"
+
+
+def test_a_gauge_is_clamped_and_empty_when_not_reported():
+    assert gauge(1.7, 4) == "████"
+    assert gauge(-1.0, 4) == "░░░░"
+    assert gauge(None, 4) == "░░░░"
+
+
+@given(counts, st.integers(0, 90))
+def test_a_state_bar_has_exactly_its_width(num_by_state, width):
+    assert len(state_bar(num_by_state, width)) == width
+
+
+@given(counts, st.integers(len(STATE_CELLS), 90))
+def test_every_state_that_has_blocks_gets_a_cell(num_by_state, width):
+    bar = state_bar(num_by_state, width)
+    for state, num in num_by_state.items():
+        if num:
+            assert STATE_CELLS[state] in bar
+
+
+@given(counts, st.integers(1, 90))
+def test_a_state_without_blocks_gets_no_cell(num_by_state, width):
+    bar = state_bar(num_by_state, width)
+    if any(num_by_state.values()):
+        for state, cell in STATE_CELLS.items():
+            if not num_by_state.get(state):
+                assert cell not in bar
+
+
+def test_a_state_bar_is_proportional():
+    assert state_bar({"active": 50, "free": 50}, 10) == "█████░░░░░"
+
+
+def test_pairs_stand_in_columns_and_never_touch():
+    assert text_of(pairs(20, ("a", "1"), ("b", "2"))) == "a 1       b 2"
+    assert text_of(pairs(20, ("step", "402.0 ms"), ("b", "2"))) == "step 402.0 ms b 2"

@@ -1,0 +1,214 @@
+"""The program as a person runs it: in a terminal, in a pipe, with and without a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tui import frames
+from tests.tui.daemon import FakeDaemon
+from tui.__main__ import can_draw_blocks
+
+ROOT = Path(__file__).parents[2]
+SGR = re.compile(rb"\x1b\[([0-9;:]*)m")
+
+
+@pytest.fixture
+async def daemon(tmp_path):
+    async with FakeDaemon(tmp_path / "penstock.sock") as daemon:
+        daemon.send(frames.busy(1))
+        yield daemon
+
+
+def environ(**changes: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return {**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **changes}
+
+
+async def start(daemon: FakeDaemon, *options: str, **streams) -> asyncio.subprocess.Process:
+    env = streams.pop("env", environ())
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "tui", "--socket", str(daemon.socket_path), *options,
+        env={**env, "PYTHONPATH": str(ROOT)}, cwd="/", **streams,
+    )  # fmt: skip
+
+
+async def run_piped(daemon: FakeDaemon, *options: str, env=None) -> tuple[int, str, str]:
+    pipe = asyncio.subprocess.PIPE
+    process = await start(daemon, *options, stdout=pipe, stderr=pipe, env=env or environ())
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+class Terminal:
+    """A pseudo terminal of 120x40 with the console in it."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self.output = b""
+        self.has_output = asyncio.Event()
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Terminal:
+        os.set_blocking(self.master, False)
+        asyncio.get_running_loop().add_reader(self.master, self._read)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        asyncio.get_running_loop().remove_reader(self.master)
+        if self.process and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+    def _read(self) -> None:
+        self.output += os.read(self.master, 1 << 16)
+        self.has_output.set()
+
+    async def run(self, daemon: FakeDaemon, *options: str, env: dict[str, str]) -> None:
+        tty = self.slave
+        self.process = await start(daemon, *options, stdin=tty, stdout=tty, stderr=tty, env=env)
+
+    async def until(self, condition: Callable[[bytes], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition(self.output):
+                self.has_output.clear()
+                await self.has_output.wait()
+
+    async def quit(self) -> int:
+        assert self.process is not None
+        os.write(self.master, b"q")
+        async with asyncio.timeout(30):
+            return await self.process.wait()
+
+
+def colours(output: bytes) -> set[str]:
+    """Every colour parameter of every SGR sequence; defaults (39, 49) are none."""
+    codes = {code for found in SGR.findall(output) for code in found.decode().split(";")}
+    chosen = {*range(30, 39), *range(40, 49), *range(90, 98), *range(100, 108)}
+    return {code for code in codes if code.isdigit() and int(code) in chosen}
+
+
+async def test_a_terminal_gets_the_console_in_colour(daemon):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, env=environ())
+        await terminal.until(lambda output: b"LIVE" in output and b"decoding" in output)
+        assert await terminal.quit() == 0
+        assert colours(terminal.output)
+        assert not {"38", "48"} & colours(terminal.output), "the terminal's own palette only"
+
+
+async def test_no_color_means_no_colour_at_all(daemon):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, env=environ(NO_COLOR="1"))
+        await terminal.until(lambda output: b"LIVE" in output and b"decoding" in output)
+        assert await terminal.quit() == 0
+        assert SGR.search(terminal.output), "attributes are still used"
+        assert colours(terminal.output) == set()
+
+
+@pytest.mark.parametrize("env", [environ(LANG="C"), environ(LC_ALL="POSIX")])
+async def test_a_locale_without_utf8_gets_ascii(daemon, env):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, env=env)
+        await terminal.until(lambda output: b"LIVE" in output and b"decoding" in output)
+        assert await terminal.quit() == 0
+        assert terminal.output.isascii()
+
+
+async def test_a_dumb_terminal_gets_lines_without_escapes(daemon):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, env=environ(TERM="dumb"))
+        await terminal.until(lambda output: b"live 30" in output)
+        daemon.send(frames.busy(2))
+        await terminal.until(lambda output: output.count(b"live 30") == 2)
+        assert b"\x1b" not in terminal.output
+        assert terminal.output.count(b"EVENT") == len(frames.busy().events)
+
+
+async def test_once_prints_one_reading(daemon):
+    code, out, err = await run_piped(daemon, "--once")
+    assert (code, err) == (0, "")
+    assert "penstock-starter (random weights)" in out
+    assert out.count("decoding") == 23
+    assert "\x1b" not in out
+
+
+async def test_once_in_ascii(daemon):
+    code, out, _ = await run_piped(daemon, "--once", "--ascii")
+    assert code == 0
+    assert out.isascii()
+
+
+async def test_once_without_a_daemon_exits_3_with_a_hint(daemon):
+    await daemon.die()
+    code, out, err = await run_piped(daemon, "--once")
+    assert (code, out) == (3, "")
+    assert "no daemon listens" in err
+    assert "hint: penstock serve" in err
+
+
+async def test_a_pipe_that_closes_ends_the_lines_quietly(daemon):
+    pipe = asyncio.subprocess.PIPE
+    process = await start(daemon, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    await process.stdout.readline()
+    process.stdout._transport.close()  # as `head -1` does
+    seq = 2
+    async with asyncio.timeout(30):
+        while process.returncode is None:
+            daemon.send(frames.busy(seq))
+            seq += 1
+            await asyncio.sleep(0.05)
+    assert process.returncode == 141
+    assert await process.stderr.read() == b""
+
+
+async def test_lines_say_when_the_daemon_goes(daemon):
+    pipe = asyncio.subprocess.PIPE
+    process = await start(daemon, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    await daemon.die()
+    async with asyncio.timeout(30):
+        while not (line := await process.stdout.readline()).startswith(b"DISCONNECTED"):
+            assert line
+    process.kill()
+    await process.communicate()
+
+
+async def test_plain_text_does_not_load_the_terminal_library():
+    script = "import sys, tui.__main__; sys.exit('textual' in sys.modules)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=ROOT)
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "can_draw"),
+    [
+        ({}, True),
+        ({"LANG": "en_US.UTF-8"}, True),
+        ({"LANG": "de_DE.utf8", "TERM": "linux"}, False),
+        ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, False),
+        ({"LC_CTYPE": "C.UTF-8"}, True),
+        ({"LC_ALL": "C", "LANG": "en_US.UTF-8"}, False),
+        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, True),
+        ({"LANG": "de_DE.ISO-8859-1"}, False),
+    ],
+)
+def test_block_characters_need_a_utf8_locale(env, can_draw):
+    assert can_draw_blocks(env) is can_draw
