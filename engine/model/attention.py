@@ -93,9 +93,9 @@ class AttentionPlan:
             for start, first in zip(starts, first_blocks, strict=True)
         )
         halves = self._block_halves(members, first_blocks, num_blocks)
-        num_keys = num_blocks * self._block_size
         first_keys = [first * self._block_size for first in first_blocks]
         if len(members) > 1:
+            num_keys = max(s + 1 - first for s, first in zip(starts, first_keys, strict=True))
             mask = self._mask(starts, query_len, first_keys, num_keys, window)
             return Group(rows, len(members), halves, slice(0, num_keys), mask)
         # alone, a sequence reads exactly the positions that its queries see

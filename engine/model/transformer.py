@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.config import ModelConfig
 from engine.model.attention import AttentionPlan, Backend, StepBatch, choose_backend, write_kv
-from engine.model.layers import Linear, rms_norm, rope_table, rotate, silu_gate
+from engine.model.layers import Linear, linear, rms_norm, rope_table, rotate, silu_gate
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -59,9 +59,8 @@ class Transformer:
             x = layer.attend(x, kv, plan, cos, signed_sin, self._backend)
             x = layer.feed_forward(x)
         x = x[list(batch.logit_rows)]
-        return F.linear(
-            rms_norm(x, self._norm_weight, self.config.rms_norm_eps), self._head
-        ).float()
+        x = rms_norm(x, self._norm_weight, self.config.rms_norm_eps)
+        return linear(x, self._head, None).float()
 
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > len(self._cos):

@@ -1,5 +1,6 @@
 """Paged attention is attention: whatever the blocks, the groups and the window."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,16 @@ def test_every_sequence_gets_what_it_would_get_alone(step):
         for queries, keys, values, (context, _) in zip(q, k, v, sequences, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 7, 8, 9])
+def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    q, k, v = (torch.randn(num_tokens, 2, 4, generator=generator) for _ in range(3))
+    kv = torch.zeros(2, NUM_LAYERS, 2, 16, 2, 4)
+    plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
+    output = choose_backend("cpu", torch.float32, 16).attend(q, k, v, kv, 1, plan, 0.5, 7)
+    torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7))
 
 
 def test_a_window_reads_only_the_blocks_it_can_see():

@@ -225,19 +225,20 @@ def test_files_in_the_serving_dtype_need_no_arena(folder, shapes):
     assert weights_layout(checkpoint, "float16") is not None
 
 
-def test_the_arena_is_aligned_without_gaps_inside_a_fused_matrix(folder, shapes):
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("float16", 2)])
+def test_the_arena_is_aligned_without_gaps_inside_a_fused_matrix(folder, shapes, dtype, item_bytes):
     shard(folder / "model.safetensors", shapes, "BF16")
     checkpoint = Checkpoint.open(folder)
-    layout = weights_layout(checkpoint, "float32")
+    layout = weights_layout(checkpoint, dtype)
     offsets = layout.offset_by_name
     end = 0
     for name, shape in shapes.items():
         is_continued = any(part in name for part in ("k_proj", "v_proj", "up_proj"))
         assert offsets[name] == end if is_continued else offsets[name] % 64 == 0
         assert end <= offsets[name] < end + 64
-        end = offsets[name] + 4 * math.prod(shape)
+        end = offsets[name] + item_bytes * math.prod(shape)
     assert layout.num_bytes == end
-    assert layout == weights_layout(checkpoint, "float32")
+    assert layout == weights_layout(checkpoint, dtype)
 
 
 def test_reading_checkpoints_needs_no_torch():
