@@ -27,7 +27,7 @@ STATE_CELLS = {
     "free": "░",
 }
 """Block states in the order in which a bar shows them."""
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■", ".:-=+*%#+=.~~|*!!")
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■", ".:-=+*%#+=.~~|*!X")
 
 
 class Tone(StrEnum):
@@ -97,8 +97,11 @@ def pairs(width: int, *items: tuple[str, str]) -> Line:
 def sparkline(samples: Sequence[float | None], width: int) -> str:
     """The newest `width` samples, newest at the right, scaled from 0 to the highest of all samples.
 
-    Nothing is drawn for None; zero gets the lowest level and any other value a higher one.
+    Nothing is drawn for None; zero gets the lowest level and any other value a higher one. One
+    sample alone is no trend and is not drawn.
     """
+    if len(samples) < 2:
+        return " " * width
     top = max((value for value in samples if value is not None), default=0.0)
     steps = len(SPARK_LEVELS) - 1
     cells = [

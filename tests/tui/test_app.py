@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from textual.binding import Binding
+from textual.events import MouseScrollDown, MouseScrollUp
 
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
@@ -154,6 +155,23 @@ async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
         await pilot.pause()
         assert table.selected.id == oldest[0]
         assert "1-7 by age" in grid(console)
+
+
+async def test_the_mouse_chooses_a_request(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        table = console.overview.table
+        ids = [request.id for request in busy.frame.requests]
+        await pilot.click(RequestTable, offset=(5, 4))
+        assert table.selected.id == ids[4]
+        table.post_message(wheel(MouseScrollDown, table))
+        table.post_message(wheel(MouseScrollDown, table))
+        table.post_message(wheel(MouseScrollUp, table))
+        await pilot.pause()
+        assert table.selected.id == ids[5]
+
+
+def wheel(event, table):
+    return event(table, 1, 1, 0, 0, 0, False, False, False)
 
 
 async def test_the_cursor_stays_on_its_request(busy):

@@ -96,7 +96,7 @@ def test_the_worst_alert_comes_first_and_the_others_are_counted():
         )
     )
     line = text_of(header.alert_line(view, 80))
-    assert line.startswith(" ■ CRIT worker decode is restarting")
+    assert line.startswith(" ■ ERROR worker decode is restarting")
     assert line.endswith("more)")
     assert len(line) <= 80
 

@@ -27,7 +27,9 @@ _QUANTILE_WIDTH = 8
 def kv_title(view: View, width: int, height: int) -> str:
     """The legend of the bars, or, where that stands beside the numbers, the size of a block."""
     pools = view.frame.pools if view.frame else []
-    if pools and (width < _LEGEND_WIDTH or height // len(pools) >= _BLOCK_ROWS):
+    if not pools:
+        return "KV"
+    if width < _LEGEND_WIDTH or height // len(pools) >= _BLOCK_ROWS:
         return f"KV  {pools[0].block_size} tokens, {fmt.size(pools[0].block_bytes)} a block"
     return "KV  " + "  ".join(f"{STATE_CELLS[state]} {state}" for state in _shown_states(view))
 

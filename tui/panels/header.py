@@ -20,7 +20,7 @@ QUEUE_WARN_RATIO, QUEUE_CRIT_RATIO = 0.50, 0.90
 
 STATE_TONES = {"ready": Tone.GOOD, "loading": Tone.WARN, "draining": Tone.WARN}
 _SEVERITIES = {
-    "error": ("■ CRIT", Tone.BAD),
+    "error": ("■ ERROR", Tone.BAD),
     "warning": ("▲ WARN", Tone.WARN),
     "info": ("● INFO", Tone.MUTED),
 }
@@ -175,7 +175,7 @@ def _event_line(event: EventFrame, width: int) -> Line:
     code_width = 22 if width >= 100 else 0
     return [
         Span(f"{fmt.clock(event.at)} ", Tone.MUTED),
-        Span(fmt.pad(mark, 7), tone),
+        Span(fmt.pad(mark, 8), tone),
         Span(fmt.pad(event.code, code_width) + " " if code_width else "", Tone.MUTED),
         Span(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
     ]

@@ -154,6 +154,8 @@ def title(view: View, sort: str, first: int, last: int) -> str:
 
 def placeholder(view: View) -> Line:
     """What stands in an empty table."""
+    if view.frame is None and view.link.why:
+        return [Span("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None:
         return [Span("  waiting for the first frame", Tone.MUTED)]
     return [Span('  no live requests; send one with: penstock run "Hello"', Tone.MUTED)]

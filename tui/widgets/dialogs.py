@@ -25,7 +25,7 @@ class Dialog(ModalScreen[bool]):
     """A framed panel in the middle."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,e,question_mark", "dismiss(False)", "close", show=False)
+        Binding("escape,q,enter,e,question_mark,ctrl+c", "dismiss(False)", "close", show=False)
     ]
 
     def __init__(self, title: str, paint: Callable[[int], list[Line]], *, is_ascii: bool) -> None:

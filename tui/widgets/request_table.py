@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.events import Click, Resize
+from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -87,6 +87,16 @@ class RequestTable(ScrollView, Toned, can_focus=True):
     def on_click(self, event: Click) -> None:
         """Put the cursor on the row."""
         self.action_move(self.scroll_offset.y + event.y - self._cursor)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """The wheel moves the cursor, and the cursor the rows."""
+        event.prevent_default().stop()
+        self.action_move(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """As down."""
+        event.prevent_default().stop()
+        self.action_move(-1)
 
     def on_resize(self, event: Resize) -> None:
         """Columns depend on the width."""
