@@ -34,9 +34,9 @@ log = logging.getLogger("penstock")
 
 STARTER_NAME = "penstock-starter-random-1"
 STARTER_NOTE = "random weights: it answers with noise"
-PREFILL_STEP_TOKENS = 512
-COLOCATED_STEP_TOKENS = 256
-"""A prompt's share of a step where others decode in the same step: it sets their worst gap."""
+MAX_STEP_TOKENS = 256
+"""A CPU computes as many tokens a second in steps of this size as in larger ones, and a short
+prompt waits for no more than the step that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class Plan:
     model_note: str | None
     dtype: str
     placement: Placement
-    max_step_tokens: int
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
 
@@ -114,10 +113,8 @@ def make_plan(config: ServeConfig) -> Plan:
             if placement.max_model_len == checkpoint.config.max_position_embeddings
             else "KV pools",
         )
-    is_colocated = placement.topology.is_colocated
-    max_step_tokens = COLOCATED_STEP_TOKENS if is_colocated else PREFILL_STEP_TOKENS
-    workers, fds = _setups(checkpoint, dtype, placement, max_step_tokens)
-    return Plan(checkpoint, note, dtype, placement, max_step_tokens, workers, fds)
+    workers, fds = _setups(checkpoint, dtype, placement)
+    return Plan(checkpoint, note, dtype, placement, workers, fds)
 
 
 def _model_folder(config: ServeConfig) -> tuple[Path, str | None]:
@@ -140,7 +137,7 @@ def _model_folder(config: ServeConfig) -> tuple[Path, str | None]:
 
 
 def _setups(
-    checkpoint: Checkpoint, dtype: str, placement: Placement, max_step_tokens: int
+    checkpoint: Checkpoint, dtype: str, placement: Placement
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     specs = {}
@@ -169,7 +166,7 @@ def _setups(
             ring=specs[placement.ring_pool] if placement.ring_pool else None,
             weights=weights,
             num_threads=len(plan.cpus),
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=MAX_STEP_TOKENS,
         )
         workers.append((plan, setup))
     return workers, fds

@@ -18,7 +18,7 @@ import sys
 from importlib.metadata import version
 
 from appliance.api import build_app
-from appliance.boot import Plan, lock_state_dir, make_plan
+from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
 from appliance.notify import notify
 from appliance.request_log import RequestLog
@@ -180,7 +180,7 @@ class _Daemon:
             send=self._send,
             emit=self._emit,
             max_queued=MAX_QUEUED,
-            max_step_tokens=self._plan.max_step_tokens,
+            max_step_tokens=MAX_STEP_TOKENS,
         )
 
     def _send(self, worker: str, command: Command) -> None:

@@ -2,6 +2,7 @@
 
 Owns: nothing; one frozen value made at start. Called by: placement (makes it), router (reads it).
 Invariant: prefill and decode share one pool unless the transport moves bytes.
+Never: changes while the daemon runs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance.boot import lock_state_dir, make_plan
+from appliance.config import ServeConfig
+from engine.errors import CheckpointError, ConfigError, PenstockError
+
+
+def config(tmp_path, **fields):
+    folders = {n: tmp_path / n for n in ("socket", "state_dir", "cache_dir")}
+    return ServeConfig(**folders | fields)
+
+
+@pytest.fixture
+def plan_of(tmp_path):
+    plans = []
+
+    def make(**fields):
+        plans.append(make_plan(config(tmp_path, **fields)))
+        return plans[-1]
+
+    yield make
+    for plan in plans:
+        for fd in plan.inherited_fds:
+            os.close(fd)
+
+
+def test_a_state_directory_belongs_to_one_daemon(tmp_path):
+    fd = lock_state_dir(tmp_path / "state")
+    with pytest.raises(PenstockError, match="another penstock daemon"):
+        lock_state_dir(tmp_path / "state")
+    os.close(fd)
+    os.close(lock_state_dir(tmp_path / "state"))
+
+
+def test_a_state_directory_that_cannot_be_made_is_a_config_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refused:
+        lock_state_dir(tmp_path / "file" / "state")
+    assert "--state-dir" in refused.value.hint
+
+
+def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama, dtype="bfloat16", transport="shm")
+    prefill, decode = (setup for _, setup in plan.workers)
+    assert prefill.pool.name == "prefill"
+    assert decode.pool.name == "decode"
+    assert prefill.ring == decode.ring
+    assert prefill.weights.fd == decode.weights.fd
+    assert [s.weights.share_index for s in (prefill, decode)] == [0, 1]
+    for spec in (prefill.pool, decode.pool, prefill.ring):
+        assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
+
+
+def test_weights_in_their_own_dtype_need_no_arena(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama)
+    assert plan.dtype == "float32"
+    assert all(setup.weights is None for _, setup in plan.workers)
+
+
+def test_without_a_model_the_starter_is_made_once_and_served_in_float32(plan_of, tmp_path):
+    plan = plan_of()
+    assert plan.dtype == "float32"
+    assert "random" in plan.model_note
+    before = (plan.checkpoint.folder / "model.safetensors").stat()
+    assert plan_of().checkpoint.fingerprint == plan.checkpoint.fingerprint
+    assert (plan.checkpoint.folder / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):
+    with caplog.at_level(logging.WARNING, "penstock"):
+        plan = plan_of(model=tiny_llama, kv_memory_bytes=400_000)
+    assert plan.placement.max_model_len < 512
+    assert f"to {plan.placement.max_model_len} tokens" in caplog.text
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(CheckpointError) as refused:
+        make_plan(config(tmp_path, model=Path("/nonexistent/model")))
+    assert refused.value.where == "/nonexistent/model"

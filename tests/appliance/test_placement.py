@@ -1,0 +1,112 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.placement import (
+    BLOCK_SIZE,
+    available_cores,
+    available_memory_bytes,
+    place,
+    split_cores,
+)
+from appliance.telemetry import cpu_names
+from engine.checkpoint import Checkpoint
+from engine.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_llama):
+    return Checkpoint.open(tiny_llama)
+
+
+def plan(checkpoint, **changes):
+    options = {
+        "dtype": "float32",
+        "roles": "static",
+        "transport": "alias",
+        "kv_memory_bytes": None,
+        "max_model_len": None,
+        "cores": [0, 1, 2],
+        "memory_bytes": 8 << 30,
+    }
+    return place(checkpoint, **options | changes)
+
+
+def test_static_workers_have_cores_of_their_own_and_share_a_pool(checkpoint):
+    placement = plan(checkpoint)
+    prefill, decode = placement.workers
+    assert (prefill.cpus, decode.cpus) == ((0, 1), (2,))
+    assert prefill.pool == decode.pool == "kv"
+    assert placement.ring_pool is None
+    assert placement.max_model_len == 512
+
+
+def test_with_one_core_both_workers_share_it(checkpoint):
+    assert [w.cpus for w in plan(checkpoint, cores=[5]).workers] == [(5,), (5,)]
+
+
+def test_colocated_is_one_worker_with_all_cores(checkpoint):
+    placement = plan(checkpoint, roles="colocated")
+    assert [(w.name, w.cpus) for w in placement.workers] == [("colocated", (0, 1, 2))]
+    assert placement.topology.transport is None
+
+
+def test_shm_divides_the_kv_memory_and_no_more(checkpoint):
+    placement = plan(checkpoint, transport="shm", kv_memory_bytes=10 << 20)
+    counts = placement.num_blocks_by_pool
+    assert set(counts) == {"prefill", "decode", "ring"}
+    assert sum(counts.values()) * placement.block_bytes <= 10 << 20
+    assert counts["decode"] > counts["prefill"] > counts["ring"] // 2
+
+
+def test_the_model_length_is_lowered_to_what_the_pools_hold(checkpoint):
+    block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32")
+    placement = plan(checkpoint, kv_memory_bytes=4 * block_bytes)
+    assert placement.max_model_len == 3 * BLOCK_SIZE
+
+
+def test_a_model_length_can_be_asked_for(checkpoint):
+    assert plan(checkpoint, max_model_len=100).max_model_len == 100
+    assert plan(checkpoint, max_model_len=10**9).max_model_len == 512
+
+
+@pytest.mark.parametrize("transport", ["alias", "shm"])
+def test_too_little_kv_memory_is_a_config_error_that_says_how_much_is_enough(checkpoint, transport):
+    with pytest.raises(ConfigError) as refused:
+        plan(checkpoint, transport=transport, kv_memory_bytes=1)
+    enough = int(refused.value.hint.split()[3])
+    assert plan(checkpoint, transport=transport, kv_memory_bytes=enough).max_model_len >= BLOCK_SIZE
+
+
+def test_one_thread_of_each_physical_core_is_used(tmp_path):
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert available_cores({0, 1, 2, 3}, tmp_path, quota_cpus=9) == [0, 1]
+    assert available_cores({2, 3}, tmp_path, quota_cpus=9) == [2, 3]
+
+
+def test_a_cpu_quota_limits_the_cores():
+    assert available_cores({0, 1, 2, 3}, Path("/nonexistent"), quota_cpus=2.5) == [0, 1]
+    assert available_cores({0, 1}, Path("/nonexistent"), quota_cpus=0.5) == [0]
+
+
+def test_this_machine_has_cores_and_memory():
+    assert set(available_cores()) <= os.sched_getaffinity(0)
+    assert available_memory_bytes() > 0
+
+
+@given(st.sets(st.integers(0, 63), min_size=2))
+def test_split_cores_loses_none_and_gives_both_some(cores):
+    prefill, decode = split_cores(sorted(cores))
+    assert sorted(prefill + decode) == sorted(cores)
+    assert len(decode) <= len(prefill) <= len(decode) + 1
+
+
+def test_cpu_names_are_short():
+    assert cpu_names((0,)) == "cpu 0"
+    assert cpu_names((3, 0, 1, 2, 5)) == "cpu 0-3,5"

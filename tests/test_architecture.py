@@ -1,0 +1,108 @@
+"""ARCHITECTURE.md is the map; this holds it true."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("engine", "appliance", "tui", "migrations")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+ROW = re.compile(r"^\| `(?P<file>[\w/]+\.py)` \| (?P<what>.+) \|$", re.M)
+DOOR = re.compile(r"^\| `(?P<package>[\w.]+)` \| (?P<users>`.+`) \|", re.M)
+
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+MAP = [match["file"] for match in ROW.finditer(TEXT)]
+RANK = {file.removesuffix(".py").replace("/", "."): i for i, file in enumerate(MAP)}
+DOORS = {m["package"]: re.findall(r"`([^`]+)`", m["users"]) for m in DOOR.finditer(TEXT)}
+DIRECTIONS = {
+    "engine/model/": ("engine",),
+    "engine/workers/": ("engine",),
+    "engine/": ("engine",),
+    "migrations/": (),
+    "appliance/": ("appliance", "engine", "migrations"),
+    "tui/": ("tui", "appliance.protocol", "appliance.client", "appliance.config"),
+}
+TORCH_ROOMS = ("engine/model/", "engine/workers/")
+
+
+def imported_names(path: Path) -> set[str]:
+    """Every dotted name a file imports: at the top, in functions, under TYPE_CHECKING."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def test_every_file_is_on_the_map_once():
+    on_disk = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert sorted(MAP) == sorted(on_disk)
+
+
+@pytest.mark.parametrize("file", MAP)
+def test_imports_point_up_the_map(file):
+    me = RANK[file.removesuffix(".py").replace("/", ".")]
+    below = sorted(n for n in imported_names(ROOT / file) if RANK.get(n, -1) >= me)
+    assert not below, f"{file} imports {below}, which the map lists at or below it"
+
+
+@pytest.mark.parametrize("file", MAP)
+def test_rooms_are_entered_in_the_allowed_direction(file):
+    allowed = next(names for room, names in DIRECTIONS.items() if file.startswith(room))
+    for name in imported_names(ROOT / file):
+        if name.split(".")[0] in PACKAGES:
+            assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{file}: {name}"
+            is_torch_room = name.startswith(("engine.model", "engine.workers"))
+            assert not is_torch_room or file.startswith(TORCH_ROOMS), f"{file}: {name}"
+            if name.startswith("engine.workers"):
+                assert file.startswith("engine/workers/"), f"{file}: {name}"
+
+
+@pytest.mark.parametrize("file", MAP)
+def test_third_party_packages_come_through_their_door(file):
+    for name in imported_names(ROOT / file):
+        package = name.split(".")[0]
+        if package in sys.stdlib_module_names or package in PACKAGES:
+            continue
+        assert package in DOORS, f"{file} imports {package}, which has no door on the map"
+        assert any(file.startswith(door) for door in DOORS[package]), f"{file} imports {package}"
+
+
+def test_every_door_is_used():
+    used = {name.split(".")[0] for file in MAP for name in imported_names(ROOT / file)}
+    assert set(DOORS) <= used
+
+
+@pytest.mark.parametrize("file", MAP)
+def test_files_and_functions_fit_on_their_pages(file):
+    source = (ROOT / file).read_text()
+    assert source.count("\n") <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("file", MAP)
+def test_modules_say_what_they_own_and_never_do(file):
+    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+    for word in ("Owns:", "Called by:", "Never"):
+        assert word in docstring, f"{file} does not say {word}"
+
+
+def test_packages_are_listed_explicitly():
+    listed = re.search(r"^packages = \[([^\]]*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    names = set(re.findall(r'"([\w.]+)"', listed[1]))
+    assert names == {file.rpartition("/")[0].replace("/", ".") for file in MAP}

@@ -1,0 +1,135 @@
+"""OpenAI's own client, unmodified, against the running daemon."""
+
+import httpx
+import openai
+import pytest
+
+from tests.daemons import Daemon
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama, tmp_path_factory):
+    daemon = Daemon(tmp_path_factory.mktemp("official"), model=tiny_llama).wait_ready()
+    yield daemon
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+@pytest.fixture
+def client(served):
+    transport = httpx.HTTPTransport(uds=str(served.socket))
+    with openai.OpenAI(
+        base_url="http://localhost/v1",
+        api_key="-",
+        max_retries=0,
+        http_client=httpx.Client(transport=transport),
+    ) as client:
+        yield client
+
+
+def test_models_are_listed(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny-llama"
+    assert client.models.retrieve("tiny-llama").id == "tiny-llama"
+
+
+def test_streamed_text_equals_the_whole(client):
+    options = {"model": "tiny-llama", "prompt": "To be or", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**options)
+    pieces = [
+        chunk.choices[0].text
+        for chunk in client.completions.create(**options, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(pieces) == whole.choices[0].text
+    assert len(pieces) > 1
+    assert whole.usage.completion_tokens <= 24
+
+
+def test_chat_streams_with_usage(client):
+    messages = [{"role": "user", "content": "Who are you?"}]
+    options = {"model": "tiny-llama", "messages": messages, "max_tokens": 12, "seed": 7}
+    whole = client.chat.completions.create(**options)
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_a_seed_repeats_and_another_differs(client):
+    def text(seed):
+        reply = client.completions.create(
+            model="tiny-llama", prompt="a", max_tokens=30, seed=seed, temperature=1.5
+        )
+        return reply.choices[0].text
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_logprobs_are_of_the_models_distribution(client):
+    reply = client.completions.create(
+        model="tiny-llama", prompt="a b c", max_tokens=5, temperature=0, logprobs=3
+    )
+    logprobs = reply.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == reply.usage.completion_tokens
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == pytest.approx(max(top.values()), abs=1e-5)  # greedy takes the best
+
+
+def test_stop_strings_end_the_text_before_them(client):
+    options = {"model": "tiny-llama", "prompt": "x", "max_tokens": 40, "temperature": 0}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[10:13]
+    choice = client.completions.create(**options, stop=stop).choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [300_000]}, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 100_000}, "prompt"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "n": 2}, "n"),
+    ],
+)
+def test_bad_requests_name_the_field_and_the_next_is_served(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny-llama", **fields)
+    assert refused.value.param == param
+    assert isinstance(refused.value.code, str)
+    reply = client.completions.create(model="tiny-llama", prompt="fine", max_tokens=1)
+    assert reply.usage.completion_tokens == 1
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="x")
+
+
+def test_garbage_on_the_socket_hurts_nobody(client, served):
+    import socket
+
+    for garbage in (
+        b"\x00" * 4096,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n",
+    ):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(served.socket))
+            raw.sendall(garbage)
+    reply = served.http.post("/v1/completions", content=b'{"prompt": ')
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "invalid_json"
+    assert client.completions.create(model="tiny-llama", prompt="x", max_tokens=1).choices
