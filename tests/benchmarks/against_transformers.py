@@ -2,9 +2,9 @@
 
 usage: python -m tests.benchmarks.against_transformers MODEL [--dtype float32] [--rounds 3]
 
-Both use the same cores with as many threads. The daemon runs colocated and is measured through its
-socket, with HTTP, scheduling and text included; transformers is called in a process of its own. Only
-one of them computes at a time. Figures are medians over the rounds; in brackets their range.
+Both use the same cores with as many threads. The daemon runs colocated and is measured through
+its socket, with HTTP, scheduling and text included; transformers is called in a process of its
+own. Only one of them computes at a time. Figures are medians over the rounds; in brackets their range.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 from tests.daemons import Daemon
@@ -69,7 +70,7 @@ def measure_penstock(daemon: Daemon, batch: int, length: int) -> tuple[float, fl
     gaps = [
         later - earlier
         for run in runs
-        for earlier, later in zip(run[1:], run[2:], strict=False)
+        for earlier, later in pairwise(run[1:])
         if earlier >= all_begun
     ]
     return prefill_s, statistics.median(gaps)
