@@ -119,7 +119,8 @@ def latency_title(view: View) -> str:
     if view.frame is None:
         return "LATENCY"
     latency = view.frame.latency
-    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} requests"
+    word = "request" if latency.num_requests == 1 else "requests"
+    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} {word}"
 
 
 def latency(view: View, width: int, height: int) -> list[Line]:

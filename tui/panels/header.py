@@ -40,20 +40,15 @@ def header(view: View, width: int) -> Line:
     link = _link_span(view)
     if frame is None:
         return _compose([(0, Span("penstock", Tone.ACCENT))], [(0, link)], width)
-    note = f" ({frame.model_note})" if frame.model_note else ""
+    note = f" ({_note_parts(frame)[0]})" if frame.model_note else ""
     roles = f"{frame.roles}/{frame.transport}" if frame.transport else frame.roles
-    room = max(12, width - (47 if width >= 80 else 30))
-    state_tone = STATE_TONES.get(frame.state, Tone.BAD) if view.link.is_live else Tone.MUTED
+    state = frame.state.upper() if view.link.is_live else ""  # of a lost daemon nobody knows it
+    kept_width = len(state) + width_of([link]) + (19 if width >= 80 else 8)  # with a clock
+    room = max(12, width - kept_width)
     left = [
         (3, Span("penstock", Tone.ACCENT)),
-        (
-            1,
-            Span(
-                fmt.clip(frame.model + note, room),
-                Tone.STRONG,
-            ),
-        ),
-        (0, Span(frame.state.upper(), state_tone)),
+        (1, Span(fmt.clip(frame.model + note, room), Tone.STRONG)),
+        (0, Span(state, STATE_TONES.get(frame.state, Tone.BAD))),
         (6, Span(roles)),
         (7, Span(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
     ]
@@ -86,7 +81,8 @@ def _compose(left: list[tuple[int, Span]], right: list[tuple[int, Span]], width:
     def joined(ranked: list[tuple[int, Span]]) -> Line:
         line: Line = []
         for _, span in ranked:
-            line += [Span("  "), span] if line else [span]
+            if span.text:
+                line += [Span("  "), span] if line else [span]
         return line
 
     while True:
@@ -144,11 +140,19 @@ def _graded(value: float, warn: float, crit: float, text: str) -> list[Alert]:
     return [Alert("error" if value >= crit else "warning", text)]
 
 
+def _note_parts(frame: Frame) -> tuple[str, str]:
+    """The gist of the model's note, which fits beside its name, and what follows the colon."""
+    gist, _, rest = (frame.model_note or "").partition(": ")
+    return gist, rest
+
+
 def alert_line(view: View, width: int) -> Line:
     """The worst alerts that fit, and how many more there are."""
     found = alerts(view)
     if not found:
-        return [Span(" "), Span("● ok", Tone.GOOD), Span("  no alerts", Tone.MUTED)]
+        rest = _note_parts(view.frame)[1] if view.frame else ""
+        text = f"  no alerts   the model: {rest}" if rest else "  no alerts"
+        return [Span(" "), Span("● ok", Tone.GOOD), Span(text, Tone.MUTED)]
     line: Line = []
     for index, alert in enumerate(found):
         mark, tone = _SEVERITIES[alert.severity]
@@ -172,11 +176,11 @@ def events(view: View, width: int, height: int) -> list[Line]:
 
 def _event_line(event: EventFrame, width: int) -> Line:
     mark, tone = _SEVERITIES.get(event.severity, _SEVERITIES["info"])
-    code_width = 22 if width >= 100 else 0
+    code_width = 22 if width >= 100 else len(event.code)
     return [
         Span(f"{fmt.clock(event.at)} ", Tone.MUTED),
         Span(fmt.pad(mark, 8), tone),
-        Span(fmt.pad(event.code, code_width) + " " if code_width else "", Tone.MUTED),
+        Span(fmt.pad(event.code, code_width) + " ", Tone.MUTED),
         Span(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
     ]
 
