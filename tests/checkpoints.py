@@ -34,7 +34,10 @@ def make_checkpoint(
     max_shard_size: str = "1GB",
     **config_overrides: Any,
 ) -> Path:
-    """Write config, weights, tokenizer (300 tokens) and chat template; returns the folder."""
+    """Write config, weights, tokenizer (300 tokens) and chat template; returns the folder.
+
+    An override of `...` drops the key, so that transformers' default takes its place.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -232,22 +232,14 @@ class Backend:
     name: str
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    block_multiple: int
-    """Block sizes must be multiples of it."""
     attend: Callable[..., torch.Tensor]
 
 
-def choose_backend(kind: str, dtype: torch.dtype, block_size: int) -> Backend:
-    """The first backend, best first, that serves this kind of device, dtype and block size."""
-    half_and_full = frozenset({torch.float32, torch.bfloat16, torch.float16})
-    backends = (Backend("torch", frozenset({"cpu", "cuda"}), half_and_full, 1, torch_attention),)
-    return next(
-        backend
-        for backend in backends
-        if kind in backend.devices
-        and dtype in backend.dtypes
-        and block_size % backend.block_multiple == 0
-    )
+def choose_backend(device: str, dtype: torch.dtype) -> Backend:
+    """The first backend, best first, that serves this type of device and dtype."""
+    any_dtype = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    backends = (Backend("torch", frozenset({"cpu", "cuda"}), any_dtype, torch_attention),)
+    return next(b for b in backends if device in b.devices and dtype in b.dtypes)
 
 
 def reference_attention(

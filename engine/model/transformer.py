@@ -38,7 +38,7 @@ class Transformer:
         self._norm_weight = weights["model.norm.weight"]
         self._head = self._embedding if config.is_tied else weights["lm_head.weight"]
         self._cos, self._signed_sin = self._embedding.new_empty(2, 0)
-        self._backend = choose_backend(self._embedding.device.type, self.dtype, 1)
+        self._backend = choose_backend(self._embedding.device.type, self.dtype)
 
     @property
     def attention_backend(self) -> str:

@@ -86,7 +86,7 @@ def test_every_sequence_gets_what_it_would_get_alone(step):
     write_kv(kv, 1, new_rows(k), new_rows(v), plan)
     assert torch.equal(kv, expected_pool)
 
-    backend = choose_backend("cpu", torch.float32, block_size)
+    backend = choose_backend("cpu", torch.float32)
     output = backend.attend(new_rows(q), new_rows(k), new_rows(v), kv, 1, plan, 0.3, step["window"])
     expected = [
         reference_attention(queries[context:], keys, values, 0.3, step["window"])
@@ -101,7 +101,7 @@ def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
     q, k, v = (torch.randn(num_tokens, 2, 4, generator=generator) for _ in range(3))
     kv = torch.zeros(2, NUM_LAYERS, 2, 16, 2, 4)
     plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
-    output = choose_backend("cpu", torch.float32, 16).attend(q, k, v, kv, 1, plan, 0.5, 7)
+    output = choose_backend("cpu", torch.float32).attend(q, k, v, kv, 1, plan, 0.5, 7)
     torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7))
 
 
