@@ -265,8 +265,10 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(sorted(LLAMA3 | YARN)) | st.text(max_size=4), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(sorted(LLAMA3 | YARN)) | st.text(max_size=4), inner)
+    ),
     max_leaves=6,
 )
 
