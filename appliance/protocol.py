@@ -123,7 +123,7 @@ class LatencyFrame(msgspec.Struct):
 
 
 class TotalsFrame(msgspec.Struct):
-    """Counters since the daemon started."""
+    """Counters since the daemon started; accepted = finished + aborted + failed + live."""
 
     accepted: int
     finished: int

@@ -154,9 +154,12 @@ class Service:
             self._router.abort(sequence, FinishReason.ABORT, now_ns)
         request.http_status = http_status
         reasons = {sequence.finish_reason for sequence in request.sequences}
-        self._totals.finished += 1
-        self._totals.failed += FinishReason.ERROR in reasons
-        self._totals.aborted += FinishReason.ABORT in reasons
+        if FinishReason.ERROR in reasons:
+            self._totals.failed += 1
+        elif FinishReason.ABORT in reasons:
+            self._totals.aborted += 1
+        else:
+            self._totals.finished += 1
         self._telemetry.finished(request, now_ns)
         frame = request_frame(request, self._router, self._plan.placement, now_ns)
         self._recent.appendleft(msgspec.to_builtins(frame))
@@ -272,9 +275,9 @@ class Service:
         self._frame_is_made = asyncio.Event()
 
     def _check_when_idle(self) -> None:
-        if not self._router.ledger.is_idle or self._num_checked == self._totals.finished:
+        if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:
             return
-        self._num_checked = self._totals.finished
+        self._num_checked = self._totals.accepted
         try:
             self._router.check_invariants()
         except InvariantViolated as error:

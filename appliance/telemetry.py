@@ -86,6 +86,7 @@ class Telemetry:
         last_ns = self._last_token_ns.get(sequence.seq_id)
         if last_ns is None:
             self._ttft_ms.add(now_ns, (now_ns - sequence.stamps.arrived_ns) / 1e6)
+            self.num_prompt_tokens += sequence.num_prompt_tokens
         else:
             self._itl_ms.add(now_ns, (now_ns - last_ns) / 1e6)
         self._last_token_ns[sequence.seq_id] = now_ns
@@ -96,7 +97,6 @@ class Telemetry:
         self._finished.add(now_ns, 0.0)
         for sequence in request.sequences:
             self._last_token_ns.pop(sequence.seq_id, None)
-            self.num_prompt_tokens += sequence.num_prompt_tokens
             handoff_ms = stages(sequence.stamps, sequence.num_output_tokens).handoff_ms
             if handoff_ms is not None:
                 self._handoff_ms.add(now_ns, handoff_ms)

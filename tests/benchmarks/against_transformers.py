@@ -4,7 +4,8 @@ usage: python -m tests.benchmarks.against_transformers MODEL [--dtype float32] [
 
 Both use the same cores with as many threads. The daemon runs colocated and is measured through
 its socket, with HTTP, scheduling and text included; transformers is called in a process of its
-own. Only one of them computes at a time. Figures are medians over the rounds; in brackets their range.
+own. Only one of them computes at a time. Figures are medians over the rounds; in brackets their
+range.
 """
 
 from __future__ import annotations
