@@ -6,8 +6,9 @@ from tests.daemons import ARMS, Daemon
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
-    """A float32 Llama of 3 layers with a tokenizer and a chat template."""
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny-llama")
+    """A float32 Llama of 3 layers and 2,048 positions, with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    return make_checkpoint(folder, max_position_embeddings=2048)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_static_workers_have_cores_of_their_own_and_share_a_pool(checkpoint):
     assert (prefill.cpus, decode.cpus) == ((0, 1), (2,))
     assert prefill.pool == decode.pool == "kv"
     assert placement.ring_pool is None
-    assert placement.max_model_len == 512
+    assert placement.max_model_len == 2048
 
 
 def test_with_one_core_both_workers_share_it(checkpoint):
@@ -70,7 +70,7 @@ def test_the_model_length_is_lowered_to_what_the_pools_hold(checkpoint):
 
 def test_a_model_length_can_be_asked_for(checkpoint):
     assert plan(checkpoint, max_model_len=100).max_model_len == 100
-    assert plan(checkpoint, max_model_len=10**9).max_model_len == 512
+    assert plan(checkpoint, max_model_len=10**9).max_model_len == 2048
 
 
 @pytest.mark.parametrize("transport", ["alias", "shm"])
