@@ -34,9 +34,8 @@ log = logging.getLogger("penstock")
 
 STARTER_NAME = "penstock-starter-random-1"
 STARTER_NOTE = "random weights: it answers with noise"
-MAX_STEP_TOKENS = 256
-"""A CPU computes as many tokens a second in steps of this size as in larger ones, and a short
-prompt waits for no more than the step that is under way."""
+MAX_STEP_TOKENS = 512
+"""Where matrix products are within a tenth of their best rate on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

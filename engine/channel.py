@@ -87,6 +87,7 @@ class DaemonChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._unsent: list[bytes] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
 
@@ -97,13 +98,20 @@ class DaemonChannel:
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def send(self, command: Command) -> None:
-        """Queue one command for sending.
+        """Queue one command for sending, together with what follows on this turn of the loop.
 
-        Lost without a word if the worker has died: receive reports the death, and the reaping
-        that follows ends the command.
+        So sequences that are admitted together arrive together, and share a step. Lost without a
+        word if the worker has died: receive reports the death, and the reaping that follows ends
+        the command.
         """
-        if not self._writer.is_closing():
-            self._writer.write(_frame(self._encode(command)))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(_frame(self._encode(command)))
+
+    def _flush(self) -> None:
+        if self._unsent and not self._writer.is_closing():
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     async def receive(self) -> Report:
         """The next report.
@@ -120,4 +128,5 @@ class DaemonChannel:
 
     def close(self) -> None:
         """Close this end; the worker sees it at its next receive and exits."""
+        self._flush()
         self._writer.close()

@@ -2,8 +2,9 @@
 
 Owns: nothing; pure, torch-free.
 Called by: the worker loop before every step; the router uses the same order for its queue.
-Invariant: every decoding sequence gets its token in every step; prompts share what the budget
-leaves, at least MIN_PREFILL_TOKENS, so neither phase can starve the other.
+Invariant: every decoding sequence gets its token in every step, and prompts share the budget, so
+neither phase can starve the other. A prompt that the step would only cut a chunk from goes alone:
+those that the step completes do not wait for its chunk.
 Never: looks at blocks: whoever is running owns the blocks it needs.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-MIN_PREFILL_TOKENS = 64
 AGEING_TOKENS_PER_S = 512.0
 """A waiting prompt counts as this much shorter for every second it waits."""
 
@@ -46,7 +46,7 @@ def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[
 
     Args:
         running: sequences that hold their blocks and have something left to compute.
-        max_step_tokens: token budget of the step.
+        max_step_tokens: prompt tokens in the step, at most.
         now_ns: CLOCK_MONOTONIC, for ageing.
 
     Returns:
@@ -61,11 +61,16 @@ def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[
         elif remaining > 1:
             key = prefill_key(remaining, now_ns - sequence.admitted_ns)
             prompts.append((key, order, sequence))
-    budget = max(max_step_tokens - len(chosen), min(MIN_PREFILL_TOKENS, max_step_tokens))
+    budget = max_step_tokens
+    is_first = True
     for _, _, sequence in sorted(prompts, key=lambda item: item[:2]):
-        if budget <= 0:
+        remaining = sequence.num_tokens - sequence.num_computed_tokens
+        if remaining <= budget:
+            chosen.append((sequence, remaining))
+            budget -= remaining
+        else:
+            if is_first:
+                chosen.append((sequence, budget))
             break
-        num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-        chosen.append((sequence, num_new_tokens))
-        budget -= num_new_tokens
+        is_first = False
     return chosen

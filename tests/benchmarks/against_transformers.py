@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,27 +53,18 @@ def serve_transformers(model: str, dtype: str) -> None:
             print(prefill_s, statistics.median(gaps), flush=True)
 
 
-def stream(daemon: Daemon, length: int, max_tokens: int) -> list[float]:
-    """When the request was sent, then when each token came."""
-    prompt = [random.randrange(5, 8000) for _ in range(length)]
-    times = [time.perf_counter()]
-    for event in daemon.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
-        times += [time.perf_counter()] * sum(len(c["token_ids"]) for c in event["choices"])
-    return times
-
-
 def measure_penstock(daemon: Daemon, batch: int, length: int) -> tuple[float, float]:
-    with ThreadPoolExecutor(batch) as pool:
-        runs = list(pool.map(lambda _: stream(daemon, length, NUM_STEPS + 40), range(batch)))
-    prefill_s = max(run[1] for run in runs) - min(run[0] for run in runs)
-    all_begun = max(run[1] for run in runs)
-    gaps = [
-        later - earlier
-        for run in runs
-        for earlier, later in pairwise(run[1:])
-        if earlier >= all_begun
-    ]
-    return prefill_s, statistics.median(gaps)
+    """One request with `batch` prompts: until all have token 1, and the gaps from then on."""
+    prompts = [[random.randrange(5, 8000) for _ in range(length)] for _ in range(batch)]
+    times: dict[int, list[float]] = {index: [] for index in range(batch)}
+    start = time.perf_counter()
+    for event in daemon.stream(prompts, max_tokens=NUM_STEPS + 8, ignore_eos=True):
+        now = time.perf_counter()
+        for choice in event["choices"]:
+            times[choice["index"]] += [now] * len(choice["token_ids"])
+    all_begun = max(tokens[0] for tokens in times.values())
+    gaps = [b - a for tokens in times.values() for a, b in pairwise(tokens) if a >= all_begun]
+    return all_begun - start, statistics.median(gaps)
 
 
 def main() -> None:

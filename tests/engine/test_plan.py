@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plan import AGEING_TOKENS_PER_S, MIN_PREFILL_TOKENS, plan
+from engine.plan import AGEING_TOKENS_PER_S, plan
 
 
 @dataclass(eq=False)
@@ -13,19 +13,25 @@ class Fake:
     admitted_ns: int = 0
 
 
-def test_decoding_sequences_get_one_token_each_and_prompts_the_rest():
+def test_decoding_sequences_get_one_token_each_and_prompts_the_budget():
     decoding = [Fake(10, 9), Fake(20, 19)]
     prompt = Fake(1000, 100)
     assert plan([*decoding, prompt], 512, 0) == [
         (decoding[0], 1),
         (decoding[1], 1),
-        (prompt, 510),
+        (prompt, 512),
     ]
 
 
-def test_the_shortest_remaining_prompt_goes_first():
+def test_prompts_that_fit_go_together_shortest_first():
+    long, short = Fake(400, 0), Fake(100, 0)
+    assert plan([long, short], 512, 0) == [(short, 100), (long, 400)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_chunk_of_a_long_one():
     long, short = Fake(2000, 0), Fake(100, 0)
-    assert plan([long, short], 512, 0) == [(short, 100), (long, 412)]
+    assert plan([long, short], 512, 0) == [(short, 100)]
+    assert plan([long], 512, 0) == [(long, 512)]
 
 
 def test_an_old_long_prompt_goes_before_a_new_short_one():
@@ -40,7 +46,7 @@ def test_an_old_long_prompt_goes_before_a_new_short_one():
 def test_many_decoding_sequences_do_not_starve_prompts():
     prompt = Fake(1000, 0)
     planned = plan([*(Fake(2, 1) for _ in range(600)), prompt], 512, 0)
-    assert planned[-1] == (prompt, MIN_PREFILL_TOKENS)
+    assert planned[-1] == (prompt, 512)
 
 
 sequences = st.lists(
@@ -65,7 +71,7 @@ def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, no
     singles = [s for s in runnable if s.num_tokens - s.num_computed_tokens == 1]
     assert {id(s) for s in singles} <= {id(s) for s, _ in planned}
     num_tokens = sum(n for _, n in planned)
-    wanted = sum(s.num_tokens - s.num_computed_tokens for s in runnable)
-    prompts = num_tokens - len(singles)
-    assert prompts <= max(max_step_tokens, MIN_PREFILL_TOKENS)
-    assert num_tokens >= min(wanted, max_step_tokens)
+    assert num_tokens - len(singles) <= max_step_tokens
+    prompts = [(s, n) for s, n in planned if s.num_tokens - s.num_computed_tokens > 1]
+    if any(n < s.num_tokens - s.num_computed_tokens for s, n in prompts):
+        assert len(prompts) == 1  # a chunk goes alone
