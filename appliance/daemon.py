@@ -125,6 +125,7 @@ class _Daemon:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 loading.result()
+                self._service.make_frame()
                 self._announce()
                 notify(READY="1", STATUS="ready")
                 await stopping

@@ -232,11 +232,13 @@ class Service:
         self._router.worker_ready(worker, time.monotonic_ns())
         pid = self._supervisor.workers[worker].pid
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {pid})")
+        self.make_frame()
 
     def worker_died(self, worker: str) -> None:
         """A worker is dead, and all that it sent has been handled."""
         self.event("error", "worker.died", f"worker {worker} died; it is being restarted")
         self._router.worker_died(worker, time.monotonic_ns())
+        self.make_frame()
 
     # What the daemon does
 
@@ -255,6 +257,7 @@ class Service:
         """Take no new work from now on."""
         self._is_draining = True
         self.event("info", "drain.started", f"draining {self.num_live} requests")
+        self.make_frame()
 
     async def drained(self) -> None:
         """Wait until every request has had its terminal reply."""
