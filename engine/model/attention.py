@@ -18,6 +18,9 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
 
+_OVERFLOWN = 1e4
+"""Stands for an infinity: far from any sound value, and finite when squared and summed."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -164,7 +167,13 @@ def _rows(query_lens: Sequence[int], members: list[int]) -> slice | torch.Tensor
 def write_kv(
     kv: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan
 ) -> None:
-    """Store a step's new keys and values, each [num_tokens, num_kv_heads, head_dim]."""
+    """Store a step's new keys and values, each [num_tokens, num_kv_heads, head_dim].
+
+    What has overflowed is made finite, here and for the caller. Others read these positions when
+    the block is theirs, masked, and no mask hides a NaN.
+    """
+    for new in (k, v):
+        new.nan_to_num_(nan=0.0, posinf=_OVERFLOWN, neginf=-_OVERFLOWN)
     rows = kv.view(-1, *kv.shape[4:])
     key_rows, value_rows = plan.write_rows[layer]
     rows.index_copy_(0, key_rows, k)

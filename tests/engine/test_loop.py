@@ -1,0 +1,214 @@
+"""The worker's loop over a real channel, with a runner that computes nothing."""
+
+import socket
+
+import msgspec
+import pytest
+import torch
+
+from engine.channel import WorkerChannel
+from engine.errors import ChannelClosed
+from engine.messages import Admit, GrantSlots, Load, Loaded, Release, Report, Stepped
+from engine.sequence import SamplingParams
+from engine.workers.loop import Worker
+from engine.workers.transfer import copy_blocks
+
+BLOCK_SIZE = 4
+
+
+class FakeRunner:
+    """Writes each computed token's position into the pool and samples 100, 101, ..."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def launch(self, planned):
+        return planned
+
+    def collect(self, planned):
+        results = []
+        for running, num_new_tokens in planned:
+            start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
+            for position in range(start, end):
+                block_id = running.block_table[position // BLOCK_SIZE]
+                self.pool[block_id, 0, 0, position % BLOCK_SIZE] = position + 1
+            is_sampled = end == running.num_tokens
+            results.append((100 + running.num_output_tokens if is_sampled else None, None))
+        return results
+
+
+class Harness:
+    def __init__(self, has_ring=False):
+        self.pool = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
+        self.ring = torch.zeros(4, 1, 2, BLOCK_SIZE, 1, 1) if has_ring else None
+        daemon, worker = socket.socketpair()
+        self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
+        self.sockets = (daemon, worker)
+        self.worker = Worker(
+            self.channel,
+            FakeRunner(self.pool),
+            pool=self.pool,
+            ring=self.ring,
+            eos_token_ids=(102,),
+            max_step_tokens=8,
+        )
+
+    def tell(self, *commands):
+        for command in commands:
+            self.worker._apply(command)
+
+    def step(self):
+        """One step; the entries that it reported."""
+        self.worker.step()
+        return self.reported()
+
+    def reported(self):
+        # decoded by hand: the blocking end of a channel expects commands
+        reports = []
+        self.sockets[0].setblocking(False)
+        try:
+            data = self.sockets[0].recv(1 << 20)
+        except BlockingIOError:
+            data = b""
+        while data:
+            end = 4 + int.from_bytes(data[:4], "little")
+            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+            data = data[end:]
+        return reports
+
+
+@pytest.fixture
+def make():
+    harnesses = []
+
+    def make(**options):
+        harnesses.append(Harness(**options))
+        return harnesses[-1]
+
+    yield make
+    for harness in harnesses:
+        for sock in harness.sockets:
+            sock.close()
+
+
+def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, stored=None, **sampling):
+    return Admit(
+        seq_id=seq_id,
+        generation=1,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=computed,
+        block_table=[1, 2, 3, 4],
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0, **sampling),
+        until_output=until,
+        num_stored_blocks=stored,
+    )
+
+
+def test_a_prompt_goes_in_chunks_and_ends_by_length(make):
+    harness = make()
+    harness.tell(admit(ignore_eos=True))
+    steps = [harness.step()[0].entries[0] for _ in range(4)]
+    assert [s.num_computed_tokens for s in steps] == [8, 10, 11, 12]
+    assert [s.token_id for s in steps] == [None, 100, 101, 102]
+    assert [s.finish_reason for s in steps] == [None, None, None, "length"]
+    assert [s.is_released for s in steps] == [False, False, False, True]
+    assert harness.step() == []
+
+
+def test_end_of_text_and_stop_ids_end_a_sequence(make):
+    harness = make()
+    harness.tell(admit(seq_id=1, num_tokens=4, max_tokens=9, until=9))
+    harness.tell(admit(seq_id=2, num_tokens=3, max_tokens=9, until=9, stop_token_ids=(101,)))
+    entries = [e for _ in range(3) for e in harness.step()[0].entries]
+    ends = {e.seq_id: (e.finish_reason, e.token_id) for e in entries if e.is_released}
+    assert ends == {1: ("stop", 102), 2: ("stop", 101)}
+
+
+def test_until_output_releases_without_ending(make):
+    harness = make()
+    harness.tell(admit(num_tokens=4, until=1, max_tokens=9))
+    (entry,) = harness.step()[0].entries
+    assert (entry.token_id, entry.is_released, entry.finish_reason) == (100, True, None)
+
+
+def test_release_is_answered_once_and_only_for_its_generation(make):
+    harness = make()
+    harness.tell(admit(), Release(1, 7), Release(9, 1))
+    assert len(harness.step()[0].entries) == 1
+    harness.tell(Release(1, 1), Release(1, 1))
+    (report,) = harness.step()
+    assert [(e.seq_id, e.is_released, e.num_scheduled_tokens) for e in report.entries] == [
+        (1, True, 0)
+    ]
+    assert report.num_prefill_tokens == 0
+    assert harness.step() == []
+
+
+def test_finished_blocks_are_stored_as_far_as_slots_last(make):
+    harness = make(has_ring=True)
+    harness.tell(GrantSlots([2]), admit(until=1, stored=0))
+    first, second = (harness.step()[0].entries[0] for _ in range(2))
+    assert [(s.slot, s.block_index) for s in first.stored] == [(2, 0)]
+    assert second.token_id == 100
+    assert not second.is_released  # two blocks are still here
+    assert harness.step() == []
+    harness.tell(GrantSlots([1, 3]))
+    (entry,) = harness.step()[0].entries
+    assert [(s.slot, s.block_index) for s in entry.stored] == [(1, 1), (3, 2)]
+    assert entry.is_released
+    for slot, block_id in ((2, 1), (1, 2), (3, 3)):
+        assert harness.ring[slot].equal(harness.pool[block_id])
+
+
+def test_a_recovered_sequence_that_only_has_to_store_goes_on_storing(make):
+    harness = make(has_ring=True)
+    stored = admit(num_tokens=9, until=1, max_tokens=5, computed=8, stored=1)
+    stored = Admit(
+        **{f: getattr(stored, f) for f in stored.__struct_fields__} | {"num_prompt_tokens": 8}
+    )
+    harness.tell(stored, GrantSlots([1]))
+    (entry,) = harness.step()[0].entries
+    assert [(s.slot, s.block_index) for s in entry.stored] == [(1, 1)]
+    assert entry.is_released
+    assert entry.token_id is None
+
+
+def test_a_load_fills_blocks_from_the_ring(make):
+    harness = make(has_ring=True)
+    harness.ring[2] = 7.0
+    harness.tell(Load(5, [2], [6]))
+    (report,) = harness.reported()
+    assert isinstance(report, Loaded)
+    assert report.load_id == 5
+    assert report.num_bytes == harness.pool[0].numel() * 4
+    assert harness.pool[6].eq(7.0).all()
+
+
+def test_the_loop_ends_with_the_daemon(make):
+    harness = make()
+    harness.sockets[0].close()
+    with pytest.raises(ChannelClosed):
+        harness.worker.run()
+
+
+def test_reports_carry_the_steps_times_and_tokens(make):
+    harness = make()
+    harness.tell(admit(seq_id=1, num_tokens=2, max_tokens=9, until=9))
+    harness.step()
+    harness.tell(admit(seq_id=2, num_tokens=5))
+    (report,) = harness.step()
+    assert isinstance(report, Stepped)
+    assert (report.num_decode_tokens, report.num_prefill_tokens) == (1, 5)
+    assert 0 < report.started_ns <= report.ended_ns
+
+
+def test_copy_blocks_copies_whole_blocks_in_order():
+    source, target = torch.rand(4, 2, 2, 3, 1, 5), torch.zeros(6, 2, 2, 3, 1, 5)
+    num_bytes = copy_blocks(source, [3, 1], target, [5, 2])
+    assert target[5].equal(source[3])
+    assert target[2].equal(source[1])
+    assert num_bytes == 2 * source[0].numel() * 4
+    assert not target[[0, 1, 3, 4]].any()
