@@ -22,20 +22,16 @@ from engine.errors import QueueFull, RequestError
 from engine.messages import Admit, Command, Loaded, Release, SequenceStep, Stepped
 from engine.plan import prefill_key
 from engine.ring import Ring
-from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
+from engine.sequence import PHASE_DEADLINE_NS, FinishReason, Phase, Sequence, TokenLogprob
 from engine.topology import Topology
 
 MAX_RUNNING_SEQUENCES = 256
-MAX_RECOVERIES = 3
+PROBATION_SUSPICIONS = 2
+MAX_SUSPICIONS = 3
+"""A sequence that keeps killing workers is found out: after its second death each that was there
+makes its next step with no other suspect beside it, and a death then is blamed on it alone."""
 STARVATION_NS = 10_000_000_000
 """A sequence that has waited this long for blocks is not overtaken any more."""
-PHASE_DEADLINE_NS = {
-    Phase.QUEUED: 300_000_000_000,
-    Phase.PREFILLING: 300_000_000_000,
-    Phase.HANDING_OFF: 30_000_000_000,
-    Phase.DECODING: 3600_000_000_000,
-}
-"""Recorded on the sequence at each change of phase; nothing acts on them yet."""
 
 
 @dataclass(slots=True)
@@ -159,12 +155,16 @@ class Router:
         self.ledger.reap(worker)
         if self.ring is not None:
             self.ring.worker_died(worker)
-        for sequence in [s for s in self.running.values() if s.worker == worker]:
-            sequence.num_recoveries += 1
-            if sequence.num_recoveries > MAX_RECOVERIES:
-                sequence.error = f"worker {worker} died {sequence.num_recoveries} times under it"
+        victims = [s for s in self.running.values() if s.worker == worker]
+        for sequence in [s for s in victims if s.is_on_probation] or victims:
+            sequence.num_suspicions += 1
+            sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
+        for sequence in victims:
+            if sequence.num_suspicions > MAX_SUSPICIONS:
+                sequence.error = f"worker {worker} died {sequence.num_suspicions} times under it"
                 self.abort(sequence, FinishReason.ERROR, now_ns)
                 continue
+            sequence.num_recoveries += 1
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
             sequence.worker = None
@@ -174,7 +174,7 @@ class Router:
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens, stores and releases."""
-        needs_dispatch = bool(self.queue and step.num_prefill_tokens)
+        needs_dispatch = bool(self.resuming or (self.queue and step.num_prefill_tokens))
         for entry in step.entries:
             sequence = self.running.get(entry.seq_id)
             if entry.is_released and not self.ledger.close_command(
@@ -276,7 +276,10 @@ class Router:
             self.ring is not None and self._moves(sequence) and not self.ring.is_stored(sequence)
         )
         worker = topology.prefill_worker if needs_prefill else topology.decode_worker
-        if worker not in self.ready_workers:
+        is_second_suspect = sequence.is_on_probation and any(
+            s.is_on_probation and s.worker == worker for s in self.running.values()
+        )
+        if worker not in self.ready_workers or is_second_suspect:
             return
         self.resuming.remove(sequence)
         if not needs_prefill and self.ring is not None and not self.ring.has_arrived(sequence):
@@ -329,6 +332,7 @@ class Router:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
         if entry.num_scheduled_tokens:
+            sequence.is_on_probation = False
             if stamps.started_ns is None:
                 stamps.started_ns = step.started_ns
             is_past_prompt = entry.num_computed_tokens > sequence.num_prompt_tokens

@@ -24,6 +24,15 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
+PHASE_DEADLINE_NS = {
+    Phase.QUEUED: 300_000_000_000,
+    Phase.PREFILLING: 300_000_000_000,
+    Phase.HANDING_OFF: 30_000_000_000,
+    Phase.DECODING: 3600_000_000_000,
+}
+"""Recorded on the sequence at each change of phase; nothing acts on them yet."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
 
@@ -103,6 +112,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_recoveries: int = 0
+    num_suspicions: int = 0
+    """Deaths of a worker for which it may be to blame."""
+    is_on_probation: bool = False
+    """Under suspicion, and without progress since: no other such sequence runs beside it."""
     deadline_ns: int | None = None
     """When the present phase should be over."""
     handoff_bytes: int = 0

@@ -6,7 +6,7 @@ import pytest
 from engine.blocks import BlockPool, BlockState, Ledger
 from engine.errors import QueueFull, RequestError
 from engine.ring import Ring
-from engine.router import MAX_RECOVERIES, Router
+from engine.router import MAX_SUSPICIONS, Router
 from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamps
 from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
@@ -288,7 +288,7 @@ def test_a_sequence_that_kills_workers_is_given_up():
     world = World("alias")
     sequence, later = world.sequence(30, 5), world.sequence(6, 3)
     world.submit(sequence)
-    for _ in range(MAX_RECOVERIES + 1):
+    for _ in range(MAX_SUSPICIONS + 1):
         world.kill("prefill")
         world.revive("prefill")
     assert sequence.finish_reason is FinishReason.ERROR
@@ -296,6 +296,30 @@ def test_a_sequence_that_kills_workers_is_given_up():
     world.submit(later)
     world.run()
     assert world.emitted[later.seq_id] == expected_tokens(later)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_sequence_that_kills_workers_takes_nobody_with_it(arm):
+    world = World(arm)
+    poison = world.sequence(7, 3)
+    others = [world.sequence(n, 6) for n in (5, 6, 9)]
+    world.submit(others[0], poison, *others[1:])
+    name = world.topology.prefill_worker
+    for _ in range(200):
+        if world.is_quiet:
+            break
+        for worker in world.workers.values():
+            while worker.inbox:
+                worker.receive(world.now_ns)
+        if poison.seq_id in world.workers[name].running:
+            world.kill(name)
+            world.revive(name)
+        else:
+            world.tick()
+    assert poison.finish_reason is FinishReason.ERROR
+    for sequence in others:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
 
 
 def test_holders_of_blocks_are_placed_before_the_queue():
