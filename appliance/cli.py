@@ -195,11 +195,16 @@ def log(
         _print(cli_output.log_table(reversed(rows), colour=_has_colour()))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def top(context: typer.Context, socket: Socket = None) -> None:
-    """Open the live console; other arguments are passed on to it."""
+@app.command()
+def top(
+    socket: Socket = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
+    as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
+) -> None:
+    """Open the live console; into a pipe it prints lines."""
     path = str(config.socket_path(socket))
-    command = [sys.executable, "-P", "-m", "tui", "--socket", path, *context.args]
+    flags = [*(["--once"] if once else []), *(["--ascii"] if as_ascii else [])]
+    command = [sys.executable, "-P", "-m", "tui", "--socket", path, *flags]
     os.execv(sys.executable, command)
 
 

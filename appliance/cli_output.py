@@ -116,7 +116,7 @@ def stats_line(frame: Row) -> str:
 
 def _state_text(frame: Row) -> str:
     reason = frame.get("state_reason")
-    about = f" ({reason})" if reason else ""
+    about = f" ({reason})" if reason and reason != frame.get("state") else ""
     uptime_s = frame.get("uptime_s")
     up = _ms(None if uptime_s is None else uptime_s * 1000)
     return f"{about}, up {up}, pid {_count(frame.get('pid'))}"

@@ -1,7 +1,7 @@
 """A client of the daemon: HTTP over its Unix socket, with the standard library alone.
 
 Owns: what a failed connection or an error reply means to a person, and its exit code.
-Called by: cli, bench; the console for its few one-off requests.
+Called by: cli.
 Invariant: everything that goes wrong between here and the daemon is raised as a ClientError.
 Never: retries, prints, or keeps a connection between calls.
 """
@@ -234,7 +234,7 @@ def _explained(socket_path: Path) -> Iterator[None]:
         ) from error
     except ConnectionRefusedError as error:
         raise DaemonUnreachable(
-            "the daemon is not running (it left its socket behind)", where=where, hint=start_it
+            "the daemon is not running (nobody listens there)", where=where, hint=start_it
         ) from error
     except PermissionError as error:
         raise PermissionRefused(

@@ -1,7 +1,7 @@
 """Settings of the daemon, and where the socket is: flag, environment, TOML file, default.
 
 Owns: every setting's name, allowed values and default. The only file that knows TOML.
-Called by: cli (serve, and every client verb for the socket), the console for the socket.
+Called by: cli (serve, and every client verb for the socket), boot, daemon.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting and where it was set.
 Never: imports anything slow: each `penstock status` pays for it.
 """
@@ -51,7 +51,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.transport == "shm" and self.roles == "colocated":
             raise ConfigError(
-                "transport 'shm' needs roles 'static': colocated has nothing to hand over",
+                "'shm' needs roles 'static': colocated has nothing to hand over",
                 where="transport",
                 hint="leave out --transport, or serve with --roles static",
             )

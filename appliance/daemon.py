@@ -153,8 +153,8 @@ class _Daemon:
     def _on_ready(self, worker: str) -> None:
         self._service.worker_ready(worker)
 
-    def _on_died(self, worker: str) -> None:
-        self._service.worker_died(worker)
+    def _on_died(self, worker: str, about: str) -> None:
+        self._service.worker_died(worker, about)
 
     async def _make_frames(self) -> None:
         while True:

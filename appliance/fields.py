@@ -1,6 +1,6 @@
 """A client's JSON object, its values taken out by name with type and range.
 
-Owns: the wording of what is wrong with a field. Called by: openai.
+Owns: the wording of what is wrong with a field. Called by: openai, api.
 Invariant: any bytes at all give values of the type asked for or a RequestError naming the field.
 Never: knows which fields there are.
 """

@@ -13,13 +13,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
 from appliance.openai import Ask, parse_chat, parse_completion
+from appliance.protocol import utc_now
 from appliance.replies import ReplyShape, error_object, fingerprint
 from appliance.request import Appliance, Peer, Request
 from appliance.stream import Delta, Reply
@@ -55,7 +55,7 @@ async def chat(http: HttpRequest) -> Generation:
 async def _admit(http: HttpRequest, *, is_chat: bool) -> Generation:
     """Everything that can refuse a request before the router sees it."""
     arrived_ns = time.monotonic_ns()
-    received_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    received_at = utc_now()
     request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     http.scope["state"] |= {"request_id": request_id, "arrived_ns": arrived_ns}
     appliance = appliance_of(http)
@@ -222,11 +222,6 @@ class Generation:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
         reasons = {delta.finish_reason for delta in deltas}
         if FinishReason.ERROR in reasons:
-            try:
-                self._appliance.check_available()
-            except Unavailable as unavailable:
-                if unavailable.code == "engine_dead":
-                    return unavailable
             failed = [d.sequence.error for d in deltas if d.finish_reason is FinishReason.ERROR]
             return _internal(failed[0] or "generation failed")
         if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":

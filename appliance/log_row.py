@@ -1,7 +1,7 @@
 """One row of the request log, and how a request becomes one.
 
 Owns: which sequence a row speaks of where a request has several.
-Called by: the daemon (builds rows), request_log (stores them).
+Called by: service (builds rows), request_log (stores them).
 Invariant: the fields are the columns of the requests table, but for `prompt`.
 Never: reads a clock or the database.
 """
@@ -9,10 +9,12 @@ Never: reads a clock or the database.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import msgspec
 
 from appliance.latency import in_order
+from appliance.protocol import RequestFrame
 from appliance.request import Request
 from engine.sequence import FinishReason, Sequence
 
@@ -103,6 +105,22 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             num_timed_tokens=slowest.num_output_tokens,
             **_offsets(slowest),
         )
+
+
+def frame_of_row(row: dict[str, Any]) -> RequestFrame:
+    """A row of v_requests in the form in which live requests are shown."""
+    same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
+    return RequestFrame(
+        id=row["rid"],
+        phase="finished",
+        user=row["peer_user"],
+        computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
+        output_tokens=row["completion_tokens"],
+        num_blocks=0,
+        worker=None,
+        age_ms=row["e2e_ms"] or 0.0,
+        **same,
+    )
 
 
 def _worst(sequences: list[Sequence]) -> str | None:

@@ -210,7 +210,7 @@ def _ask(fields: Fields, model: ModelInfo, **own: Any) -> Ask:
 
 
 def _check_model(asked: object, model: ModelInfo) -> None:
-    if asked is None or asked == model.model_id:
+    if asked in (None, "", model.model_id):  # clients that must name one may leave it empty
         return
     if not isinstance(asked, str):
         raise invalid_type("model", "a string", asked)

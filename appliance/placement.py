@@ -1,7 +1,7 @@
 """Where everything goes: cores to workers, memory to pools. Decided once, at start.
 
 Owns: nothing; pure but for reading what this machine and its cgroup allow.
-Called by: the daemon.
+Called by: boot.
 Invariant: each worker has cores of its own (with one core both share it), one thread per physical
 core; the pools together never exceed the KV memory.
 Never: starts a process, allocates memory.
@@ -143,9 +143,8 @@ def place(
     wanted_len = min(
         max_model_len or config.max_position_embeddings, config.max_position_embeddings
     )
-    if kv_memory_bytes is None:
-        full_length = -(-wanted_len // BLOCK_SIZE) * block_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
-        kv_memory_bytes = min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, full_length)
+    full_length_bytes = -(-wanted_len // BLOCK_SIZE) * block_bytes
+    kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
     num_blocks = kv_memory_bytes // block_bytes
     if roles == "colocated":
         topology = Topology("colocated", "colocated", "kv", "kv", None)
@@ -180,6 +179,19 @@ def place(
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
     )
+
+
+def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: int) -> int:
+    if asked is None:
+        useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
+        return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
+    if asked > memory_bytes:
+        raise ConfigError(
+            f"{asked} bytes of KV memory, but only {memory_bytes} are available",
+            where="kv_memory",
+            hint="leave room for the weights as well",
+        )
+    return asked
 
 
 def _shm_counts(num_blocks: int, block_bytes: int) -> dict[str, int]:

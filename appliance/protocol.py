@@ -9,11 +9,17 @@ Never: imports the engine, so that the console can run where the engine is not.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 
 FRAME_VERSION = 1
 PHASES = ("queued", "prefilling", "handing_off", "decoding", "finished")
-BLOCK_STATES = ("free", "reserved", "active", "cached", "draining", "quarantined")
+
+
+def utc_now() -> str:
+    """ISO 8601, UTC, milliseconds: the form of every wall time here and in the log."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class RequestFrame(msgspec.Struct):

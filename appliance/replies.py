@@ -1,6 +1,6 @@
 """What clients read, in OpenAI's words: completions, chunks, logprobs, usage and error objects.
 
-Owns: the shapes of replies. Called by: api.
+Owns: the shapes of replies. Called by: generation, wire, api, server.
 Invariant: a streamed reply's chunks add up to the whole reply.
 Never: waits, or knows HTTP.
 """

@@ -1,7 +1,7 @@
 """One accepted request: what was asked, by whom, and the reply that is open for it.
 
 Owns: the request's identity and its sequences.
-Called by: api (creates), daemon (routes, logs), stream (reads the deltas).
+Called by: generation (creates), service (routes, logs), stream (reads the deltas).
 Invariant: exactly one terminal reply and one log row per accepted request.
 Never: chooses blocks or workers.
 """

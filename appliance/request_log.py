@@ -15,13 +15,13 @@ import sqlite3
 import threading
 from collections import deque
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlite_utils import Database
 
 from appliance.log_reader import BUSY_TIMEOUT_MS, read_row, read_tail
 from appliance.log_row import LogRow
+from appliance.protocol import utc_now
 from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 
@@ -72,7 +72,7 @@ class RequestLog:
         Raises:
             PenstockError: the file cannot be written.
         """
-        now = _now()
+        now = utc_now()
         try:
             with self._connection as db:
                 db.execute(
@@ -104,7 +104,7 @@ class RequestLog:
         """Queue something an operator should know; returns at once."""
         with self._wake:
             self._make_room()
-            self._events.append((_now(), severity, code, message))
+            self._events.append((utc_now(), severity, code, message))
             self._num_accepted += 1
             self._wake.notify_all()
 
@@ -203,7 +203,7 @@ class RequestLog:
                 if stop_reason:
                     db.execute(
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
-                        (_now(), stop_reason, self._run_id),
+                        (utc_now(), stop_reason, self._run_id),
                     )
         except sqlite3.DatabaseError as error:
             self.num_write_errors += 1
@@ -303,10 +303,6 @@ def _migrate(db: Database, path: Path) -> None:
         os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
         db.conn.execute("VACUUM INTO ?", (str(backup),))
     migration.apply(db)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _boot_id() -> str | None:

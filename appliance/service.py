@@ -13,18 +13,26 @@ import logging
 import os
 import time
 from collections import deque
+from typing import Any
 
 import msgspec
 
 from appliance.boot import Plan
 from appliance.devices import Devices
 from appliance.log_reader import read_row
-from appliance.log_row import LogRow
-from appliance.protocol import FRAME_VERSION, MAX_FRAME_REQUESTS, EventFrame, Frame, TotalsFrame
+from appliance.log_row import LogRow, frame_of_row
+from appliance.protocol import (
+    FRAME_VERSION,
+    MAX_FRAME_REQUESTS,
+    EventFrame,
+    Frame,
+    TotalsFrame,
+    utc_now,
+)
 from appliance.request import ModelInfo, Request, TokensEmitted
 from appliance.request_log import RequestLog
 from appliance.supervisor import Supervisor
-from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame, utc_now
+from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame
 from engine.errors import InvariantViolated, QueueFull, Unavailable
 from engine.messages import Loaded, Report, Stepped
 from engine.router import Router
@@ -68,7 +76,6 @@ class Service:
         self._violation: str | None = None
         self._num_checked = -1
         self._frame_seq = 0
-        self._frame_json = b""
         self._frame_is_made = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -185,21 +192,23 @@ class Service:
         for frame in self.request_frames():
             if frame["id"] == request_id:
                 return frame
-        return read_row(self._log.path, request_id)
+        row = read_row(self._log.path, request_id)
+        return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
     def log_rows(self, limit: int) -> list[dict[str, object]]:
         """Newest rows of the log; blocking."""
         return self._log.tail(limit)
 
     def frame_json(self) -> bytes:
-        """The newest frame, encoded."""
-        return self._frame_json
+        """Everything as it is now; rates and readings are those of the newest frame."""
+        frame = msgspec.structs.replace(self._frame, **self._parts(time.monotonic_ns()))
+        return msgspec.json.encode(frame)
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""
-        while self._frame_seq <= after_seq:
+        while self._frame.seq <= after_seq:
             await self._frame_is_made.wait()
-        return self._frame_seq, self._frame_json
+        return self._frame.seq, msgspec.json.encode(self._frame)
 
     # What workers and the router cause
 
@@ -234,9 +243,9 @@ class Service:
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {pid})")
         self.make_frame()
 
-    def worker_died(self, worker: str) -> None:
+    def worker_died(self, worker: str, about: str) -> None:
         """A worker is dead, and all that it sent has been handled."""
-        self.event("error", "worker.died", f"worker {worker} died; it is being restarted")
+        self.event("error", "worker.died", f"{about}; it is being restarted")
         self._router.worker_died(worker, time.monotonic_ns())
         self.make_frame()
 
@@ -273,7 +282,7 @@ class Service:
         now_ns = time.monotonic_ns()
         self._check_when_idle()
         self._frame_seq += 1
-        self._frame_json = msgspec.json.encode(self._frame(now_ns))
+        self._frame = self._make_frame(now_ns)
         self._frame_is_made.set()
         self._frame_is_made = asyncio.Event()
 
@@ -287,27 +296,12 @@ class Service:
             self._violation = str(error)
             self.event("error", "invariant.violated", str(error))
 
-    def _frame(self, now_ns: int) -> Frame:
-        plan, router, telemetry = self._plan, self._router, self._telemetry
-        counters, totals = router.counters, self._totals
-        totals.prompt_tokens = telemetry.num_prompt_tokens
-        totals.output_tokens = telemetry.num_output_tokens
-        totals.handoffs = counters.handoffs
-        totals.handoff_bytes = counters.handoff_bytes
-        totals.stale_messages = counters.stale_messages
-        totals.recovered_sequences = counters.recovered_sequences
-        totals.log_rows_lost = self._log.rows_lost
-        reason = self.not_ready_reason()
-        live = list(self._live.values())
+    def _make_frame(self, now_ns: int) -> Frame:
+        plan, telemetry = self._plan, self._telemetry
+        workers = list(self._supervisor.workers.values())
         return Frame(
             version=FRAME_VERSION,
-            at=utc_now(),
             seq=self._frame_seq,
-            uptime_s=(now_ns - self._started_ns) / 1e9,
-            state={None: "ready", "draining": "draining", "model_loading": "loading"}.get(
-                reason, "degraded"
-            ),
-            state_reason=reason or "",
             model=self._model.model_id,
             model_note=self._model.note,
             dtype=plan.dtype,
@@ -315,19 +309,50 @@ class Service:
             roles="colocated" if plan.placement.topology.is_colocated else "static",
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
-            queue=queue_frame(router, now_ns),
-            workers=telemetry.workers(list(self._supervisor.workers.values()), router, now_ns),
-            pools=[pool_frame(p, plan.placement.block_bytes) for p in router.ledger.pools.values()],
+            workers=telemetry.workers(workers, self._router, now_ns),
             latency=telemetry.latency(now_ns),
-            totals=totals,
             devices=self._devices.read(),
             host=telemetry.host(),
-            requests=[
+            **self._parts(now_ns),
+        )
+
+    def _parts(self, now_ns: int) -> dict[str, Any]:
+        """The fields of a frame that are true at any time, not over an interval."""
+        plan, router = self._plan, self._router
+        reason = self.not_ready_reason()
+        live = list(self._live.values())
+        return {
+            "at": utc_now(),
+            "uptime_s": (now_ns - self._started_ns) / 1e9,
+            "state": {None: "ready", "draining": "draining", "model_loading": "loading"}.get(
+                reason, "degraded"
+            ),
+            "state_reason": reason or "",
+            "queue": queue_frame(router, now_ns),
+            "pools": [
+                pool_frame(pool, plan.placement.block_bytes)
+                for pool in router.ledger.pools.values()
+            ],
+            "totals": self._count_totals(),
+            "requests": [
                 request_frame(request, router, plan.placement, now_ns)
                 for request in live[:MAX_FRAME_REQUESTS]
             ],
-            num_requests=len(live),
-            events=list(telemetry.events),
+            "num_requests": len(live),
+            "events": list(self._telemetry.events),
+        }
+
+    def _count_totals(self) -> TotalsFrame:
+        counters = self._router.counters
+        return msgspec.structs.replace(
+            self._totals,
+            prompt_tokens=self._telemetry.num_prompt_tokens,
+            output_tokens=self._telemetry.num_output_tokens,
+            handoffs=counters.handoffs,
+            handoff_bytes=counters.handoff_bytes,
+            stale_messages=counters.stale_messages,
+            recovered_sequences=counters.recovered_sequences,
+            log_rows_lost=self._log.rows_lost,
         )
 
 

@@ -71,7 +71,9 @@ class WorkerState:
 
 
 OnReport = Callable[[str, Report], None]
-OnWorker = Callable[[str], None]
+OnReady = Callable[[str], None]
+OnDied = Callable[[str, str], None]
+"""The worker's name, and what there is to say about it."""
 
 
 class Supervisor:
@@ -83,8 +85,8 @@ class Supervisor:
         inherited_fds: list[int],
         *,
         on_report: OnReport,
-        on_ready: OnWorker,
-        on_died: OnWorker,
+        on_ready: OnReady,
+        on_died: OnDied,
     ) -> None:
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
@@ -259,10 +261,12 @@ class Supervisor:
             code = worker.process.wait()
         worker.state = "restarting"
         cause = str(worker.failure) if worker.failure else _describe_exit(code)
-        log.error("worker %s (pid %s) died: %s", worker.plan.name, worker.pid, cause)
+        about = f"worker {worker.plan.name} (pid {worker.pid}) died: {cause}"
         worker.pid = None
         if was_ready:
-            self._on_died(worker.plan.name)
+            self._on_died(worker.plan.name, about)
+        else:
+            log.error("%s", about)
 
     def _died_early(self, worker: WorkerState) -> WorkerFailed:
         code = worker.process.poll() if worker.process is not None else None

@@ -1,7 +1,7 @@
 """From what happens to what is shown: windows, rates, and the parts of a frame.
 
 Owns: the windows of gaps and latencies, the step counts of the last second, the newest events.
-Called by: the daemon, for every step, token, finished request and event, and once a second.
+Called by: service, for every step, token, finished request and event, and once a second.
 Invariant: rates are over the time since the last frame; what is not reported is None.
 Never: changes anything that it reads.
 """
@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 import psutil
 
@@ -38,11 +37,6 @@ from engine.sequence import Phase, Sequence
 WINDOW_S = 60.0
 MAX_WINDOW_GAPS = 20_000
 _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODING)
-
-
-def utc_now() -> str:
-    """ISO 8601, UTC, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(slots=True)

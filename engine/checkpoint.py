@@ -48,7 +48,8 @@ class Checkpoint:
         """
         if not folder.is_dir():
             hint = "give the path of a folder in Hugging Face format"
-            raise CheckpointError("no such model folder", where=str(folder), hint=hint)
+            what = "not a folder" if folder.exists() else "no such model folder"
+            raise CheckpointError(what, where=str(folder), hint=hint)
         config = ModelConfig.from_folder(folder)
         found: dict[str, TensorInfo] = {}
         digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -8,7 +8,7 @@
     ├── InvariantViolated         the ledger's books do not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
         ├── QueueFull             429: the bounded queue is full; retry_after_ms
-        └── Unavailable           503: loading, draining or no worker; retry_after_ms
+        └── Unavailable           503: loading or draining; retry_after_ms
 
 Owns: the words. Called by: everyone. Never: logs or prints.
 """
@@ -103,7 +103,7 @@ class QueueFull(RequestError):
 
 
 class Unavailable(RequestError):
-    """The appliance cannot take work now: `model_loading`, `draining` or `engine_dead`."""
+    """The appliance cannot take work now: `model_loading` or `draining`."""
 
     def __init__(self, what: str, *, code: str, retry_after_ms: int = 1000) -> None:
         super().__init__(

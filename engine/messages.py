@@ -112,8 +112,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The worker has run a warm-up step and takes Admits. `attention` names the backend."""
 
     attention: str
-    num_threads: int
-    cpus: list[int]
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):

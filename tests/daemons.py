@@ -33,8 +33,9 @@ class Daemon:
         command += ["--state-dir", str(folder / "state")]
         if model is not None:
             command += ["--model", str(model)]
-        self.env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **(env or {})}
-        self.env.pop("PENSTOCK_SOCKET", None)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
+        own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
+        self.env = {**inherited, **own, **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*command, *args], stdin=subprocess.DEVNULL, stderr=stderr, env=self.env

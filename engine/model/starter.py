@@ -3,7 +3,7 @@
 It says nothing sensible; it lets a fresh install answer, and be watched and measured, without a
 download. Its bytes are the same on every machine.
 Owns: what `serve` without `--model` serves until a trained starter exists.
-Called by: the supervisor at first start, as `python -m engine.model.starter FOLDER`.
+Called by: boot at first start, as `python -m engine.model.starter FOLDER`.
 Invariant: the folder appears complete or not at all.
 Never: uses the network, overwrites a folder.
 """

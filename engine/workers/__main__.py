@@ -103,7 +103,7 @@ def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    channel.send(Ready(transformer.attention_backend, torch.get_num_threads(), cpus))
+    channel.send(Ready(transformer.attention_backend))
     worker.run()
 
 

@@ -247,8 +247,8 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
     (console / "__init__.py").touch()
     (console / "__main__.py").write_text("import sys; print(sys.argv[1:])")
     environ["PYTHONPATH"] = f"{tmp_path / 'path'}:{ROOT}"
-    ended = penstock(environ, "top", "--ascii", "--socket", "/s.sock", "x")
-    assert ended.stdout == "['--socket', '/s.sock', '--ascii', 'x']\n"
+    ended = penstock(environ, "top", "--ascii", "--socket", "/s.sock")
+    assert ended.stdout == "['--socket', '/s.sock', '--ascii']\n"
 
 
 @pytest.mark.parametrize(

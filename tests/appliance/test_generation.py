@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from engine.errors import Unavailable
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import events, fill, says, serving
 from tests.fakes import FakeAppliance, until
@@ -182,15 +181,6 @@ async def test_what_a_drain_cuts_is_told_so(served, appliance, stream):
     error = events(reply.text)[-1]["error"] if stream else reply.json()["error"]
     assert error["code"] == "draining"
     assert reply.status_code == (200 if stream else 503)
-
-
-async def test_a_dead_engine_is_503(served, appliance):
-    appliance.fail_after = 1
-    waiting = await fill(served, 1)
-    appliance.unavailable = Unavailable("no worker is left", code="engine_dead")
-    appliance.gate.set()
-    reply = await waiting[0]
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -81,6 +81,11 @@ def test_too_little_kv_memory_is_a_config_error_that_says_how_much_is_enough(che
     assert plan(checkpoint, transport=transport, kv_memory_bytes=enough).max_model_len >= BLOCK_SIZE
 
 
+def test_more_kv_memory_than_there_is_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="available"):
+        plan(checkpoint, kv_memory_bytes=100 << 40)
+
+
 def test_one_thread_of_each_physical_core_is_used(tmp_path):
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         folder = tmp_path / f"cpu{cpu}" / "topology"
