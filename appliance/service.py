@@ -310,7 +310,6 @@ class Service:
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
             workers=telemetry.workers(workers, self._router, now_ns),
-            latency=telemetry.latency(now_ns),
             devices=self._devices.read(),
             host=telemetry.host(),
             **self._parts(now_ns),
@@ -333,6 +332,7 @@ class Service:
                 pool_frame(pool, plan.placement.block_bytes)
                 for pool in router.ledger.pools.values()
             ],
+            "latency": self._telemetry.latency(now_ns),
             "totals": self._count_totals(),
             "requests": [
                 request_frame(request, router, plan.placement, now_ns)
