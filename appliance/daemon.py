@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from appliance.api import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
@@ -59,6 +60,13 @@ def serve(config: ServeConfig) -> int:
         os.close(lock_fd)
 
 
+def _remove_socket(path: Path, inode: int) -> None:
+    """Remove the socket file if it is still the one that we bound."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_ino == inode:
+            path.unlink()
+
+
 class _Daemon:
     """One run; built in the order in which it starts."""
 
@@ -78,13 +86,14 @@ class _Daemon:
             request_log = self._open_log()
             stack.push_async_callback(asyncio.to_thread, request_log.close)
             sock = bind_socket(self._config.socket)
-            stack.callback(self._config.socket.unlink, missing_ok=True)
+            stack.callback(_remove_socket, self._config.socket, self._config.socket.lstat().st_ino)
             self._supervisor = Supervisor(
                 self._plan.workers,
                 self._plan.inherited_fds,
                 on_report=self._on_report,
                 on_ready=self._on_ready,
                 on_died=self._on_died,
+                on_lost=self._on_lost,
             )
             self._supervisor.spawn_all()
             stack.push_async_callback(self._supervisor.stop)
@@ -134,7 +143,7 @@ class _Daemon:
                 task.cancel()
         notify(STOPPING="1", STATUS=f"draining {self._service.num_live} requests")
         self._service.start_draining()
-        drained = asyncio.create_task(self._service.drained())
+        drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
         await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
@@ -156,10 +165,16 @@ class _Daemon:
     def _on_died(self, worker: str, about: str) -> None:
         self._service.worker_died(worker, about)
 
+    def _on_lost(self, worker: str, about: str) -> None:
+        self._service.worker_lost(about)
+
     async def _make_frames(self) -> None:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
-            self._service.make_frame()
+            try:
+                self._service.make_frame()
+            except Exception:  # a reading that fails must not end all readings
+                log.exception("no frame this second")
 
     def _make_router(self) -> Router:
         placement = self._plan.placement

@@ -66,6 +66,7 @@ async def _admit(http: HttpRequest, *, is_chat: bool) -> Generation:
         parse_chat(body, model) if is_chat else parse_completion(body, model, appliance.max_queued)
     )
     prompt_text, prompts = await _tokenize(appliance, ask)
+    _check_vocabulary(prompts, model.vocab_size)
     tokenized_ns = time.monotonic_ns()
     sequences = [
         Sequence(
@@ -110,6 +111,18 @@ async def _tokenize(appliance: Appliance, ask: Ask) -> tuple[str | None, list[li
     if ask.num_chars <= MAX_INLINE_CHARS:
         return tokenize()
     return await asyncio.to_thread(tokenize)
+
+
+def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:
+    """Refuse what the tokenizer knows and the model does not: an id without an embedding."""
+    for token_ids in prompts:
+        if max(token_ids, default=0) >= vocab_size:
+            raise RequestError(
+                f"the prompt has token {max(token_ids)}, the model has {vocab_size} tokens",
+                code="invalid_value",
+                param="prompt",
+                hint="the tokenizer does not fit the model",
+            )
 
 
 class Generation:

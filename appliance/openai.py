@@ -158,7 +158,7 @@ def parse_completion(body: bytes, model: ModelInfo, max_prompts: int) -> Ask:
     return _ask(
         fields,
         model,
-        prompts=_prompts(fields.required("prompt"), model.vocab_size, max_prompts),
+        prompts=_prompts(fields.required("prompt"), model, max_prompts),
         messages=[],
         max_tokens=fields.integer("max_tokens", 1, INT64_MAX),
         num_logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
@@ -273,7 +273,7 @@ def _stop_token_ids(value: object, vocab_size: int) -> tuple[int, ...]:
     return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in value)
 
 
-def _prompts(value: object, vocab_size: int, max_prompts: int) -> list[str | list[int]]:
+def _prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | list[int]]:
     """One prompt or many, as text or token ids, told apart by the first element."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
@@ -285,16 +285,22 @@ def _prompts(value: object, vocab_size: int, max_prompts: int) -> list[str | lis
         prompts = [value]
     if len(prompts) > max_prompts:
         raise invalid_value("prompt", f"has {len(prompts)} prompts; the queue holds {max_prompts}")
-    return [_prompt(prompt, vocab_size) for prompt in prompts]
+    return [_prompt(prompt, model) for prompt in prompts]
 
 
-def _prompt(value: object, vocab_size: int) -> str | list[int]:
+def _prompt(value: object, model: ModelInfo) -> str | list[int]:
     if not isinstance(value, str | list):
         raise invalid_type("prompt", "a string, token ids, or a list of either", value)
     if not value:
         raise invalid_value("prompt", "is empty")
     if isinstance(value, list):
-        return [integer(token_id, "prompt", 0, vocab_size - 1) for token_id in value]
+        if len(value) > model.max_model_len:  # before each of them is looked at
+            raise RequestError(
+                f"the model's context is {model.max_model_len} tokens; the prompt has {len(value)}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        return [integer(token_id, "prompt", 0, model.vocab_size - 1) for token_id in value]
     return value
 
 

@@ -9,6 +9,7 @@ Never: waits; starts or stops a process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -42,6 +43,7 @@ from engine.tokenizer import Tokenizer
 log = logging.getLogger("penstock")
 
 MAX_RECENT_REQUESTS = 200
+DRAIN_CHECK_S = 0.2
 _LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -104,6 +106,9 @@ class Service:
             raise Unavailable("the appliance is draining and takes no new work", code="draining")
         if not self._supervisor.is_started:
             raise Unavailable("the model is still loading", code="model_loading")
+        if self._supervisor.lost_workers:
+            names = ", ".join(self._supervisor.lost_workers)
+            raise Unavailable(f"worker {names} cannot be restarted", code="engine_dead")
 
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""
@@ -249,6 +254,14 @@ class Service:
         self._router.worker_died(worker, time.monotonic_ns())
         self.make_frame()
 
+    def worker_lost(self, about: str) -> None:
+        """A worker cannot be restarted: nobody is left waiting for it."""
+        self.event("error", "worker.lost", about)
+        for request in list(self._live.values()):
+            for sequence in request.sequences:
+                sequence.error = sequence.error or about
+                self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns())
+
     # What the daemon does
 
     def event(self, severity: str, code: str, message: str) -> None:
@@ -268,9 +281,16 @@ class Service:
         self.event("info", "drain.started", f"draining {self.num_live} requests")
         self.make_frame()
 
-    async def drained(self) -> None:
-        """Wait until every request has had its terminal reply."""
-        await self._idle.wait()
+    async def drained(self, grace_s: float) -> None:
+        """Wait until every request has had its terminal reply.
+
+        Replies that are complete, to clients that do not read them, are waited for `grace_s`.
+        """
+        while not all(request.is_finished for request in self._live.values()):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), DRAIN_CHECK_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
 
     def abort_all(self) -> None:
         """End every live request now; each open reply is told."""

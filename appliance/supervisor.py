@@ -39,6 +39,7 @@ from engine.messages import (
 log = logging.getLogger("penstock")
 
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+MAX_FAILED_STARTS = 3
 STABLE_AFTER_S = 30.0
 """A worker that was ready this long starts again without backoff."""
 STOP_GRACE_S = 2.0
@@ -59,6 +60,8 @@ class WorkerState:
     pid: int | None = None
     attention: str | None = None
     num_restarts: int = 0
+    num_failed_starts: int = 0
+    """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
     loaded_bytes: int = 0
     total_bytes: int = 0
     has_loaded: bool = False
@@ -87,16 +90,23 @@ class Supervisor:
         on_report: OnReport,
         on_ready: OnReady,
         on_died: OnDied,
+        on_lost: OnDied,
     ) -> None:
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
         self._on_report = on_report
         self._on_ready = on_ready
         self._on_died = on_died
+        self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
         self._logged_at_s = 0.0
         self._started: asyncio.Future[None] | None = None
+
+    @property
+    def lost_workers(self) -> list[str]:
+        """Workers that have failed to come back so often that nobody should wait for them."""
+        return [n for n, w in self.workers.items() if w.num_failed_starts >= MAX_FAILED_STARTS]
 
     @property
     def is_started(self) -> bool:
@@ -147,7 +157,6 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, worker: WorkerState) -> None:
-        ours, theirs = socket.socketpair()
         num_threads = str(worker.setup.num_threads)
         env = {
             **os.environ,
@@ -155,17 +164,23 @@ class Supervisor:
             "MKL_NUM_THREADS": num_threads,
             "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
         }
+        ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "engine.workers"]
         command += ["--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, worker.plan.cpus))]
-        worker.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno(), *self._fds],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
-        )
-        theirs.close()
+        try:
+            worker.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), *self._fds],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         worker.socket = ours
         worker.pid = worker.process.pid
         worker.state = "loading"
@@ -173,7 +188,7 @@ class Supervisor:
 
     async def _watch(self, worker: WorkerState) -> None:
         """One worker's life after life, until the daemon stops."""
-        num_failures = 0
+        num_deaths = 0
         while not self._is_stopping:
             ready_at_s = await self._live(worker)
             if self._is_stopping:
@@ -183,12 +198,31 @@ class Supervisor:
                 self._started.set_exception(worker.failure or self._died_early(worker))
                 return
             if ready_at_s is not None and time.monotonic() - ready_at_s > STABLE_AFTER_S:
-                num_failures = 0
-            backoff_s = RESTART_BACKOFF_S[min(num_failures, len(RESTART_BACKOFF_S) - 1)]
-            num_failures += 1
-            await asyncio.sleep(backoff_s)
+                num_deaths = 0
+            await self._respawn(worker, num_deaths)
+            num_deaths += 1
+
+    async def _respawn(self, worker: WorkerState, num_deaths: int) -> None:
+        """Start the process again, after a pause that grows; tries until it has one."""
+        while True:
+            await asyncio.sleep(RESTART_BACKOFF_S[min(num_deaths, len(RESTART_BACKOFF_S) - 1)])
+            if self._is_stopping:
+                return
             worker.num_restarts += 1
-            self._spawn(worker)
+            num_deaths += 1
+            try:
+                self._spawn(worker)
+            except OSError as error:
+                self._note_failed_start(worker, f"no process for it: {error.strerror}")
+            else:
+                return
+
+    def _note_failed_start(self, worker: WorkerState, cause: str) -> None:
+        worker.num_failed_starts += 1
+        about = f"worker {worker.plan.name} could not be restarted: {cause}"
+        log.error("%s", about)
+        if worker.num_failed_starts == MAX_FAILED_STARTS:
+            self._on_lost(worker.plan.name, about)
 
     async def _live(self, worker: WorkerState) -> float | None:
         """Talk to one process until its channel ends; when it became ready, in monotonic s."""
@@ -210,6 +244,7 @@ class Supervisor:
                         self._weights_loaded(worker, channel)
                     case Ready(attention):
                         worker.state, worker.attention = "ready", attention
+                        worker.num_failed_starts = 0
                         ready_at_s = time.monotonic()
                         self._ready(worker)
                     case Failed(what, where, hint):
@@ -265,8 +300,8 @@ class Supervisor:
         worker.pid = None
         if was_ready:
             self._on_died(worker.plan.name, about)
-        else:
-            log.error("%s", about)
+        elif self.is_started:
+            self._note_failed_start(worker, cause)
 
     def _died_early(self, worker: WorkerState) -> WorkerFailed:
         code = worker.process.poll() if worker.process is not None else None

@@ -103,7 +103,7 @@ class QueueFull(RequestError):
 
 
 class Unavailable(RequestError):
-    """The appliance cannot take work now: `model_loading` or `draining`."""
+    """The appliance cannot take work now: `model_loading`, `draining` or `engine_dead`."""
 
     def __init__(self, what: str, *, code: str, retry_after_ms: int = 1000) -> None:
         super().__init__(

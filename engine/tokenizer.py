@@ -126,6 +126,7 @@ class Tokenizer:
             ArithmeticError,
             LookupError,
             AttributeError,
+            RecursionError,
         ) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}",
@@ -185,7 +186,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
     if not isinstance(config, dict):
         raise CheckpointError("it is not a JSON object", where=str(path))
@@ -214,7 +215,8 @@ def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, st
     path = folder / "tokenizer_config.json"
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise CheckpointError("chat_template is neither a string nor a list", where=str(path))
@@ -241,7 +243,7 @@ def _compile_template(source: str, where: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise CheckpointError(f"the chat template is broken: {error}", where=where) from error
 
 

@@ -1,5 +1,6 @@
 """How the daemon treats signals, sockets, other daemons, and clients that leave."""
 
+import json
 import os
 import signal
 import socket
@@ -200,3 +201,27 @@ def test_a_full_queue_answers_429_and_recovers(start_daemon, tiny_llama):
         assert filler.result().status_code == 200
     assert daemon.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
     daemon.assert_all_free()
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_a_drain(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    request = {"prompt": "a", "stream": True, "logprobs": 20, "temperature": 0, **LONG}
+    body = json.dumps(request).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(daemon.socket))
+        client.sendall(head.encode() + body)
+        wait_live(daemon)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"] == 0, 60)
+        assert daemon.stop() == 0
+
+
+def test_a_daemon_that_ends_leaves_anothers_socket_alone(start_daemon, tiny_llama):
+    first = start_daemon(model=tiny_llama).wait_ready()
+    first.socket.unlink()
+    second = start_daemon("--socket", str(first.socket), model=tiny_llama)
+    second.socket = first.socket
+    second.wait_for(second.is_listening)
+    first.http.close()
+    assert first.stop() == 0
+    assert second.is_listening()

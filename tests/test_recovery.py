@@ -1,6 +1,7 @@
 """Workers die by SIGKILL in every phase; no client notices."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -137,3 +138,23 @@ def test_workers_do_not_outlive_a_killed_daemon(start_daemon, tiny_llama):
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_worker_that_cannot_come_back_leaves_nobody_waiting(start_daemon, tiny_llama, tmp_path):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    daemon = start_daemon(model=model).wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+        reply = pool.submit(daemon.http.post, "/v1/completions", json=body)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        shutil.rmtree(model)
+        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        assert reply.result().status_code == 500
+        assert "could not be restarted" in reply.result().json()["error"]["message"]
+    refused = daemon.http.post("/v1/completions", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+    assert any(e["code"] == "worker.lost" for e in daemon.state()["events"])
+    shutil.copytree(tiny_llama, model)
+    daemon.wait_ready()
+    assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert daemon.stop() == 0

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
 
-_OVERFLOWN = 1e4
-"""Stands for an infinity: far from any sound value, and finite when squared and summed."""
+_OVERFLOWN = 6e4
+"""The largest key or value: far from any sound one, and finite when multiplied and summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,11 @@ def write_kv(
 ) -> None:
     """Store a step's new keys and values, each [num_tokens, num_kv_heads, head_dim].
 
-    What has overflowed is made finite, here and for the caller. Others read these positions when
-    the block is theirs, masked, and no mask hides a NaN.
+    What has overflowed is cut to size, here and for the caller. Others read these positions when
+    the block is theirs, masked, and no mask hides a NaN or the infinity of a score.
     """
     for new in (k, v):
-        new.nan_to_num_(nan=0.0, posinf=_OVERFLOWN, neginf=-_OVERFLOWN)
+        new.nan_to_num_(nan=0.0).clamp_(-_OVERFLOWN, _OVERFLOWN)
     rows = kv.view(-1, *kv.shape[4:])
     key_rows, value_rows = plan.write_rows[layer]
     rows.index_copy_(0, key_rows, k)

