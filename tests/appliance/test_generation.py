@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -47,6 +48,15 @@ async def test_a_stream_of_many_prompts_keeps_their_indexes_apart(served):
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
     assert texts == {0: "aaa", 1: "bbb", 2: "ccc"}
+
+
+async def test_text_with_a_token_that_the_model_has_not_is_refused(served, appliance):
+    appliance.model = dataclasses.replace(appliance.model, vocab_size=100)
+    reply = await served.complete(prompt="a~")  # bytes are ids here; ~ is 126
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "prompt")
+    assert "100" in error["message"]
+    assert not appliance.live
 
 
 async def test_token_ids_are_returned_on_request(served):
