@@ -123,9 +123,6 @@ class Appliance(Protocol):
     def close(self, request: Request, http_status: int) -> None:
         """The terminal reply has been sent, or its client is gone: write the log row."""
 
-    def live_request(self, request_id: str) -> Request | None:
-        """A request that has no terminal reply yet."""
-
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, then the last finished ones, as RequestFrame dictionaries."""
 

@@ -179,10 +179,6 @@ class Service:
         if not self._live:
             self._idle.set()
 
-    def live_request(self, request_id: str) -> Request | None:
-        """A request that has no terminal reply yet."""
-        return self._live.get(request_id)
-
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, oldest first, then finished ones, newest first."""
         now_ns = time.monotonic_ns()
@@ -258,8 +254,8 @@ class Service:
         """A worker cannot be restarted: nobody is left waiting for it."""
         self.event("error", "worker.lost", about)
         for request in list(self._live.values()):
-            for sequence in request.sequences:
-                sequence.error = sequence.error or about
+            for sequence in [s for s in request.sequences if not s.is_finished]:
+                sequence.error = about
                 self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns())
 
     # What the daemon does

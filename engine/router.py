@@ -42,7 +42,6 @@ class Counters:
     handoff_bytes: int = 0
     stale_messages: int = 0
     recovered_sequences: int = 0
-    finished_sequences: int = 0
 
 
 Send = Callable[[str, Command], None]
@@ -381,7 +380,6 @@ class Router:
         sequence.deadline_ns = None if deadline is None else now_ns + deadline
 
     def _note_finish(self, now_ns: int) -> None:
-        self.counters.finished_sequences += 1
         if self._last_finish_ns is not None:
             interval = now_ns - self._last_finish_ns
             self._finish_interval_ns += 0.1 * (interval - self._finish_interval_ns)

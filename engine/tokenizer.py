@@ -81,11 +81,6 @@ class Tokenizer:
             where=where,
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        """False for base models, which only complete text."""
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the ids its post-processor adds unless told not to."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

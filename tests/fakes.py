@@ -107,9 +107,6 @@ class FakeAppliance:
         request.http_status = http_status
         self.closed.append((request.request_id, http_status))
 
-    def live_request(self, request_id: str) -> Request | None:
-        return self.live.get(request_id)
-
     def request_frames(self) -> list[dict[str, object]]:
         return [{"id": request.request_id} for request in self.submitted]
 
