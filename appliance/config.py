@@ -22,6 +22,7 @@ SYSTEM_CONFIG = Path("/etc/penstock/penstock.toml")
 SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
 SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")
+LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 _T = TypeVar("_T")
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
@@ -45,8 +46,25 @@ class ServeConfig:
     """`static` or `colocated`."""
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
+    listen: tuple[str, int] | None = None
+    """A loopback address and port for TCP; None is the socket alone."""
+    api_keys: Path | None = None
+    """The file of the keys that TCP clients need."""
+    operators: tuple[str, ...] = ("@penstock-admin",)
+    """Users and @groups who may do everything; root and the daemon's own user always may."""
+    viewers: tuple[str, ...] = ()
+    """Users and @groups who may only look."""
+    max_queued: int = 512
+    """Sequences that may wait."""
+    max_queued_tokens: int = 1 << 20
+    """Prompt tokens that may wait."""
+    max_connections: int = 512
+    max_body_bytes: int = 8 << 20
     log_text: bool = False
     """Keep prompt text in the request log."""
+    log_keep_days: int = 30
+    log_max_bytes: int = 2 << 30
+    """Beyond either the oldest rows of the request log are deleted."""
 
     def __post_init__(self) -> None:
         if self.transport == "shm" and self.roles == "colocated":
@@ -90,7 +108,9 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
         setting = _lookup(name, flags.get(name), environ, table, path)
         if setting is not None:
             parsed[name] = _checked(parse, setting)
-    parsed["kv_memory_bytes"] = parsed.pop("kv_memory", None)
+    for name in ("kv_memory", "max_body", "log_max_size"):
+        if name in parsed:
+            parsed[_FIELD_BY_SIZE[name]] = parsed.pop(name)
     parsed["socket"] = socket_path(flags.get("socket"), environ)
     parsed.setdefault("state_dir", _state_dir(environ))
     parsed.setdefault("cache_dir", _cache_dir(environ))
@@ -241,6 +261,31 @@ def _model_len(value: object) -> int:
     return int(text)
 
 
+def _count(value: object) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise ValueError("a whole number from 1 to 999999999999")
+    if not int(text):
+        raise ValueError("a whole number of 1 or more")
+    return int(text)
+
+
+def _address(value: object) -> tuple[str, int]:
+    host, colon, port = str(value).rpartition(":")
+    if not colon or host not in LOOPBACK_HOSTS or not port.isdigit() or len(port) > 5:
+        raise ValueError("a loopback address and port, such as 127.0.0.1:8000")
+    if int(port) > 65535:
+        raise ValueError("a port up to 65535")
+    return host.strip("[]"), int(port)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("a list of user names and @groups")
+    return tuple(name.strip() for name in names if name.strip())
+
+
 def _flag(value: object) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if str(value).lower() not in words:
@@ -258,9 +303,26 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "cache_dir": _path,
     "max_model_len": _model_len,
     "kv_memory": parse_bytes,
+    "listen": _address,
+    "api_keys": _path,
+    "operators": _names,
+    "viewers": _names,
+    "max_queued": _count,
+    "max_queued_tokens": _count,
+    "max_connections": _count,
+    "max_body": parse_bytes,
     "log_text": _flag,
+    "log_keep_days": _count,
+    "log_max_size": parse_bytes,
 }
 """Every setting under the one name it has in the file, as a flag and as PENSTOCK_NAME."""
+
+_FIELD_BY_SIZE = {
+    "kv_memory": "kv_memory_bytes",
+    "max_body": "max_body_bytes",
+    "log_max_size": "log_max_bytes",
+}
+"""Sizes are written with their unit, and kept in bytes."""
 
 
 def _state_dir(environ: Mapping[str, str]) -> Path:

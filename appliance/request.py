@@ -10,20 +10,48 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
 
+class Role(IntEnum):
+    """What a peer may do; each may all that those before it may."""
+
+    VIEWER = 1
+    """Read states, requests and the log."""
+    USER = 2
+    """Generate, and cancel what is its own."""
+    OPERATOR = 3
+    """Cancel anyone's requests, drain, resume."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of the socket, from SO_PEERCRED; None where it does not say."""
+    """Who asks: a process on the socket (SO_PEERCRED), or the name of an API key on TCP.
+
+    None where it is not known.
+    """
 
     uid: int | None = None
     gid: int | None = None
     pid: int | None = None
     user: str | None = None
+    """Name of the uid."""
+    key: str | None = None
+    """Name of the API key; never the key itself."""
+    role: Role = Role.USER
+
+    @property
+    def name(self) -> str:
+        """One word for who it is: its requests are its own, and share the queue as one."""
+        if self.key is not None:
+            return f"key:{self.key}"
+        if self.user is not None:
+            return self.user
+        return "unknown" if self.uid is None else f"uid:{self.uid}"
 
 
 @dataclass(slots=True)
@@ -59,7 +87,7 @@ class Request:
     """Filled by the daemon; read by exactly one reply."""
     http_status: int = 200
     cancelled_by: str | None = None
-    """`client` (disconnect), `api` (cancel endpoint), `drain`."""
+    """`client` (disconnect), `drain`, or the name of the peer that asked for it."""
 
     @property
     def is_finished(self) -> bool:

@@ -7,6 +7,7 @@
     ├── ChannelClosed             the other end of a worker channel is gone
     ├── InvariantViolated         the ledger's books do not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
+        ├── Forbidden             403: the peer's role, or whose it is
         ├── QueueFull             429: the bounded queue is full; retry_after_ms
         └── Unavailable           503: loading or draining; retry_after_ms
 
@@ -87,6 +88,13 @@ class RequestError(PenstockError):
         self.status = status
         self.kind = kind
         self.retry_after_ms = retry_after_ms
+
+
+class Forbidden(RequestError):
+    """The peer may not do this; `code` is `role_required` or `not_owner`."""
+
+    def __init__(self, what: str, *, code: str, hint: str = "") -> None:
+        super().__init__(what, code=code, status=403, kind="permission_error", hint=hint)
 
 
 class QueueFull(RequestError):

@@ -139,6 +139,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of this sequence in this step; 0 if it was only released or stored."""
     admitted_ns: int
     """When the worker took this generation's Admit from its channel."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """Of the prompt tokens that follow the positions computed in this step, if asked for."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

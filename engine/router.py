@@ -330,6 +330,7 @@ class Router:
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
+        sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
             sequence.is_on_probation = False
             if stamps.started_ns is None:

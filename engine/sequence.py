@@ -55,16 +55,30 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output so far; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time the token is in the output so far; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by it, or multiplied if negative."""
+    logit_bias: dict[int, float] = {}
+    """Added to these tokens' logits; -100 to 100."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end-of-text or stop id is sampled before so many output tokens."""
+    grammar: str | None = None
+    """What the output must match, as engine.grammar compiles it; None is free text."""
     logprobs: int | None = None
     """How many alternatives to report beside the sampled token; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first, which nothing precedes."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one output position, of the model's own distribution.
 
-    They are taken before temperature and filters, natural logarithm.
+    They are taken before penalties, temperature and filters, natural logarithm.
     """
 
     logprob: float
@@ -102,6 +116,8 @@ class Sequence:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     stamps: Stamps
+    owner: str = ""
+    """Whose it is, for fair shares of the queue."""
     phase: Phase = Phase.QUEUED
     generation: int = 0
     """Grows with every admit; messages of older generations are dropped."""
@@ -109,6 +125,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Positions whose KV is written and acknowledged."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of prompt tokens 1, 2, ... as far as they are computed; empty unless asked for."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_recoveries: int = 0
