@@ -1,8 +1,9 @@
-"""Settings of the daemon, and where the socket is: flag, environment, TOML file, default.
+"""Settings of the daemon: flag, environment, TOML file, default.
 
-Owns: every setting's name, allowed values and default. The only file that knows TOML.
+Owns: every setting's name, allowed values, default and meaning. The only file that knows TOML.
 Called by: cli (serve, and every client verb for the socket), boot, daemon.
-Invariant: a ServeConfig that exists is valid; every refusal names the setting and where it was set.
+Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
+allowed and where it was set, to the line.
 Never: imports anything slow: each `penstock status` pays for it.
 """
 
@@ -10,61 +11,44 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from appliance import paths
+from appliance.setting_kinds import a_flag, a_path, an_address, at_least, names, one_of, parse_bytes
 from engine.errors import ConfigError
 
-SYSTEM_CONFIG = Path("/etc/penstock/penstock.toml")
-SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
-SOCKET_NAME = "penstock.sock"
-TEMPORARY_DIR = Path("/tmp")
-LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
+__all__ = ["ServeConfig", "changes", "load", "parse_bytes", "prepare_directories", "socket_path"]
 
-_T = TypeVar("_T")
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
-_MIN_KV_MEMORY_BYTES = 1 << 20
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Everything the daemon is told; built by load(), or by hand in tests."""
+    """Everything the daemon is told; built by load(), or by hand in tests. See SETTINGS."""
 
     socket: Path
     state_dir: Path
     cache_dir: Path
     model: Path | None = None
-    """A checkpoint folder; None serves the embedded default."""
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`."""
     transport: str = "auto"
-    """`auto`, `alias` or `shm`; auto is alias where there is a handoff."""
     roles: str = "static"
-    """`static` or `colocated`."""
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
     listen: tuple[str, int] | None = None
-    """A loopback address and port for TCP; None is the socket alone."""
     api_keys: Path | None = None
-    """The file of the keys that TCP clients need."""
     operators: tuple[str, ...] = ("@penstock-admin",)
-    """Users and @groups who may do everything; root and the daemon's own user always may."""
     viewers: tuple[str, ...] = ()
-    """Users and @groups who may only look."""
     max_queued: int = 512
-    """Sequences that may wait."""
     max_queued_tokens: int = 1 << 20
-    """Prompt tokens that may wait."""
     max_connections: int = 512
     max_body_bytes: int = 8 << 20
     log_text: bool = False
-    """Keep prompt text in the request log."""
     log_keep_days: int = 30
     log_max_bytes: int = 2 << 30
-    """Beyond either the oldest rows of the request log are deleted."""
 
     def __post_init__(self) -> None:
         if self.transport == "shm" and self.roles == "colocated":
@@ -80,75 +64,160 @@ class ServeConfig:
         return log_path(self.state_dir)
 
 
-def log_path(folder: Path) -> Path:
-    """The request log's file in a state folder."""
-    return folder / "requests.db"
+class Setting(NamedTuple):
+    """One setting: how it is read, what it means, whether a running daemon can change it."""
+
+    parse: Callable[[object], object]
+    about: str
+    is_reloadable: bool = False
+    field: str | None = None
+    """Of ServeConfig, where it is not the setting's own name."""
 
 
-class _Setting(NamedTuple):
-    """One value and the place that set it, for error messages."""
+SETTINGS: Mapping[str, Setting] = {
+    "model": Setting(a_path, "checkpoint folder; none is the embedded starter model"),
+    "dtype": Setting(one_of("auto", "float32", "bfloat16", "float16"), "to serve in"),
+    "transport": Setting(one_of("auto", "alias", "shm"), "of the handoff"),
+    "roles": Setting(one_of("static", "colocated"), "one worker for each phase, or one for both"),
+    "max_model_len": Setting(at_least(2, "tokens"), "tokens of prompt and reply at most"),
+    "kv_memory": Setting(parse_bytes, "for KV blocks", field="kv_memory_bytes"),
+    "socket": Setting(a_path, "the Unix socket"),
+    "state_dir": Setting(a_path, "for the request log"),
+    "cache_dir": Setting(a_path, "for what can be made again"),
+    "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),
+    "api_keys": Setting(a_path, "file of the keys that TCP clients need", True),
+    "operators": Setting(names, "users and @groups who may cancel anything and drain", True),
+    "viewers": Setting(names, "users and @groups who may only look", True),
+    "max_queued": Setting(at_least(1, "sequences"), "sequences that may wait", True),
+    "max_queued_tokens": Setting(at_least(1, "tokens"), "prompt tokens that may wait", True),
+    "max_connections": Setting(at_least(1, "connections"), "open at once", True),
+    "max_body": Setting(parse_bytes, "of a request", True, "max_body_bytes"),
+    "log_text": Setting(a_flag, "keep prompts in the request log", True),
+    "log_keep_days": Setting(at_least(1, "days"), "age at which the log forgets requests", True),
+    "log_max_size": Setting(parse_bytes, "of the request log", True, "log_max_bytes"),
+}
+"""By the one name that a setting has in the file, as a flag and as PENSTOCK_NAME."""
 
-    value: object
+
+class Found(NamedTuple):
+    """A setting as it stands, and the place that set it: a flag, a variable, a line, `default`."""
+
+    name: str
+    value: Any
     origin: str
+
+
+class _Sources(NamedTuple):
+    """Where settings come from, in order."""
+
+    flags: Mapping[str, str | None]
+    environ: Mapping[str, str]
+    file: Path | None
+    table: Mapping[str, object]
+    text: str
+
+    def lookup(self, name: str) -> Found | None:
+        """The first source that sets it, unparsed; None leaves the default."""
+        variable = f"PENSTOCK_{name.upper()}"
+        if (flag := self.flags.get(name)) is not None:
+            return Found(name, flag, f"--{name.replace('_', '-')}")
+        if self.environ.get(variable):
+            return Found(name, self.environ[variable], variable)
+        if name in self.table:
+            return Found(name, self.table[name], f"{self.file}:{_line_of(self.text, name)}: {name}")
+        return None
+
+    def parsed(self, name: str) -> Found | None:
+        """The same with its value checked."""
+        found = self.lookup(name)
+        if found is None:
+            return None
+        try:
+            return found._replace(value=SETTINGS[name].parse(found.value))
+        except ValueError as error:
+            raise ConfigError(
+                f"{found.value!r} is not allowed; give {error}", where=found.origin
+            ) from error
 
 
 def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> ServeConfig:
     """Build the daemon's configuration.
 
     Args:
-        flags: from the command line, by setting name; None is a flag not given.
+        flags: from the command line, by setting name, and `config`, the file; None is not given.
         environ: PENSTOCK_* settings, XDG and systemd directories.
 
     Raises:
         ConfigError: a value or file is wrong.
     """
-    path, table = _read_toml(environ)
-    parsed: dict[str, object] = {}
-    for name, parse in _PARSERS.items():
-        setting = _lookup(name, flags.get(name), environ, table, path)
-        if setting is not None:
-            parsed[name] = _checked(parse, setting)
-    for name in ("kv_memory", "max_body", "log_max_size"):
-        if name in parsed:
-            parsed[_FIELD_BY_SIZE[name]] = parsed.pop(name)
-    parsed["socket"] = socket_path(flags.get("socket"), environ)
-    parsed.setdefault("state_dir", _state_dir(environ))
-    parsed.setdefault("cache_dir", _cache_dir(environ))
-    return ServeConfig(**parsed)  # type: ignore[arg-type]  # each parser returns its field's type
+    sources = _read(flags, environ)
+    given = [found for name in SETTINGS if (found := sources.parsed(name)) is not None]
+    values = {SETTINGS[name].field or name: value for name, value, _ in given}
+    values.setdefault("socket", _socket(sources).value)
+    values.setdefault("state_dir", paths.default_state_dir(environ))
+    values.setdefault("cache_dir", paths.default_cache_dir(environ))
+    return ServeConfig(**values)
+
+
+def explain(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> list[Found]:
+    """Every setting as load() would have it, with its origin.
+
+    Raises:
+        ConfigError: as load().
+    """
+    config, sources = load(flags, environ), _read(flags, environ)
+    return [
+        Found(name, getattr(config, setting.field or name), found.origin if found else DEFAULT)
+        for name, setting in SETTINGS.items()
+        for found in (sources.lookup(name),)
+    ]
+
+
+def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
+    """Settings that differ: those that a running daemon can take over, and those it cannot."""
+    changed = [
+        name
+        for name, setting in SETTINGS.items()
+        if getattr(old, setting.field or name) != getattr(new, setting.field or name)
+    ]
+    can = [name for name in changed if SETTINGS[name].is_reloadable]
+    return can, [name for name in changed if name not in can]
+
+
+def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
+    """The new configuration as far as a running daemon can have it."""
+    kept = {field.name: getattr(old, field.name) for field in fields(old)}
+    for name in changes(old, new)[0]:
+        field_name = SETTINGS[name].field or name
+        kept[field_name] = getattr(new, field_name)
+    return ServeConfig(**kept)
 
 
 def state_dir(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
     """Where the request log is, as serve would choose it."""
-    path, table = _read_toml(environ)
-    setting = _lookup("state_dir", flag, environ, table, path)
-    return _state_dir(environ) if setting is None else _checked(_path, setting)
+    found = _read({"state_dir": flag}, environ).parsed("state_dir")
+    return paths.default_state_dir(environ) if found is None else Path(found.value)
+
+
+def log_path(folder: Path) -> Path:
+    """The request log's file in a state folder."""
+    return folder / "requests.db"
 
 
 def socket_path(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
     """Where the socket is; the daemon and its clients look in this same order.
 
-    --socket, PENSTOCK_SOCKET, the config file, systemd's RUNTIME_DIRECTORY, the system socket if
-    it exists, XDG_RUNTIME_DIR, a folder of this user's in /tmp. The file is not read unless needed.
+    --socket, PENSTOCK_SOCKET, the config file, then as paths.default_socket() says. The file is
+    not read unless needed.
 
     Raises:
         ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
     """
     if flag or environ.get("PENSTOCK_SOCKET"):
-        return _path(flag or environ["PENSTOCK_SOCKET"])
-    path, table = _read_toml(environ)
-    setting = _lookup("socket", None, environ, table, path)
-    if setting is not None:
-        return _checked(_path, setting)
-    if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
-        return runtime / SOCKET_NAME
-    if os.path.exists(SYSTEM_SOCKET):
-        return SYSTEM_SOCKET
-    if runtime_home := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime_home, "penstock", SOCKET_NAME)
-    folder = _own_temporary_dir()
-    if os.path.lexists(folder):
-        _check_private(folder)
-    return folder / SOCKET_NAME
+        return a_path(flag or environ["PENSTOCK_SOCKET"])
+    return Path(_socket(_read({}, environ)).value)
 
 
 def prepare_directories(config: ServeConfig) -> None:
@@ -166,206 +235,43 @@ def prepare_directories(config: ServeConfig) -> None:
                 where=str(folder),
                 hint="choose others with --socket and --state-dir",
             ) from error
-    if config.socket.parent == _own_temporary_dir():
-        _check_private(config.socket.parent)
+    if config.socket.parent == paths.own_temporary_dir():
+        paths.check_private(config.socket.parent)
 
 
-def parse_bytes(text: object) -> int:
-    """`2GiB`, `512MiB`, `4G` and plain bytes; K M G T are powers of 1024, KB MB GB TB of 1000.
-
-    Raises:
-        ValueError: with what is allowed.
-    """
-    match = _BYTES.fullmatch(str(text).strip())
-    if match is None or isinstance(text, bool):
-        raise ValueError("a size such as 2GiB, 512MiB or 4G")
-    number, unit, suffix = match.groups()
-    base = 1000 if (suffix or "").lower() == "b" else 1024
-    num_bytes = int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
-    if num_bytes < _MIN_KV_MEMORY_BYTES:
-        raise ValueError("a size of 1MiB or more")
-    return num_bytes
+def _socket(sources: _Sources) -> Found:
+    found = sources.parsed("socket")
+    return found or Found("socket", paths.default_socket(sources.environ), DEFAULT)
 
 
-def _read_toml(environ: Mapping[str, str]) -> tuple[Path | None, Mapping[str, object]]:
-    """The config file that applies and what it says; no file is an empty table."""
-    named = environ.get("PENSTOCK_CONFIG")
-    home = _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
-    found = next((path for path in (SYSTEM_CONFIG, home) if os.path.exists(path)), None)
-    path = _path(named) if named else found
+def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sources:
+    """The sources, with the config file that applies; no file is an empty table."""
+    named = flags.get("config") or environ.get("PENSTOCK_CONFIG")
+    path = a_path(named) if named else paths.config_file(environ)
     if path is None:
-        return None, {}
+        return _Sources(flags, environ, None, {}, "")
     import tomllib  # most machines have no file, and every client verb passes here
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:  # malformed TOML (names its line) or not UTF-8
+    except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
     for key in table:
-        if key not in _PARSERS:
+        if key not in SETTINGS:
             raise ConfigError(
                 f"unknown setting {key!r}",
-                where=str(path),
-                hint=f"the settings are {', '.join(sorted(_PARSERS))}",
+                where=f"{path}:{_line_of(text, key)}",
+                hint=f"the settings are {', '.join(sorted(SETTINGS))}",
             )
-    return path, table
+    return _Sources(flags, environ, path, table, text)
 
 
-def _lookup(
-    name: str,
-    flag: str | None,
-    environ: Mapping[str, str],
-    table: Mapping[str, object],
-    path: Path | None,
-) -> _Setting | None:
-    variable = f"PENSTOCK_{name.upper()}"
-    if flag is not None:
-        return _Setting(flag, f"--{name.replace('_', '-')}")
-    if environ.get(variable):
-        return _Setting(environ[variable], variable)
-    if name in table:
-        return _Setting(table[name], f"{path}: {name}")
-    return None
-
-
-def _checked(parse: Callable[[object], _T], setting: _Setting) -> _T:
-    try:
-        return parse(setting.value)
-    except ValueError as error:
-        raise ConfigError(
-            f"{setting.value!r} is not allowed; give {error}", where=setting.origin
-        ) from error
-
-
-def _one_of(*allowed: str) -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        if value not in allowed:
-            raise ValueError(f"one of {', '.join(allowed)}")
-        return str(value)
-
-    return parse
-
-
-def _path(value: object) -> Path:
-    if not isinstance(value, (str, Path)) or not str(value):
-        raise ValueError("a path")
-    return Path(value).expanduser().absolute()
-
-
-def _model_len(value: object) -> int:
-    text = str(value)
-    if not text.isascii() or not text.isdigit() or int(text) < 2:
-        raise ValueError("a number of tokens, 2 or more")
-    return int(text)
-
-
-def _count(value: object) -> int:
-    text = str(value)
-    if isinstance(value, bool) or not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise ValueError("a whole number from 1 to 999999999999")
-    if not int(text):
-        raise ValueError("a whole number of 1 or more")
-    return int(text)
-
-
-def _address(value: object) -> tuple[str, int]:
-    host, colon, port = str(value).rpartition(":")
-    if not colon or host not in LOOPBACK_HOSTS or not port.isdigit() or len(port) > 5:
-        raise ValueError("a loopback address and port, such as 127.0.0.1:8000")
-    if int(port) > 65535:
-        raise ValueError("a port up to 65535")
-    return host.strip("[]"), int(port)
-
-
-def _names(value: object) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("a list of user names and @groups")
-    return tuple(name.strip() for name in names if name.strip())
-
-
-def _flag(value: object) -> bool:
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if str(value).lower() not in words:
-        raise ValueError("true or false")
-    return words[str(value).lower()]
-
-
-_PARSERS: Mapping[str, Callable[[object], object]] = {
-    "model": _path,
-    "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
-    "transport": _one_of("auto", "alias", "shm"),
-    "roles": _one_of("static", "colocated"),
-    "socket": _path,
-    "state_dir": _path,
-    "cache_dir": _path,
-    "max_model_len": _model_len,
-    "kv_memory": parse_bytes,
-    "listen": _address,
-    "api_keys": _path,
-    "operators": _names,
-    "viewers": _names,
-    "max_queued": _count,
-    "max_queued_tokens": _count,
-    "max_connections": _count,
-    "max_body": parse_bytes,
-    "log_text": _flag,
-    "log_keep_days": _count,
-    "log_max_size": parse_bytes,
-}
-"""Every setting under the one name it has in the file, as a flag and as PENSTOCK_NAME."""
-
-_FIELD_BY_SIZE = {
-    "kv_memory": "kv_memory_bytes",
-    "max_body": "max_body_bytes",
-    "log_max_size": "log_max_bytes",
-}
-"""Sizes are written with their unit, and kept in bytes."""
-
-
-def _state_dir(environ: Mapping[str, str]) -> Path:
-    given = _systemd_dir(environ, "STATE_DIRECTORY")
-    return given or _xdg(environ, "XDG_STATE_HOME", ".local/state") / "penstock"
-
-
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    given = _systemd_dir(environ, "CACHE_DIRECTORY")
-    return given or _xdg(environ, "XDG_CACHE_HOME", ".cache") / "penstock"
-
-
-def _systemd_dir(environ: Mapping[str, str], variable: str) -> Path | None:
-    """What systemd made for the unit: a list, separated by colons; ours has one entry."""
-    first = environ.get(variable, "").split(":")[0]
-    return Path(first) if first else None
-
-
-def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    """The standard says to ignore a relative path."""
-    given = environ.get(variable, "")
-    return Path(given) if given.startswith("/") else Path.home() / default
-
-
-def _own_temporary_dir() -> Path:
-    return TEMPORARY_DIR / f"penstock-{os.getuid()}"
-
-
-def _check_private(folder: Path) -> None:
-    """Refuse a folder in a place where everyone may write, unless it is ours alone.
-
-    Whoever made it could put a socket of theirs there and read every prompt.
-    """
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(
-            f"not a folder of yours (owner uid {status.st_uid})",
-            where=str(folder),
-            hint="remove it, or choose another socket with --socket",
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"other users may enter it (mode {stat.S_IMODE(status.st_mode):04o})",
-            where=str(folder),
-            hint=f"chmod 700 {folder}",
-        )
+def _line_of(text: str, key: str) -> int:
+    """The line on which a key of the file's one flat table begins."""
+    name = re.escape(key)
+    start = re.compile(rf"""\s*\[*\s*["']?{name}["']?\s*[\].=]""")
+    numbered = enumerate(text.splitlines(), start=1)
+    return next((number for number, line in numbered if start.match(line)), 1)

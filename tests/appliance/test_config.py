@@ -11,17 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance import config
-from appliance.config import ServeConfig, load, parse_bytes, prepare_directories, socket_path
+from appliance import config, paths
+from appliance.config import (
+    ServeConfig,
+    changes,
+    explain,
+    load,
+    parse_bytes,
+    prepare_directories,
+    socket_path,
+    take_over,
+)
 from engine.errors import ConfigError
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing installed: all the places that are looked at, empty."""
-    monkeypatch.setattr(config, "SYSTEM_CONFIG", tmp_path / "etc" / "penstock.toml")
-    monkeypatch.setattr(config, "SYSTEM_SOCKET", tmp_path / "run" / "penstock.sock")
-    monkeypatch.setattr(config, "TEMPORARY_DIR", tmp_path / "tmp")
+    monkeypatch.setattr(paths, "SYSTEM_CONFIG", tmp_path / "etc" / "penstock.toml")
+    monkeypatch.setattr(paths, "SYSTEM_SOCKET", tmp_path / "run" / "penstock.sock")
+    monkeypatch.setattr(paths, "TEMPORARY_DIR", tmp_path / "tmp")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for folder in ("etc", "run", "tmp", "home"):
         (tmp_path / folder).mkdir()
@@ -99,7 +108,13 @@ def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
         ({}, {}, "max_model_len = true\n", ["penstock.toml", "max_model_len", "True"]),
         ({}, {}, "model = 3\n", ["penstock.toml", "model", "3", "a path"]),
         ({}, {}, "dtype = [1]\n", ["penstock.toml", "dtype", "[1]"]),
-        ({}, {}, 'colour = "red"\n', ["penstock.toml", "colour"]),
+        ({}, {}, 'colour = "red"\n', ["penstock.toml:1", "colour"]),
+        ({}, {}, 'dtype = "auto"\n\n[server]\nport = 1\n', ["penstock.toml:3", "server"]),
+        ({}, {}, '# dtype\n"max_queued" = 0\n', ["penstock.toml:2: max_queued", "0", "1 or more"]),
+        ({"listen": "0.0.0.0:80"}, {}, "", ["--listen", "0.0.0.0:80", "127.0.0.1:8000"]),
+        ({"listen": "127.0.0.1:99999"}, {}, "", ["--listen", "65535"]),
+        ({}, {}, "operators = [1]\n", ["penstock.toml:1", "[1]", "user names"]),
+        ({"config": "/no/such.toml"}, {}, "", ["/no/such.toml", "cannot read"]),
         ({}, {}, 'dtype = "a"\nroles = \n', ["penstock.toml", "line 2"]),
         ({"transport": "shm", "roles": "colocated"}, {}, "", ["transport", "shm", "colocated"]),
     ],
@@ -116,6 +131,38 @@ def test_a_wrong_setting_is_named_with_its_value_and_place(
         load(flags, environ)
     assert [word for word in words if word not in str(caught.value)] == []
     assert caught.value.exit_code == 78
+
+
+def test_a_file_named_by_flag_beats_one_named_by_the_environment(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\n')
+    mine, theirs = machine / "mine.toml", machine / "theirs.toml"
+    mine.write_text('roles = "colocated"\n')
+    theirs.write_text('roles = "static"\n')
+    found = load({"config": str(mine)}, {"PENSTOCK_CONFIG": str(theirs)})
+    assert (found.roles, found.dtype) == ("colocated", "auto")
+
+
+def test_lists_and_addresses_are_read_from_flag_and_file(machine: Path) -> None:
+    path = write_toml(machine, 'operators = ["ana", "@wheel"]\nlisten = "[::1]:8000"\n')
+    found = load({}, {"PENSTOCK_VIEWERS": "bo, @guests,"})
+    assert (found.operators, found.viewers) == (("ana", "@wheel"), ("bo", "@guests"))
+    assert found.listen == ("::1", 8000)
+    origins = {name: origin for name, _, origin in explain({"dtype": "float16"}, {})}
+    assert origins["operators"] == f"{path}:1: operators"
+    assert origins["listen"] == f"{path}:2: listen"
+    assert (origins["dtype"], origins["viewers"]) == ("--dtype", "default")
+    assert origins.keys() == config.SETTINGS.keys()
+
+
+def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) -> None:
+    write_toml(machine, 'max_queued = 8\nlog_max_size = "1GiB"\n')
+    old = load({}, {})
+    write_toml(machine, 'max_queued = 9\nlog_max_size = "3GiB"\nroles = "colocated"\n')
+    new = load({}, {})
+    assert changes(old, new) == (["max_queued", "log_max_size"], ["roles"])
+    taken = take_over(old, new)
+    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "static")
+    assert changes(taken, new) == ([], ["roles"])
 
 
 def test_the_socket_is_looked_for_in_the_documented_order(machine: Path) -> None:

@@ -1,0 +1,93 @@
+"""Where things are when nobody says: sockets, state, cache, configuration.
+
+Owns: the order in which folders are looked for, and the check that one in /tmp is ours alone.
+Called by: config. Invariant: daemon and clients look in the same places.
+Never: reads a setting, or makes a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+SYSTEM_CONFIG = Path("/etc/penstock/penstock.toml")
+SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
+SOCKET_NAME = "penstock.sock"
+TEMPORARY_DIR = Path("/tmp")
+
+
+def config_file(environ: Mapping[str, str]) -> Path | None:
+    """The configuration file that applies where none is named; None if there is none."""
+    home = _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
+    return next((path for path in (SYSTEM_CONFIG, home) if os.path.exists(path)), None)
+
+
+def default_socket(environ: Mapping[str, str]) -> Path:
+    """Systemd's RUNTIME_DIRECTORY, the system socket if there is one, XDG_RUNTIME_DIR, /tmp.
+
+    Raises:
+        ConfigError: the folder in /tmp is someone else's.
+    """
+    if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
+        return runtime / SOCKET_NAME
+    if os.path.exists(SYSTEM_SOCKET):
+        return SYSTEM_SOCKET
+    if runtime_home := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime_home, "penstock", SOCKET_NAME)
+    folder = own_temporary_dir()
+    if os.path.lexists(folder):
+        check_private(folder)
+    return folder / SOCKET_NAME
+
+
+def default_state_dir(environ: Mapping[str, str]) -> Path:
+    """Systemd's STATE_DIRECTORY, or this user's."""
+    given = _systemd_dir(environ, "STATE_DIRECTORY")
+    return given or _xdg(environ, "XDG_STATE_HOME", ".local/state") / "penstock"
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """Systemd's CACHE_DIRECTORY, or this user's."""
+    given = _systemd_dir(environ, "CACHE_DIRECTORY")
+    return given or _xdg(environ, "XDG_CACHE_HOME", ".cache") / "penstock"
+
+
+def own_temporary_dir() -> Path:
+    """This user's folder in /tmp, there or not."""
+    return TEMPORARY_DIR / f"penstock-{os.getuid()}"
+
+
+def check_private(folder: Path) -> None:
+    """Refuse a folder in a place where everyone may write, unless it is ours alone.
+
+    Whoever made it could put a socket of theirs there and read every prompt.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(
+            f"not a folder of yours (owner uid {status.st_uid})",
+            where=str(folder),
+            hint="remove it, or choose another socket with --socket",
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"other users may enter it (mode {stat.S_IMODE(status.st_mode):04o})",
+            where=str(folder),
+            hint=f"chmod 700 {folder}",
+        )
+
+
+def _systemd_dir(environ: Mapping[str, str], variable: str) -> Path | None:
+    """What systemd made for the unit: a list, separated by colons; ours has one entry."""
+    first = environ.get(variable, "").split(":")[0]
+    return Path(first) if first else None
+
+
+def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
+    """The standard says to ignore a relative path."""
+    given = environ.get(variable, "")
+    return Path(given) if given.startswith("/") else Path.home() / default

@@ -1,0 +1,86 @@
+"""The kinds of values that settings have: text, or TOML's own types, to a value.
+
+Owns: what is allowed, in words. Called by: config, and the CLI for sizes.
+Invariant: a value of the right type, or a ValueError whose text says what is allowed.
+Never: knows which settings there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
+
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
+_MIN_BYTES = 1 << 20
+
+
+def parse_bytes(text: object) -> int:
+    """`2GiB`, `512MiB`, `4G` and plain bytes; K M G T are powers of 1024, KB MB GB TB of 1000."""
+    match = _BYTES.fullmatch(str(text).strip())
+    if match is None or isinstance(text, bool):
+        raise ValueError("a size such as 2GiB, 512MiB or 4G")
+    number, unit, suffix = match.groups()
+    base = 1000 if (suffix or "").lower() == "b" else 1024
+    num_bytes = int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+    if num_bytes < _MIN_BYTES:
+        raise ValueError("a size of 1MiB or more")
+    return num_bytes
+
+
+def one_of(*allowed: str) -> Callable[[object], str]:
+    """One of some words."""
+
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def at_least(low: int, what: str) -> Callable[[object], int]:
+    """A whole number; `what` names the things that it counts."""
+
+    def parse(value: object) -> int:
+        text = str(value)
+        is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
+        if not is_number or len(text) > 12 or int(text) < low:
+            raise ValueError(f"a whole number of {what}, {low} or more")
+        return int(text)
+
+    return parse
+
+
+def a_path(value: object) -> Path:
+    """A path, made absolute; ~ is home."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("a path")
+    return Path(value).expanduser().absolute()
+
+
+def an_address(value: object) -> tuple[str, int]:
+    """A loopback host and a port."""
+    host, colon, port = str(value).rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not colon or host not in LOOPBACK_HOSTS or not is_port:
+        raise ValueError("a loopback address and a port up to 65535, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def names(value: object) -> tuple[str, ...]:
+    """User names and @groups: a list, or text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
+        raise ValueError("a list of user names and @groups")
+    return tuple(name.strip() for name in parts if name.strip())
+
+
+def a_flag(value: object) -> bool:
+    """True or false."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError("true or false")
+    return words[str(value).lower()]
