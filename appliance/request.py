@@ -122,7 +122,7 @@ class Appliance(Protocol):
 
     @property
     def max_queued(self) -> int:
-        """Sequences that may wait at once."""
+        """Sequences that may wait at once; of one request fewer, see engine.queue."""
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
@@ -142,10 +142,23 @@ class Appliance(Protocol):
         Only the first `num_kept_tokens` output tokens count. No TokensEmitted follows.
         """
 
+    def owner_of(self, request_id: str) -> str | None:
+        """Name of the peer whose live request it is; None if the id is not live."""
+
     def cancel(self, request_id: str, by: str) -> bool:
         """Abort every unfinished sequence of it; False if the id is not live.
 
         Each aborted sequence gets a last TokensEmitted with finish reason `abort`.
+        """
+
+    def drain(self, by: str) -> None:
+        """Take no new work; what is accepted goes on. Nothing happens if it drains already."""
+
+    def resume(self, by: str) -> None:
+        """Take work again; nothing happens if it does.
+
+        Raises:
+            RequestError: 409 `stopping`: the daemon was told to end, and its drain is final.
         """
 
     def close(self, request: Request, http_status: int) -> None:
