@@ -142,7 +142,7 @@ class _Daemon:
             for task in (loading, stopping):
                 task.cancel()
         notify(STOPPING="1", STATUS=f"draining {self._service.num_live} requests")
-        self._service.start_draining()
+        self._service.stop_accepting()
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
         await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
-"""What the api calls: requests in, tokens out, frames.
+"""What the api calls: requests in, tokens out.
 
-Owns: live requests, the newest finished ones, the totals, the newest frame.
+Owns: live requests, the newest finished ones, the totals, and whether new work is taken.
 Called by: api (as appliance.request.Appliance), the daemon (reports of workers, drain).
 Invariant: every accepted request is closed exactly once, with one log row.
 Never: waits; starts or stops a process.
@@ -11,30 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections import deque
-from typing import Any
 
 import msgspec
 
 from appliance.boot import Plan
-from appliance.devices import Devices
+from appliance.frames import Frames, Standing
 from appliance.log_reader import read_row
 from appliance.log_row import LogRow, frame_of_row
-from appliance.protocol import (
-    FRAME_VERSION,
-    MAX_FRAME_REQUESTS,
-    EventFrame,
-    Frame,
-    TotalsFrame,
-    utc_now,
-)
+from appliance.protocol import EventFrame, TotalsFrame, utc_now
 from appliance.request import ModelInfo, Request, TokensEmitted
 from appliance.request_log import RequestLog
 from appliance.supervisor import Supervisor
-from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame
-from engine.errors import InvariantViolated, QueueFull, Unavailable
+from appliance.telemetry import Telemetry
+from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.messages import Loaded, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Sequence, TokenLogprob
@@ -68,17 +59,15 @@ class Service:
         self._keeps_text = keeps_text
         self._model = _model_info(plan)
         self._telemetry = Telemetry()
-        self._devices = Devices()
+        self._frames = Frames(plan, self._model, router, supervisor, self._telemetry)
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
         self._recent: deque[dict[str, object]] = deque(maxlen=MAX_RECENT_REQUESTS)
-        self._started_ns = time.monotonic_ns()
         self._last_seq_id = 0
         self._is_draining = False
+        self._is_stopping = False
         self._violation: str | None = None
         self._num_checked = -1
-        self._frame_seq = 0
-        self._frame_is_made = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.make_frame()
@@ -146,6 +135,11 @@ class Service:
         sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
         self._router.dispatch(now_ns)
 
+    def owner_of(self, request_id: str) -> str | None:
+        """Name of the peer whose live request it is; None if the id is not live."""
+        request = self._live.get(request_id)
+        return None if request is None else request.peer.name
+
     def cancel(self, request_id: str, by: str) -> bool:
         """Abort every unfinished sequence of a live request; False if there is none such."""
         request = self._live.get(request_id)
@@ -173,7 +167,7 @@ class Service:
         else:
             self._totals.finished += 1
         self._telemetry.finished(request, now_ns)
-        frame = request_frame(request, self._router, self._plan.placement, now_ns)
+        frame = self._frames.of_request(request, now_ns)
         self._recent.appendleft(msgspec.to_builtins(frame))
         self._log.record(LogRow.from_request(request, with_text=self._keeps_text))
         if not self._live:
@@ -182,10 +176,7 @@ class Service:
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, oldest first, then finished ones, newest first."""
         now_ns = time.monotonic_ns()
-        live = [
-            request_frame(request, self._router, self._plan.placement, now_ns)
-            for request in self._live.values()
-        ]
+        live = [self._frames.of_request(request, now_ns) for request in self._live.values()]
         return [*map(msgspec.to_builtins, live), *self._recent]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
@@ -202,14 +193,35 @@ class Service:
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""
-        frame = msgspec.structs.replace(self._frame, **self._parts(time.monotonic_ns()))
-        return msgspec.json.encode(frame)
+        return self._frames.json_now(self._standing())
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""
-        while self._frame.seq <= after_seq:
-            await self._frame_is_made.wait()
-        return self._frame.seq, msgspec.json.encode(self._frame)
+        return await self._frames.next_json(after_seq)
+
+    def drain(self, by: str) -> None:
+        """Take no new work; what is accepted goes on."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._tell_of_drain(by)
+
+    def resume(self, by: str) -> None:
+        """Take work again.
+
+        Raises:
+            RequestError: the daemon was told to end.
+        """
+        if self._is_stopping:
+            raise RequestError(
+                "the daemon was told to stop, which no resume can undo",
+                code="stopping",
+                status=409,
+                hint="start it again when it has ended",
+            )
+        if self._is_draining:
+            self._is_draining = False
+            self.event("info", "drain.ended", f"taking new work again, told by {by}")
+            self.make_frame()
 
     # What workers and the router cause
 
@@ -271,10 +283,13 @@ class Service:
         """Requests without a terminal reply."""
         return len(self._live)
 
-    def start_draining(self) -> None:
-        """Take no new work from now on."""
-        self._is_draining = True
-        self.event("info", "drain.started", f"draining {self.num_live} requests")
+    def stop_accepting(self) -> None:
+        """Drain for good: the daemon ends when it has drained."""
+        self._is_stopping = self._is_draining = True
+        self._tell_of_drain("a signal to stop")
+
+    def _tell_of_drain(self, by: str) -> None:
+        self.event("info", "drain.started", f"draining {self.num_live} requests, told by {by}")
         self.make_frame()
 
     async def drained(self, grace_s: float) -> None:
@@ -295,12 +310,16 @@ class Service:
 
     def make_frame(self) -> None:
         """Take one reading of everything and wake those who wait for it."""
-        now_ns = time.monotonic_ns()
         self._check_when_idle()
-        self._frame_seq += 1
-        self._frame = self._make_frame(now_ns)
-        self._frame_is_made.set()
-        self._frame_is_made = asyncio.Event()
+        self._frames.make(self._standing())
+
+    def _standing(self) -> Standing:
+        return Standing(
+            reason=self.not_ready_reason(),
+            live=list(self._live.values()),
+            totals=self._totals,
+            log_rows_lost=self._log.rows_lost,
+        )
 
     def _check_when_idle(self) -> None:
         if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:
@@ -311,65 +330,6 @@ class Service:
         except InvariantViolated as error:
             self._violation = str(error)
             self.event("error", "invariant.violated", str(error))
-
-    def _make_frame(self, now_ns: int) -> Frame:
-        plan, telemetry = self._plan, self._telemetry
-        workers = list(self._supervisor.workers.values())
-        return Frame(
-            version=FRAME_VERSION,
-            seq=self._frame_seq,
-            model=self._model.model_id,
-            model_note=self._model.note,
-            dtype=plan.dtype,
-            max_model_len=self._model.max_model_len,
-            roles="colocated" if plan.placement.topology.is_colocated else "static",
-            transport=plan.placement.topology.transport,
-            pid=os.getpid(),
-            workers=telemetry.workers(workers, self._router, now_ns),
-            devices=self._devices.read(),
-            host=telemetry.host(),
-            **self._parts(now_ns),
-        )
-
-    def _parts(self, now_ns: int) -> dict[str, Any]:
-        """The fields of a frame that are true at any time, not over an interval."""
-        plan, router = self._plan, self._router
-        reason = self.not_ready_reason()
-        live = list(self._live.values())
-        return {
-            "at": utc_now(),
-            "uptime_s": (now_ns - self._started_ns) / 1e9,
-            "state": {None: "ready", "draining": "draining", "model_loading": "loading"}.get(
-                reason, "degraded"
-            ),
-            "state_reason": reason or "",
-            "queue": queue_frame(router, now_ns),
-            "pools": [
-                pool_frame(pool, plan.placement.block_bytes)
-                for pool in router.ledger.pools.values()
-            ],
-            "latency": self._telemetry.latency(now_ns),
-            "totals": self._count_totals(),
-            "requests": [
-                request_frame(request, router, plan.placement, now_ns)
-                for request in live[:MAX_FRAME_REQUESTS]
-            ],
-            "num_requests": len(live),
-            "events": list(self._telemetry.events),
-        }
-
-    def _count_totals(self) -> TotalsFrame:
-        counters = self._router.counters
-        return msgspec.structs.replace(
-            self._totals,
-            prompt_tokens=self._telemetry.num_prompt_tokens,
-            output_tokens=self._telemetry.num_output_tokens,
-            handoffs=counters.handoffs,
-            handoff_bytes=counters.handoff_bytes,
-            stale_messages=counters.stale_messages,
-            recovered_sequences=counters.recovered_sequences,
-            log_rows_lost=self._log.rows_lost,
-        )
 
 
 def _model_info(plan: Plan) -> ModelInfo:
