@@ -48,6 +48,8 @@ class FakeAppliance:
             created=1_700_000_000,
         )
         self.unavailable: Unavailable | None = None
+        self.drained_by: str | None = None
+        self.resumed_by: str | None = None
         self.gate = asyncio.Event()
         """Nothing is generated until it is set."""
         self.gate.set()
@@ -87,6 +89,18 @@ class FakeAppliance:
         self._tasks[sequence.seq_id].cancel()
         del sequence.output_token_ids[num_kept_tokens:]
         self._finish(sequence, FinishReason.STOP)
+
+    def owner_of(self, request_id: str) -> str | None:
+        request = self.live.get(request_id)
+        return None if request is None else request.peer.name
+
+    def drain(self, by: str) -> None:
+        self.drained_by = by
+        self.unavailable = Unavailable("the appliance is draining", code="draining")
+
+    def resume(self, by: str) -> None:
+        self.resumed_by = by
+        self.unavailable = None
 
     def cancel(self, request_id: str, by: str) -> bool:
         request = self.live.get(request_id)
