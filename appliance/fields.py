@@ -1,6 +1,7 @@
 """A client's JSON object, its values taken out by name with type and range.
 
-Owns: the wording of what is wrong with a field. Called by: openai, api.
+Owns: the wording of what is wrong with a field, and which fields nobody asked for.
+Called by: openai and the files that it is split into, api.
 Invariant: any bytes at all give values of the type asked for or a RequestError naming the field.
 Never: knows which fields there are.
 """
@@ -15,10 +16,17 @@ from engine.errors import RequestError
 
 
 class Fields:
-    """A JSON object whose values are taken out by name, with type and range; null is absent."""
+    """A JSON object whose values are taken out by name, with type and range; null is absent.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    Args:
+        values: the object.
+        where: its own place in the body, for the names in errors; empty for the body itself.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str = "") -> None:
         self._values = values
+        self._where = where
+        self._taken: set[str] = set()
 
     @classmethod
     def of_body(cls, body: bytes) -> Fields:
@@ -33,41 +41,72 @@ class Fields:
             raise RequestError("the body is not a JSON object", code="invalid_type")
         return cls(values)
 
+    @classmethod
+    def of(cls, value: object, where: str) -> Fields:
+        """An object somewhere in the body, at `where`."""
+        if not isinstance(value, dict):
+            raise invalid_type(where, "an object", value)
+        return cls(value, where)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the values that nothing has taken so far."""
+        return tuple(n for n, v in self._values.items() if v is not None and n not in self._taken)
+
+    def path(self, name: str) -> str:
+        """A field's place in the body, as errors name it."""
+        return f"{self._where}.{name}" if self._where else name
+
     def get(self, name: str) -> Any:
         """The raw value, None if absent."""
+        self._taken.add(name)
         return self._values.get(name)
 
     def required(self, name: str) -> Any:
         """The raw value; refused if absent."""
-        value = self._values.get(name)
+        value = self.get(name)
         if value is None:
+            param = self.path(name)
             raise RequestError(
-                f"`{name}` is required", code="missing_required_parameter", param=name
+                f"`{param}` is required", code="missing_required_parameter", param=param
             )
+        return value
+
+    def nested(self, name: str) -> Fields | None:
+        """An object in this one, None if absent."""
+        value = self.get(name)
+        return None if value is None else Fields.of(value, self.path(name))
+
+    def items(self, name: str) -> list[Any]:
+        """A list, empty if absent."""
+        value = self.get(name)
+        if not isinstance(value, list | None):
+            raise invalid_type(self.path(name), "a list", value)
+        return value or []
+
+    def text(self, name: str) -> str | None:
+        """A string, None if absent."""
+        value = self.get(name)
+        if not isinstance(value, str | None):
+            raise invalid_type(self.path(name), "a string", value)
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """An integer in [low, high]; 3.0 and true are none."""
-        value = self._values.get(name)
-        return None if value is None else integer(value, name, low, high)
+        value = self.get(name)
+        return None if value is None else integer(value, self.path(name), low, high)
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
         """A number in [low, high]."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid_type(name, "a number", value)
-        if not low <= value <= high:
-            raise invalid_value(name, f"must be between {low:g} and {high:g}")
-        return float(value)
+        value = self.get(name)
+        return default if value is None else number(value, self.path(name), low, high)
 
-    def boolean(self, name: str) -> bool:
-        """A boolean, false if absent."""
-        value = self._values.get(name)
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(name)
         if not isinstance(value, bool | None):
-            raise invalid_type(name, "a boolean", value)
-        return bool(value)
+            raise invalid_type(self.path(name), "a boolean", value)
+        return default if value is None else value
 
 
 def integer(value: object, param: str, low: int, high: int) -> int:
@@ -77,6 +116,15 @@ def integer(value: object, param: str, low: int, high: int) -> int:
     if not low <= value <= high:
         raise invalid_value(param, f"must be between {low} and {high}")
     return value
+
+
+def number(value: object, param: str, low: float, high: float) -> float:
+    """A number in [low, high], or a RequestError that names the field."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid_type(param, "a number", value)
+    if not low <= value <= high:
+        raise invalid_value(param, f"must be between {low:g} and {high:g}")
+    return float(value)
 
 
 def invalid_type(param: str, wanted: str, value: object) -> RequestError:
@@ -89,6 +137,11 @@ def invalid_type(param: str, wanted: str, value: object) -> RequestError:
 def invalid_value(param: str, why: str) -> RequestError:
     """A field has the right type and a value that cannot be."""
     return RequestError(f"`{param}` {why}", code="invalid_value", param=param)
+
+
+def unsupported(param: str, why: str = "is not supported") -> RequestError:
+    """A field or value that clients of OpenAI, vLLM or Ollama know, and that is not served here."""
+    return RequestError(f"`{param}` {why}", code="unsupported_parameter", param=param)
 
 
 def _json_type(value: object) -> str:

@@ -1,7 +1,7 @@
-"""Text to token ids and back: the one door to `tokenizers` and `jinja2`.
+"""Text to token ids and back: the one door to `tokenizers`.
 
-Owns: the checkpoint's tokenizer and its chat template.
-Called by: api (encode, render), detokenizer, replies (token texts for logprobs).
+Owns: the checkpoint's tokenizer, and the files that its chat template comes from.
+Called by: admission (encode, render), detokenizer, replies (token texts for logprobs).
 Invariant: encode, decode and render give what transformers gives for the same folder.
 Never: knows requests, and never loads a tokenizer from anywhere but the folder.
 """
@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
+from engine.chat_template import ChatTemplate
 from engine.errors import CheckpointError, RequestError
 
 
@@ -31,15 +26,16 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         *,
-        chat_template: str | None = None,
+        chat_template: ChatTemplate | str | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        where: str = "tokenizer",
     ) -> None:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special_tokens = dict(special_tokens or {})
-        self._template = _compile_template(chat_template, where) if chat_template else None
+        if isinstance(chat_template, str):
+            chat_template = ChatTemplate(chat_template, "chat_template")
+        self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._silent_ids = {token_id for token_id, token in added.items() if token.special}
@@ -73,12 +69,10 @@ class Tokenizer:
         config = _read_config(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= _read_config(folder / "special_tokens_map.json")
-        template, where = _read_template(folder, config)
         return cls(
             backend,
-            chat_template=template,
+            chat_template=_read_template(folder, config),
             special_tokens=_special_tokens(config),
-            where=where,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -92,42 +86,32 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
-        """The prompt for a conversation, up to where the assistant's answer begins.
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where in the text each of its tokens stands; (0, 0) for those that encoding adds."""
+        spans: list[tuple[int, int]] = self._backend.encode(text).offsets
+        return spans
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt for a conversation, with the options of ChatTemplate.render.
 
         Encode it with `add_special_tokens=False`: the template writes its own.
 
         Raises:
             RequestError: there is no template (`no_chat_template`) or it refuses the messages.
         """
-        if self._template is None:
+        if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions with a prompt",
                 code="no_chat_template",
                 param="messages",
             )
-        try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}",
-                code="invalid_value",
-                param="messages",
-            ) from error
+        variables = {**self._special_tokens, **options.pop("variables", {})}
+        return self.chat_template.render(messages, variables=variables, **options)
+
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written so; None if there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self._silent_ids else None
 
     def is_silent(self, token_id: int) -> bool:
         """True for special ids, and for ids that the vocabulary does not have."""
@@ -199,65 +183,21 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, str]:
-    """The chat template and the file it is from; a file of its own wins over the config."""
+def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template; a file of its own wins over the config."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8"), str(path)
+            return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
         except (ValueError, OSError) as error:
             raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-    path = folder / "tokenizer_config.json"
+    where = str(folder / "tokenizer_config.json")
     template = config.get("chat_template")
+    named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError("chat_template is neither a string nor a list", where=str(path))
-    return template, str(path)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it only renders."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile_template(source: str, where: str) -> jinja2.Template:
-    """A template in the environment that transformers gives chat templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise CheckpointError(f"the chat template is broken: {error}", where=where) from error
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Without Jinja's escaping of HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    source, tool_source = named.get("default"), named.get("tool_use")
+    if not isinstance(source, str | None) or not isinstance(tool_source, str | None):
+        raise CheckpointError("chat_template is neither a string nor a list", where=where)
+    return ChatTemplate(source, where, tool_source) if source else None

@@ -1,0 +1,148 @@
+"""A checkpoint's chat template: messages to the text of a prompt. The one door to `jinja2`.
+
+Owns: the sandbox, and what a template finds in it. Called by: tokenizer.
+Invariant: renders what transformers renders for the same template and messages.
+Never: lets a template reach anything but what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from engine.errors import CheckpointError, RequestError
+
+_CONTINUE = "CONTINUE_FROM_HERE_TAG "
+"""Marks the end of a message that is to be continued; its space shows whether spaces are kept."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: the template's text.
+        where: the file it is from.
+        tool_source: the template for conversations with tools, if it is another one.
+    """
+
+    def __init__(self, source: str, where: str, tool_source: str | None = None) -> None:
+        self.tool_source = source if tool_source is None else tool_source
+        """The template that conversations with tools are rendered with."""
+        self._template = _compile(source, where)
+        self._tool_template = _compile(self.tool_source, where)
+        syntax = self._tool_template.environment.parse(self.tool_source)
+        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(syntax)
+        """False: it would leave out the tools without a word."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for a conversation, up to where the assistant's answer begins or goes on.
+
+        Args:
+            messages: with strings as contents.
+            tools: OpenAI's definitions of functions.
+            add_generation_prompt: end with the header of an assistant's message.
+            continue_final_message: end within the last message instead of after it.
+            variables: what else the template may use: special tokens, a client's switches.
+
+        Raises:
+            RequestError: the template refuses the messages.
+        """
+        if continue_final_message:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + _CONTINUE}]
+        try:
+            text = (self._tool_template if tools else self._template).render(
+                **{"documents": None, **(variables or {})},
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise _refusal(str(error)) from error
+        return _cut(text) if continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    """The text up to the mark; where a template trims contents, so is their end here."""
+    end = text.rfind(_CONTINUE.rstrip())
+    if end < 0:
+        raise _refusal("it leaves out the final message, which is to be continued")
+    return text[:end] if text.startswith(_CONTINUE, end) else text[:end].rstrip()
+
+
+def _refusal(why: str) -> RequestError:
+    return RequestError(
+        f"the model's chat template refuses these messages: {why}",
+        code="invalid_value",
+        param="messages",
+    )
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it only renders."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str, where: str) -> jinja2.Template:
+    """A template in the environment that transformers gives chat templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise CheckpointError(f"the chat template is broken: {error}", where=where) from error
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without Jinja's escaping of HTML characters."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
