@@ -20,16 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from appliance.fields import invalid_type, invalid_value
 from appliance.generation import chat, complete
+from appliance.log_api import log_routes
 from appliance.openai import model_not_found
 from appliance.protocol import FRAME_VERSION
 from appliance.replies import model_object
 from appliance.request import Appliance
 from appliance.wire import appliance_of, error_response, json_response
 from engine.errors import RequestError, Unavailable
-
-MAX_LOG_ROWS = 10_000
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ def build_app(appliance: Appliance) -> Starlette:
             Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
             Route("/v1/penstock/state", state),
             Route("/v1/penstock/stream", stream),
-            Route("/v1/penstock/log", log),
+            *log_routes(),
         ],
         exception_handlers={
             RequestError: _on_request_error,
@@ -107,9 +105,12 @@ async def requests(http: Request) -> Response:
 
 async def request(http: Request) -> Response:
     """One request by its id."""
-    frame = appliance_of(http).request_frame(http.path_params["id"])
+    request_id = http.path_params["id"]
+    frame = appliance_of(http).request_frame(request_id)
     if frame is None:
-        raise _request_not_found(http.path_params["id"])
+        frame = await asyncio.to_thread(appliance_of(http).logged_frame, request_id)
+    if frame is None:
+        raise _request_not_found(request_id)
     return json_response(frame)
 
 
@@ -138,18 +139,6 @@ async def stream(http: Request) -> Response:
             yield prefix + frame_json + suffix
 
     return StreamingResponse(lines(), media_type=media_type, headers={"cache-control": "no-store"})
-
-
-async def log(http: Request) -> Response:
-    """The newest rows of the request log."""
-    limit = http.query_params.get("limit", "20")
-    # isdecimal alone lets other scripts' digits through, and int() long ones.
-    if not (limit.isascii() and limit.isdecimal()):
-        raise invalid_type("limit", "an integer", limit)
-    if len(limit) > 9 or not 1 <= int(limit) <= MAX_LOG_ROWS:
-        raise invalid_value("limit", f"must be between 1 and {MAX_LOG_ROWS}")
-    rows = await asyncio.to_thread(appliance_of(http).log_rows, int(limit))
-    return json_response({"object": "list", "data": rows})
 
 
 async def _frames(appliance: Appliance, stopping: asyncio.Event) -> AsyncIterator[bytes]:

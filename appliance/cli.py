@@ -301,10 +301,11 @@ def _rows_from_file(
     path = config.log_path(config.state_dir(state_dir))
     if not os.path.exists(path):
         raise error
-    from appliance.log_reader import read_tail
+    from appliance.log_query import RowQuery
+    from appliance.log_reader import read_rows
 
     _note(f"penstock: no daemon at {error.where}; reading {path}")
-    return read_tail(path, limit)
+    return read_rows(path, RowQuery(limit=limit))
 
 
 def _client(socket: str | None) -> Client:

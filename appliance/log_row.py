@@ -2,7 +2,7 @@
 
 Owns: which sequence a row speaks of where a request has several.
 Called by: service (builds rows), request_log (stores them).
-Invariant: the fields are the columns of the requests table, but for `prompt`.
+Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
 Never: reads a clock or the database.
 """
 
@@ -23,7 +23,7 @@ _WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Finis
 
 
 class LogRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the requests table; the fields are its columns, but for `prompt`."""
+    """One line of the requests table, and what goes to request_text."""
 
     rid: str
     client_rid: str | None
@@ -34,6 +34,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     peer_gid: int | None
     peer_pid: int | None
     peer_user: str | None
+    key_name: str | None
     stream: bool
     num_sequences: int
     prompt_tokens: int
@@ -85,6 +86,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             peer_gid=request.peer.gid,
             peer_pid=request.peer.pid,
             peer_user=request.peer.user,
+            key_name=request.peer.key,
             stream=request.is_stream,
             num_sequences=len(sequences),
             prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
@@ -113,7 +115,7 @@ def frame_of_row(row: dict[str, Any]) -> RequestFrame:
     return RequestFrame(
         id=row["rid"],
         phase="finished",
-        user=row["peer_user"],
+        user=row["user"],
         computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
         output_tokens=row["completion_tokens"],
         num_blocks=0,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from appliance.log_query import EventQuery, RowQuery, UsageQuery
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
@@ -168,7 +169,10 @@ class Appliance(Protocol):
         """Live requests, then the last finished ones, as RequestFrame dictionaries."""
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """One of them by id, also from the log; None if unknown."""
+        """One of them by id; None if it is not among them."""
+
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        """A finished request by id, from the log; blocking, call in a thread."""
 
     def frame_json(self) -> bytes:
         """The newest frame, encoded."""
@@ -176,5 +180,11 @@ class Appliance(Protocol):
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""
 
-    def log_rows(self, limit: int) -> list[dict[str, object]]:
-        """Newest finished requests from the log, newest first; blocking, call in a thread."""
+    def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
+        """Finished requests from the log; blocking, call in a thread."""
+
+    def log_events(self, query: EventQuery) -> list[dict[str, object]]:
+        """Events from the log; blocking, call in a thread."""
+
+    def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
+        """Sums over the log; blocking, call in a thread."""

@@ -1,8 +1,9 @@
 """The request log: one SQLite row per accepted request, one thread that writes them.
 
-Owns: the database file. Called by: the daemon, which also reads through it.
-Invariant: one connection writes, and only its thread uses it once the run has started; what could
-not be kept is counted in `rows_lost`.
+Owns: the queue of what is to be written, and the daemon's one connection that writes.
+Called by: the daemon, which also reads through it.
+Invariant: only the writer thread uses the connection once the run has started; what could not be
+kept is counted in `rows_lost`; a file deleted under the daemon is made again with the next row.
 Never: blocks the caller of record() or event(); stores prompt text unless asked to; ends the daemon
 because a disk is full.
 """
@@ -10,20 +11,19 @@ because a disk is full.
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import threading
+import time
 from collections import deque
-from contextlib import closing
 from pathlib import Path
 
-from sqlite_utils import Database
-
-from appliance.log_reader import BUSY_TIMEOUT_MS, read_row, read_tail
+from appliance.log_file import abandon, file_id, open_log, remove_backups
+from appliance.log_query import EventQuery, RowQuery, UsageQuery
+from appliance.log_reader import read_events, read_row, read_rows, read_usage
+from appliance.log_retention import Limits, Pruned, Upkeep
 from appliance.log_row import LogRow
 from appliance.protocol import utc_now
 from engine.errors import ConfigError, PenstockError
-from migrations.request_log import migration
 
 _LOG = logging.getLogger("penstock.request_log")
 
@@ -31,19 +31,16 @@ MAX_QUEUED_ROWS = 10_000
 COMMIT_ROWS = 50
 COMMIT_INTERVAL_S = 0.25
 RETRY_INTERVAL_S = 1.0
-_APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
 
-_Event = tuple[str, str, str, str]
-"""At, severity, code, message."""
+_Event = tuple[str, str, str, str, str | None]
+"""At, severity, code, message, actor."""
 
 
 class RequestLog:
     """The open log of one daemon. start_run() comes first, close() last; all else in any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: Limits | None = None) -> None:
         self.path = path
-        self.num_write_errors = 0
-        """Commits that failed; each is tried again with its rows."""
         self._rows_lost = 0
         self._rows: deque[LogRow] = deque()
         self._events: deque[_Event] = deque()
@@ -53,9 +50,13 @@ class RequestLog:
         self._is_hurried = False
         self._is_closing = False
         self._stop_reason: str | None = None
+        self._run: dict[str, str | None] = {}
         self._run_id = 0
         self._is_failing = False
-        self._connection = _open(path)
+        self._limits = limits or Limits()
+        self._upkeep = Upkeep(self._limits)
+        self._connection = open_log(path)
+        self._file_id = file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
         self._writer = threading.Thread(target=self._write, name="request-log", daemon=True)
 
@@ -72,25 +73,28 @@ class RequestLog:
         Raises:
             PenstockError: the file cannot be written.
         """
-        now = utc_now()
+        self._run = {
+            "boot_id": _boot_id(),
+            "started_at": utc_now(),
+            "version": version,
+            "model": model,
+            "dtype": dtype,
+            "roles": roles,
+            "transport": transport,
+        }
         try:
-            with self._connection as db:
-                db.execute(
-                    "UPDATE runs SET stopped_at = ?, stop_reason = 'crash'"
-                    " WHERE stopped_at IS NULL",
-                    (now,),
-                )
-                started = db.execute(
-                    "INSERT INTO runs"
-                    " (boot_id, started_at, version, model, dtype, roles, transport)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (_boot_id(), now, version, model, dtype, roles, transport),
-                )
+            self._run_id = _insert_run(self._connection, self._run)
         except sqlite3.Error as error:
             raise PenstockError(f"cannot write: {error}", where=str(self.path)) from error
-        self._run_id = started.lastrowid or 0
         self._writer.start()
         return self._run_id
+
+    def set_limits(self, limits: Limits) -> None:
+        """Keep to other limits from now on; what is beyond them goes at once."""
+        with self._wake:
+            self._limits = limits
+            self._upkeep.set_limits(limits)
+            self._wake.notify_all()
 
     def record(self, row: LogRow) -> None:
         """Queue the one row of a request; returns at once."""
@@ -100,11 +104,11 @@ class RequestLog:
             self._num_accepted += 1
             self._wake.notify_all()
 
-    def event(self, severity: str, code: str, message: str) -> None:
-        """Queue something an operator should know; returns at once."""
+    def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
+        """Queue something an operator should know, and which peer caused it; returns at once."""
         with self._wake:
             self._make_room()
-            self._events.append((utc_now(), severity, code, message))
+            self._events.append((utc_now(), severity, code, message, actor))
             self._num_accepted += 1
             self._wake.notify_all()
 
@@ -137,15 +141,29 @@ class RequestLog:
             _LOG.error("%s: %d rows were not written", self.path, num_left)
         return not (num_left or self._is_failing or self._writer.is_alive())
 
-    def tail(self, limit: int) -> list[dict[str, object]]:
-        """The newest rows of v_requests, newest first, including those just recorded."""
-        self.flush()
-        return read_tail(self.path, limit)
+    def rows(self, query: RowQuery) -> list[dict[str, object]]:
+        """Requests, also those just recorded; blocking, as all that reads. See log_reader.
 
-    def find(self, rid: str) -> dict[str, object] | None:
-        """The row of one request; None if there is none."""
+        Raises:
+            PenstockError: the file is gone or unreadable, or the query took too long.
+        """
+        self.flush()
+        return read_rows(self.path, query)
+
+    def row(self, rid: str) -> dict[str, object] | None:
+        """The row of one request; None if there is none. Raises as rows()."""
         self.flush()
         return read_row(self.path, rid)
+
+    def events(self, query: EventQuery) -> list[dict[str, object]]:
+        """Events, also those just recorded; raises as rows()."""
+        self.flush()
+        return read_events(self.path, query)
+
+    def usage(self, query: UsageQuery) -> list[dict[str, object]]:
+        """Sums by user, model or day; raises as rows()."""
+        self.flush()
+        return read_usage(self.path, query)
 
     def _make_room(self) -> None:
         if len(self._rows) + len(self._events) < MAX_QUEUED_ROWS:
@@ -156,29 +174,35 @@ class RequestLog:
 
     def _write(self) -> None:
         """The writer thread: batches until close(), each tried until it is in the file."""
-        with closing(self._connection):
-            while self._wait_for_batch():
-                rows, events = self._take_batch()
-                while not self._commit(rows, events):
-                    if self._is_closing:
-                        return
-                    self._wait_to_retry()
-            if self._stop_reason:
-                self._commit([], [], self._stop_reason)
+        while self._wait_for_work():
+            rows, events = self._take_batch()
+            while (rows or events) and not self._commit(rows, events):
+                if self._is_closing:
+                    break
+                self._wait_to_retry()
+            if not self._is_closing:
+                self._keep_up()
+        if self._stop_reason and not self._is_failing:
+            self._commit([], [], self._stop_reason)
+        self._connection.close()
 
-    def _wait_for_batch(self) -> bool:
-        """Sleep until a batch is due; False when closing with nothing left to write."""
+    def _wait_for_work(self) -> bool:
+        """Sleep until a batch or a step of pruning is due; False when closing with nothing left."""
         with self._wake:
-            self._wake.wait_for(lambda: self._is_closing or self._rows or self._events)
             self._wake.wait_for(
-                lambda: (
-                    self._is_closing
-                    or self._is_hurried
-                    or len(self._rows) + len(self._events) >= COMMIT_ROWS
-                ),
-                COMMIT_INTERVAL_S,
+                lambda: self._is_closing or self._rows or self._events or not self._upkeep.due_in_s,
+                self._upkeep.due_in_s,
             )
-            return bool(self._rows or self._events)
+            if self._rows or self._events:
+                self._wake.wait_for(
+                    lambda: (
+                        self._is_closing
+                        or self._is_hurried
+                        or len(self._rows) + len(self._events) >= COMMIT_ROWS
+                    ),
+                    COMMIT_INTERVAL_S,
+                )
+            return bool(self._rows or self._events) or not self._is_closing
 
     def _take_batch(self) -> tuple[list[LogRow], list[_Event]]:
         with self._wake:
@@ -197,6 +221,7 @@ class RequestLog:
     ) -> bool:
         """Write one batch in one transaction; False if the disk refused and it can be retried."""
         try:
+            self._follow_file()
             with self._connection as db:
                 num_refused = sum(not _insert_row(db, self._run_id, row) for row in rows)
                 _insert_events(db, self._run_id, events)
@@ -205,8 +230,7 @@ class RequestLog:
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
                         (utc_now(), stop_reason, self._run_id),
                     )
-        except sqlite3.DatabaseError as error:
-            self.num_write_errors += 1
+        except (sqlite3.Error, ConfigError) as error:
             if not self._is_failing:
                 _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
             self._is_failing = True
@@ -219,6 +243,51 @@ class RequestLog:
             self._num_settled += len(rows) + len(events)
             self._wake.notify_all()
         return True
+
+    def _follow_file(self) -> None:
+        """Write where readers look: to the file that is at the path now, or to a new one."""
+        if file_id(self.path) == self._file_id:
+            return
+        self._upkeep.reset()
+        abandon(self._connection)
+        self._connection = open_log(self.path)
+        self._run_id = _insert_run(self._connection, self._run)
+        self._file_id = file_id(self.path)
+        self._say(
+            "warning", "log.replaced", "the log file was deleted or replaced under the daemon"
+        )
+
+    def _keep_up(self) -> None:
+        """One step of pruning, if it is due."""
+        try:
+            pruned = self._upkeep.step(self._connection)
+        except sqlite3.Error as error:
+            _LOG.warning("%s: not pruned, will try again in an hour: %s", self.path, error)
+            return
+        if pruned is None:
+            return
+        if self._limits.keep_days is not None:
+            remove_backups(self.path, time.time() - self._limits.keep_days * 86_400)
+        if pruned != Pruned():
+            about = f"forgot {pruned.requests} requests and {pruned.events} events"
+            self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
+
+    def _say(self, severity: str, code: str, message: str) -> None:
+        """An event of the log's own, also in the journal."""
+        _LOG.log(logging.getLevelNamesMapping()[severity.upper()], "%s: %s", self.path, message)
+        self.event(severity, code, message)
+
+
+def _insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
+    """Begin a run, and say of one that never stopped that it crashed; returns its run_id."""
+    with connection as db:
+        db.execute(
+            "UPDATE runs SET stopped_at = ?, stop_reason = 'crash' WHERE stopped_at IS NULL",
+            (utc_now(),),
+        )
+        names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
+        inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
+    return inserted.lastrowid or 0
 
 
 def _insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
@@ -239,7 +308,7 @@ def _insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
 
 def _insert_events(db: sqlite3.Connection, run_id: int, events: list[_Event]) -> None:
     db.executemany(
-        "INSERT INTO events (run_id, at, severity, code, message) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO events (run_id, at, severity, code, message, actor) VALUES (?, ?, ?, ?, ?, ?)",
         [(run_id, *map(_storable, event)) for event in events],
     )
 
@@ -247,62 +316,6 @@ def _insert_events(db: sqlite3.Connection, run_id: int, events: list[_Event]) ->
 def _storable(value: object) -> object:
     """Half of a surrogate pair, which JSON can carry and UTF-8 cannot, becomes a question mark."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    """Open for writing, at the newest schema; a new file is 0640.
-
-    Raises:
-        ConfigError: the file cannot be opened, is no request log, or is a newer Penstock's.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640))
-        connection = sqlite3.connect(path, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        raise ConfigError(
-            f"cannot open the request log: {error}",
-            where=str(path),
-            hint="choose a folder you may write to with --state-dir",
-        ) from error
-    try:
-        # auto_vacuum must come first: it cannot change once the file has a page.
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA journal_size_limit = 67108864")
-        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        _migrate(Database(connection, execute_plugins=False), path)
-    except sqlite3.Error as error:
-        connection.close()
-        raise ConfigError(f"cannot use the request log: {error}", where=str(path)) from error
-    except ConfigError:
-        connection.close()
-        raise
-    return connection
-
-
-def _migrate(db: Database, path: Path) -> None:
-    """Apply what is missing; an older file is copied beside itself first."""
-    pending = [step.name for step in migration.pending(db)]
-    applied = {step.name for step in migration.applied(db)}
-    # Pending on an empty database is every step that this version knows.
-    with closing(sqlite3.connect(":memory:")) as empty:
-        known = {step.name for step in migration.pending(Database(empty, execute_plugins=False))}
-    if applied - known:
-        raise ConfigError(
-            f"written by a newer Penstock (schema {max(applied - known)})",
-            where=str(path),
-            hint="upgrade Penstock, or choose another folder with --state-dir",
-        )
-    if applied and pending:
-        backup = path.with_name(f"{path.name}.before-{pending[0]}")
-        backup.unlink(missing_ok=True)
-        os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
-        db.conn.execute("VACUUM INTO ?", (str(backup),))
-    migration.apply(db)
 
 
 def _boot_id() -> str | None:

@@ -18,7 +18,7 @@ import msgspec
 
 from appliance.boot import Plan
 from appliance.frames import Frames, Standing
-from appliance.log_reader import read_row
+from appliance.log_query import EventQuery, RowQuery, UsageQuery
 from appliance.log_row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
 from appliance.request import ModelInfo, Request, TokensEmitted
@@ -87,7 +87,11 @@ class Service:
     @property
     def max_queued(self) -> int:
         """Sequences that may wait at once."""
-        return self._router.max_queued
+        return self._router.queue.max_sequences
+
+    def set_queue_limits(self, max_queued: int, max_queued_tokens: int) -> None:
+        """Change what may wait from now on; what waits already stays."""
+        self._router.queue.set_limits(max_queued, max_queued_tokens)
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
@@ -148,7 +152,7 @@ class Service:
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
-        self.event("info", "request.cancelled", f"{request_id} cancelled by {by}")
+        self.event("info", "request.cancelled", f"{request_id} cancelled by {by}", by)
         return True
 
     def close(self, request: Request, http_status: int) -> None:
@@ -180,16 +184,28 @@ class Service:
         return [*map(msgspec.to_builtins, live), *self._recent]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """One request by id, also from the log."""
+        """One live or newly finished request by id."""
         for frame in self.request_frames():
             if frame["id"] == request_id:
                 return frame
-        row = read_row(self._log.path, request_id)
+        return None
+
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        """One finished request by id, from the log; blocking."""
+        row = self._log.row(request_id)
         return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
-    def log_rows(self, limit: int) -> list[dict[str, object]]:
-        """Newest rows of the log; blocking."""
-        return self._log.tail(limit)
+    def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
+        """Requests in the log; blocking."""
+        return self._log.rows(query)
+
+    def log_events(self, query: EventQuery) -> list[dict[str, object]]:
+        """Events in the log; blocking."""
+        return self._log.events(query)
+
+    def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
+        """Sums over the log; blocking."""
+        return self._log.usage(query)
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""
@@ -220,7 +236,7 @@ class Service:
             )
         if self._is_draining:
             self._is_draining = False
-            self.event("info", "drain.ended", f"taking new work again, told by {by}")
+            self.event("info", "drain.ended", f"taking new work again, told by {by}", by)
             self.make_frame()
 
     # What workers and the router cause
@@ -272,11 +288,11 @@ class Service:
 
     # What the daemon does
 
-    def event(self, severity: str, code: str, message: str) -> None:
-        """Tell the operator: journal, console and log."""
+    def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
+        """Tell the operator: journal, console and log, which also keeps whose doing it was."""
         log.log(_LOG_LEVELS[severity], "%s", message)
         self._telemetry.events.append(EventFrame(utc_now(), severity, code, message))
-        self._log.event(severity, code, message)
+        self._log.event(severity, code, message, actor)
 
     @property
     def num_live(self) -> int:
@@ -289,7 +305,7 @@ class Service:
         self._tell_of_drain("a signal to stop")
 
     def _tell_of_drain(self, by: str) -> None:
-        self.event("info", "drain.started", f"draining {self.num_live} requests, told by {by}")
+        self.event("info", "drain.started", f"draining {self.num_live} requests, told by {by}", by)
         self.make_frame()
 
     async def drained(self, grace_s: float) -> None:

@@ -136,3 +136,30 @@ def m001_first_schema(db: Database) -> None:
     db.conn.execute("CREATE INDEX ix_requests_received ON requests(received_at)")
     db.conn.execute("CREATE INDEX ix_requests_peer ON requests(peer_uid, received_at)")
     db.conn.execute("CREATE INDEX ix_events_at ON events(at)")
+
+
+# Whose request it is, in the words of appliance.request.Peer.name; computed, so never in two minds.
+_USER = """
+ALTER TABLE requests ADD COLUMN user TEXT GENERATED ALWAYS AS (
+  CASE WHEN key_name IS NOT NULL THEN 'key:' || key_name
+    ELSE coalesce(peer_user, 'uid:' || peer_uid, 'unknown')
+  END
+) VIRTUAL
+"""
+
+
+@migration()
+def m002_users(db: Database) -> None:
+    """The API key, one word for the user, who caused an event, and indexes to ask by them."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN key_name TEXT",
+        _USER,
+        "ALTER TABLE events ADD COLUMN actor TEXT",
+        "DROP VIEW v_requests",
+        _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,"),
+        "DROP INDEX ix_requests_peer",
+        "CREATE INDEX ix_requests_user ON requests(user, received_at)",
+        "CREATE INDEX ix_requests_failed ON requests(received_at)"
+        " WHERE http_status >= 400 OR finish_reason IN ('error', 'abort')",
+    ):
+        db.conn.execute(statement)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from appliance.log_query import EventQuery, RowQuery, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
 from engine.errors import QueueFull, Unavailable
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
@@ -136,9 +137,18 @@ class FakeAppliance:
             self.frame_seq += 1
         return self.frame_seq, self.frame_json()
 
-    def log_rows(self, limit: int) -> list[dict[str, object]]:
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        return None
+
+    def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
         rows = [{"request_id": request_id, "http_status": s} for request_id, s in self.closed]
-        return rows[::-1][:limit]
+        return rows[::-1][: query.limit]
+
+    def log_events(self, query: EventQuery) -> list[dict[str, object]]:
+        return []
+
+    def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
+        return []
 
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()

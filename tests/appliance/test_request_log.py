@@ -3,93 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlite_utils import Database
 
-from appliance import request_log
+from appliance import log_file, request_log
 from appliance.latency import Stages, stages
-from appliance.log_reader import read_row, read_tail
+from appliance.log_query import RowQuery
+from appliance.log_reader import read_rows
 from appliance.log_row import LogRow
-from appliance.request import Peer, Request
 from appliance.request_log import RequestLog
-from engine.errors import ConfigError, PenstockError
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.sequence import Stamps
 from migrations.request_log import migration
+from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
 
-US = 1_000
 STAGES = Stages.__dataclass_fields__
-
-
-def sequence(index: int = 0, *, finished_us: int = 30_000, reason: str = "length") -> Sequence:
-    stamps = Stamps(
-        7_000_000,
-        tokenized_ns=7_000_000 + 1_000 * US,
-        started_ns=7_000_000 + 3_000 * US,
-        first_token_ns=7_000_000 + 10_000 * US,
-        attached_ns=7_000_000 + 11_000 * US,
-        decode_started_ns=7_000_000 + 12_000 * US,
-        second_token_ns=7_000_000 + 14_000 * US,
-        last_token_ns=7_000_000 + 28_000 * US,
-        finished_ns=7_000_000 + finished_us * US,
-    )
-    return Sequence(
-        seq_id=index,
-        request_id="cmpl-1",
-        index=index,
-        prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=10, seed=5, temperature=0.0),
-        stamps=stamps,
-        output_token_ids=[4] * 10,
-        finish_reason=FinishReason(reason),
-        handoff_blocks=2,
-        handoff_bytes=64,
-        transport="shm",
-    )
-
-
-def request(rid: str = "cmpl-1", *sequences: Sequence, text: str | None = "secret") -> Request:
-    return Request(
-        request_id=rid,
-        endpoint="/v1/completions",
-        model="tiny",
-        peer=Peer(uid=1000, gid=100, pid=42, user="ann"),
-        is_stream=True,
-        received_at="2026-01-02T03:04:05.678Z",
-        sequences=list(sequences) or [sequence()],
-        prompt_text=text,
-    )
-
-
-def row(rid: str) -> LogRow:
-    return LogRow.from_request(request(rid))
-
-
-def start(path: Path) -> RequestLog:
-    log = RequestLog(path)
-    log.start_run(version="1", model="tiny", dtype="float32", roles="static", transport="alias")
-    return log
-
-
-def query(path: Path, sql: str) -> list[tuple[object, ...]]:
-    with closing(sqlite3.connect(path)) as db:
-        return db.execute(sql).fetchall()
-
-
-def run_python(script: str, path: Path) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", script, str(path)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=root)
 
 
 @pytest.fixture
@@ -100,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_recorded_request_is_read_back_with_its_stages(path: Path) -> None:
     log = start(path)
     log.record(row("cmpl-1"))
-    (found,) = log.tail(5)
+    (found,) = log.rows(RowQuery())
     assert log.close()
     expected = {
         "rid": "cmpl-1",
@@ -185,20 +119,13 @@ def test_what_the_client_calls_it_is_cut_to_size() -> None:
     assert LogRow.from_request(asked).client_rid == "x" * 128
 
 
-def test_the_file_is_private_to_owner_and_group(path: Path) -> None:
-    assert start(path).close()
-    assert path.stat().st_mode & 0o777 == 0o640
-    assert query(path, "PRAGMA auto_vacuum") == [(2,)]
-    assert query(path, "PRAGMA journal_mode") == [("wal",)]
-
-
 def test_rows_are_found_by_id_and_newest_come_first(path: Path) -> None:
     log = start(path)
     for number in range(120):
         log.record(row(f"cmpl-{number}"))
-    assert [found["rid"] for found in log.tail(2)] == ["cmpl-119", "cmpl-118"]
-    assert log.find("cmpl-7")["rid"] == "cmpl-7"
-    assert log.find("cmpl-none") is None
+    assert rids(log.rows(RowQuery(limit=2))) == ["cmpl-119", "cmpl-118"]
+    assert log.row("cmpl-7")["rid"] == "cmpl-7"
+    assert log.row("cmpl-none") is None
     assert log.close()
     assert log.rows_lost == 0
     assert query(path, "SELECT count(*) FROM requests") == [(120,)]
@@ -227,7 +154,7 @@ def test_closing_twice_or_before_a_run_is_harmless(path: Path) -> None:
 def test_what_a_killed_daemon_committed_is_there(path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from tests.appliance.test_request_log import row, start\n"
+        "from tests.appliance.logs import row, start\n"
         "log = start(Path(sys.argv[1]))\n"
         "[log.record(row(f'cmpl-{i}')) for i in range(60)]\n"
         "assert log.flush(10)\n"
@@ -235,7 +162,7 @@ def test_what_a_killed_daemon_committed_is_there(path: Path) -> None:
     )
     ended = run_python(script, path)
     assert ended.returncode == -9
-    assert len(read_tail(path, 100)) == 60
+    assert len(read_rows(path, RowQuery(limit=100))) == 60
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
@@ -243,33 +170,32 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
     script = (
         "import resource, sys, time; from pathlib import Path\n"
         "from appliance import request_log\n"
-        "from tests.appliance.test_request_log import row, start\n"
+        "from tests.appliance.logs import row, start\n"
         "request_log.RETRY_INTERVAL_S = 0.05\n"
         "log = start(Path(sys.argv[1]))\n"
         "unlimited = resource.RLIM_INFINITY\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1, unlimited))\n"
         "log.record(row('cmpl-1'))\n"
-        "while not log.num_write_errors: time.sleep(0.01)\n"
+        "while not log._is_failing: time.sleep(0.01)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))\n"
         "assert log.flush(10) and log.close() and log.rows_lost == 0\n"
     )
     ended = run_python(script, path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("cannot write, will keep trying") == 1
-    assert [found["rid"] for found in read_tail(path, 5)] == ["cmpl-1"]
+    assert rids(read_rows(path, RowQuery())) == ["cmpl-1"]
 
 
 def test_rows_that_cannot_be_written_in_the_end_are_counted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr(log_file, "BUSY_TIMEOUT_MS", 1)
     log = start(path)
     with closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN IMMEDIATE")
         log.record(row("cmpl-1"))
         assert not log.close()
     assert log.rows_lost == 1
-    assert log.num_write_errors >= 1
 
 
 def test_a_full_queue_drops_old_events_before_rows(
@@ -283,7 +209,7 @@ def test_a_full_queue_drops_old_events_before_rows(
         log.record(row(f"cmpl-{number}"))
     assert log.rows_lost == 3
     log.start_run(version="1", model="m", dtype="d", roles="static", transport=None)
-    assert [found["rid"] for found in log.tail(9)] == ["cmpl-3", "cmpl-2", "cmpl-1"]
+    assert rids(log.rows(RowQuery(limit=9))) == ["cmpl-3", "cmpl-2", "cmpl-1"]
     assert log.close()
     assert query(path, "SELECT count(*) FROM events") == [(0,)]
 
@@ -292,7 +218,7 @@ def test_a_row_the_schema_refuses_does_not_hold_up_the_next(path: Path) -> None:
     log = start(path)
     for rid in ("cmpl-1", "cmpl-1", "cmpl-2"):
         log.record(row(rid))
-    assert [found["rid"] for found in log.tail(9)] == ["cmpl-2", "cmpl-1"]
+    assert rids(log.rows(RowQuery(limit=9))) == ["cmpl-2", "cmpl-1"]
     assert log.rows_lost == 1
     assert log.close()
 
@@ -311,62 +237,3 @@ def test_many_threads_may_record_at_once(path: Path) -> None:
         thread.join()
     assert log.close()
     assert query(path, "SELECT count(DISTINCT rid) FROM requests") == [(200,)]
-
-
-def test_a_newer_schema_is_refused_and_left_alone(path: Path) -> None:
-    assert start(path).close()
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute(
-            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
-            " VALUES ('request_log', 'm999_from_the_future', '')"
-        )
-    with pytest.raises(ConfigError, match="m999") as caught:
-        RequestLog(path)
-    assert str(path) in str(caught.value)
-
-
-def test_an_older_file_is_copied_before_it_is_changed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = start(path)
-    log.record(row("cmpl-1"))
-    assert log.close()
-
-    newer = type(migration)("request_log")
-    newer(name="m001_first_schema")(lambda db: None)
-    newer(name="m002_next")(lambda db: db.conn.execute("ALTER TABLE requests ADD COLUMN x TEXT"))
-    monkeypatch.setattr(request_log, "migration", newer)
-    assert RequestLog(path).close()
-
-    backup = path.with_name("requests.db.before-m002_next")
-    assert [found["rid"] for found in read_tail(backup, 5)] == ["cmpl-1"]
-    assert "x" not in {column[1] for column in query(backup, "PRAGMA table_info(requests)")}
-    assert "x" in {column[1] for column in query(path, "PRAGMA table_info(requests)")}
-    assert backup.stat().st_mode & 0o777 == 0o640
-
-
-def test_a_file_that_is_something_else_is_a_clear_error(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_text("not a database, and long enough to be read as a header " * 40)
-    with pytest.raises(ConfigError, match=r"requests\.db"):
-        RequestLog(path)
-    with pytest.raises(PenstockError, match=r"requests\.db"):
-        read_tail(path, 1)
-    with pytest.raises(PenstockError, match=r"missing\.db"):
-        read_row(path.with_name("missing.db"), "cmpl-1")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
-def test_a_reader_without_write_permission_reads_a_stopped_log() -> None:
-    with TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        path = Path(folder, "requests.db")
-        log = start(path)
-        log.record(row("cmpl-1"))
-        assert log.close()
-        path.chmod(0o644)
-        child = os.fork()
-        if child == 0:
-            os.setuid(65534)
-            os._exit(len(read_tail(path, 5)))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -1,0 +1,93 @@
+"""Requests, rows and log files, for tests of the log."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.log_retention import Limits
+from appliance.log_row import LogRow
+from appliance.request import Peer, Request
+from appliance.request_log import RequestLog
+from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+
+US = 1_000
+
+
+def sequence(index: int = 0, *, finished_us: int = 30_000, reason: str = "length") -> Sequence:
+    stamps = Stamps(
+        7_000_000,
+        tokenized_ns=7_000_000 + 1_000 * US,
+        started_ns=7_000_000 + 3_000 * US,
+        first_token_ns=7_000_000 + 10_000 * US,
+        attached_ns=7_000_000 + 11_000 * US,
+        decode_started_ns=7_000_000 + 12_000 * US,
+        second_token_ns=7_000_000 + 14_000 * US,
+        last_token_ns=7_000_000 + 28_000 * US,
+        finished_ns=7_000_000 + finished_us * US,
+    )
+    return Sequence(
+        seq_id=index,
+        request_id="cmpl-1",
+        index=index,
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=10, seed=5, temperature=0.0),
+        stamps=stamps,
+        output_token_ids=[4] * 10,
+        finish_reason=FinishReason(reason),
+        handoff_blocks=2,
+        handoff_bytes=64,
+        transport="shm",
+    )
+
+
+def request(rid: str = "cmpl-1", *sequences: Sequence, text: str | None = "secret") -> Request:
+    return Request(
+        request_id=rid,
+        endpoint="/v1/completions",
+        model="tiny",
+        peer=Peer(uid=1000, gid=100, pid=42, user="ann"),
+        is_stream=True,
+        received_at="2026-01-02T03:04:05.678Z",
+        sequences=list(sequences) or [sequence()],
+        prompt_text=text,
+    )
+
+
+def row(rid: str, **columns: Any) -> LogRow:
+    return msgspec.structs.replace(LogRow.from_request(request(rid)), **columns)
+
+
+def start(path: Path, limits: Limits | None = None) -> RequestLog:
+    log = RequestLog(path, limits)
+    log.start_run(version="1", model="tiny", dtype="float32", roles="static", transport="alias")
+    return log
+
+
+def write(path: Path, *rows: LogRow) -> None:
+    """A log that a daemon has left behind."""
+    log = start(path)
+    for one in rows:
+        log.record(one)
+    assert log.close()
+
+
+def query(path: Path, sql: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(path)) as db:
+        return db.execute(sql).fetchall()
+
+
+def rids(rows: list[dict[str, object]]) -> list[object]:
+    return [found["rid"] for found in rows]
+
+
+def run_python(script: str, path: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, str(path)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=root)
