@@ -21,6 +21,7 @@ from pathlib import Path
 from appliance.api import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
+from appliance.log_retention import Limits
 from appliance.notify import notify
 from appliance.request_log import RequestLog
 from appliance.server import ApiServer, bind_socket
@@ -30,6 +31,7 @@ from appliance.telemetry import cpu_names
 from engine.blocks import Ledger
 from engine.errors import PenstockError
 from engine.messages import Command, Report
+from engine.queue import FairQueue
 from engine.ring import Ring
 from engine.router import Router
 from engine.sequence import Sequence, TokenLogprob
@@ -37,7 +39,6 @@ from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
 
-MAX_QUEUED = 256
 FRAME_INTERVAL_S = 1.0
 REPLY_GRACE_S = 3.0
 """Between aborting what is live and closing the connections."""
@@ -115,7 +116,10 @@ class _Daemon:
         return 0
 
     def _open_log(self) -> RequestLog:
-        request_log = RequestLog(self._config.log_path)
+        request_log = RequestLog(
+            self._config.log_path,
+            Limits(self._config.log_keep_days, self._config.log_max_bytes),
+        )
         request_log.start_run(
             version=version("penstock"),
             model=self._plan.checkpoint.folder.name,
@@ -193,9 +197,9 @@ class _Daemon:
             topology,
             ledger,
             ring,
+            FairQueue(self._config.max_queued, self._config.max_queued_tokens),
             send=self._send,
             emit=self._emit,
-            max_queued=MAX_QUEUED,
             max_step_tokens=MAX_STEP_TOKENS,
         )
 

@@ -31,7 +31,7 @@ class RequestFrame(msgspec.Struct):
     """One of PHASES; of several sequences, the least advanced one that is not finished."""
     model: str
     user: str | None
-    """Name of the peer's uid; None if the socket does not say."""
+    """Who asked, in one word: a user, `uid:N`, `key:NAME` or `unknown`; None in old rows."""
     stream: bool
     num_sequences: int
     prompt_tokens: int
@@ -111,6 +111,11 @@ class QueueFrame(msgspec.Struct):
     decoding: int
     max_queued: int
     oldest_queued_ms: float | None
+    num_owners: int = 0
+    """Users and keys whose sequences wait in the queue."""
+    queued_tokens: int = 0
+    """Prompt tokens that wait in the queue."""
+    max_queued_tokens: int = 0
 
 
 class LatencyFrame(msgspec.Struct):

@@ -211,8 +211,11 @@ def queue_frame(router: Router, now_ns: int) -> QueueFrame:
         prefilling=counts[Phase.PREFILLING],
         handing_off=counts[Phase.HANDING_OFF],
         decoding=counts[Phase.DECODING],
-        max_queued=router.max_queued,
+        max_queued=router.queue.max_sequences,
         oldest_queued_ms=None if oldest_ns is None else (now_ns - oldest_ns) / 1e6,
+        num_owners=router.queue.num_owners,
+        queued_tokens=router.queue.num_tokens,
+        max_queued_tokens=router.queue.max_tokens,
     )
 
 
@@ -232,7 +235,7 @@ def request_frame(
         endpoint=request.endpoint,
         phase=str(shown.phase),
         model=request.model,
-        user=request.peer.user,
+        user=request.peer.name,
         stream=request.is_stream,
         num_sequences=len(request.sequences),
         prompt_tokens=sum(s.num_prompt_tokens for s in request.sequences),

@@ -8,7 +8,7 @@
     ├── InvariantViolated         the ledger's books do not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
         ├── Forbidden             403: the peer's role, or whose it is
-        ├── QueueFull             429: the bounded queue is full; retry_after_ms
+        ├── QueueFull             429: no room in the queue, for anybody or for this owner
         └── Unavailable           503: loading or draining; retry_after_ms
 
 Owns: the words. Called by: everyone. Never: logs or prints.
@@ -98,12 +98,15 @@ class Forbidden(RequestError):
 
 
 class QueueFull(RequestError):
-    """The bounded queue is full; the client should come back after `retry_after_ms`."""
+    """There is no room in the queue; the client should come back after `retry_after_ms`.
 
-    def __init__(self, what: str, *, retry_after_ms: int) -> None:
+    `code` is `queue_full`, or `user_quota` where others would find room.
+    """
+
+    def __init__(self, what: str, *, retry_after_ms: int, code: str = "queue_full") -> None:
         super().__init__(
             what,
-            code="queue_full",
+            code=code,
             status=429,
             kind="rate_limit_error",
             retry_after_ms=retry_after_ms,

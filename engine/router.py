@@ -1,6 +1,6 @@
 """Who runs where: admission, handoff, recovery. Events in, commands out.
 
-Owns: every sequence from submit to its last released block, the queue, and the ledger.
+Owns: every sequence from submit to its last released block, and the ledger.
 Called by: the daemon, on its loop; calls back `send` (a command for a worker) and `emit` (tokens
 for an open reply).
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none; a
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.blocks import Ledger
-from engine.errors import QueueFull, RequestError
+from engine.errors import RequestError
 from engine.messages import Admit, Command, Loaded, Release, SequenceStep, Stepped
 from engine.plan import prefill_key
+from engine.queue import FairQueue
 from engine.ring import Ring
-from engine.sequence import PHASE_DEADLINE_NS, FinishReason, Phase, Sequence, TokenLogprob
+from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.topology import Topology
 
 MAX_RUNNING_SEQUENCES = 256
@@ -31,7 +32,7 @@ MAX_SUSPICIONS = 3
 """A sequence that keeps killing workers is found out: after its second death each that was there
 makes its next step with no other suspect beside it, and a death then is blamed on it alone."""
 STARVATION_NS = 10_000_000_000
-"""A sequence that has waited this long for blocks is not overtaken any more."""
+"""A sequence that has waited this long is not passed any more by what comes after it in order."""
 
 
 @dataclass(slots=True)
@@ -56,29 +57,26 @@ class Router:
         topology: Topology,
         ledger: Ledger,
         ring: Ring | None,
+        queue: FairQueue,
         *,
         send: Send,
         emit: Emit,
-        max_queued: int,
         max_step_tokens: int,
     ) -> None:
         self.topology = topology
         self.ledger = ledger
         self.ring = ring
         self.counters = Counters()
-        self.queue: list[Sequence] = []
+        self.queue = queue
         """Waiting and holding no blocks."""
         self.resuming: list[Sequence] = []
         """Waiting and holding blocks: moved or recovered; always placed before the queue."""
         self.running: dict[int, Sequence] = {}
         """Admitted to a worker or on the way between two; by seq_id."""
         self.ready_workers: set[str] = set()
-        self.max_queued = max_queued
         self._send = send
         self._emit = emit
         self._max_step_tokens = max_step_tokens
-        self._finish_interval_ns = 0.0
-        self._last_finish_ns: int | None = None
 
     # What clients cause
 
@@ -86,25 +84,12 @@ class Router:
         """Queue all of a request's sequences, or none.
 
         Raises:
-            QueueFull: too many wait already.
-            RequestError: one of them could never fit the pools.
+            QueueFull: there is no room in the queue now.
+            RequestError: they could never fit the pools, or the queue.
         """
         for sequence in sequences:
             self._check_fits(sequence)
-        if len(sequences) > self.max_queued:
-            raise RequestError(
-                f"{len(sequences)} prompts in one request, at most {self.max_queued} may wait",
-                code="invalid_value",
-                param="prompt",
-            )
-        if len(self.queue) + len(sequences) > self.max_queued:
-            raise QueueFull(
-                f"{len(self.queue)} sequences are waiting, at most {self.max_queued} may",
-                retry_after_ms=self.retry_after_ms(),
-            )
-        for sequence in sequences:
-            self._enter(sequence, Phase.QUEUED, now_ns)
-            self.queue.append(sequence)
+        self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
@@ -113,10 +98,10 @@ class Router:
             return
         sequence.finish_reason = reason
         sequence.stamps.finished_ns = now_ns
-        self._enter(sequence, Phase.FINISHED, now_ns)
-        for waiting in (self.queue, self.resuming):
-            if sequence in waiting:
-                waiting.remove(sequence)
+        sequence.phase = Phase.FINISHED
+        self.queue.forget(sequence)
+        if sequence in self.resuming:
+            self.resuming.remove(sequence)
         self.running.pop(sequence.seq_id, None)
         key = ("admit", sequence.seq_id, sequence.generation)
         if sequence.worker is not None and self.ledger.is_open(key):
@@ -124,7 +109,6 @@ class Router:
         if self.ring is not None:
             self.ring.forget(sequence)
         self.ledger.release_all(sequence.seq_id)
-        self._note_finish(now_ns)
 
     def abort(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
         """End a sequence and tell its reply."""
@@ -132,11 +116,6 @@ class Router:
             self.finish(sequence, reason, now_ns)
             self._emit(sequence, [], [], True)
             self.dispatch(now_ns)
-
-    def retry_after_ms(self) -> int:
-        """When a refused client should come back: the queue's length at the rate it drains."""
-        estimate_ms = len(self.queue) * self._finish_interval_ns / 1e6
-        return int(min(max(estimate_ms, 250.0), 60_000.0))
 
     # What workers report
 
@@ -167,7 +146,7 @@ class Router:
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
             sequence.worker = None
-            self._enter(sequence, Phase.QUEUED, now_ns)
+            sequence.phase = Phase.QUEUED
             self.resuming.append(sequence)
         self.dispatch(now_ns)
 
@@ -225,19 +204,20 @@ class Router:
             if s.phase is Phase.PREFILLING
         ]
         pool = self.ledger.pools[self.topology.prefill_pool]
-        for sequence in sorted(self.queue, key=key):
+        for sequence in self.queue.in_order(now_ns):
             if len(self.running) >= MAX_RUNNING_SEQUENCES or not pool.num_free:
                 break
             # The worker sees two steps' worth of prompts; the rest waits here, where it can be
             # overtaken by a shorter one and cancelled without a message.
             own_key = key(sequence)
-            if sum(n for n, other in ahead if other <= own_key) >= 2 * self._max_step_tokens:
-                break
-            if not self.ledger.reserve(sequence.seq_id, self._wants(sequence)):
+            num_ahead = sum(n for n, other in ahead if other <= own_key)
+            if num_ahead >= 2 * self._max_step_tokens or not self.ledger.reserve(
+                sequence.seq_id, self._wants(sequence)
+            ):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                     break
                 continue
-            self.queue.remove(sequence)
+            self.queue.take(sequence, now_ns)
             ahead.append((sequence.num_prompt_tokens, own_key))
             self._admit(sequence, self.topology.prefill_worker, now_ns)
 
@@ -284,7 +264,7 @@ class Router:
         if not needs_prefill and self.ring is not None and not self.ring.has_arrived(sequence):
             sequence.worker = worker
             self.running[sequence.seq_id] = sequence
-            self._enter(sequence, Phase.HANDING_OFF, now_ns)
+            sequence.phase = Phase.HANDING_OFF
             return
         self._admit(sequence, worker, now_ns)
 
@@ -301,9 +281,9 @@ class Router:
         sequence.worker = worker
         self.running[sequence.seq_id] = sequence
         if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            self._enter(sequence, Phase.PREFILLING, now_ns)
+            sequence.phase = Phase.PREFILLING
         else:
-            self._enter(sequence, Phase.HANDING_OFF if moves_on else Phase.DECODING, now_ns)
+            sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
         self.ledger.activate(sequence.seq_id, pool)
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
@@ -346,14 +326,17 @@ class Router:
             if stamps.first_token_ns is None:
                 stamps.first_token_ns = now_ns
                 moves_on = sequence.worker != self.topology.decode_worker and self._moves(sequence)
-                self._enter(sequence, Phase.HANDING_OFF if moves_on else Phase.DECODING, now_ns)
+                sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
             elif stamps.second_token_ns is None:
                 stamps.second_token_ns = now_ns
         if entry.finish_reason is not None:
+            sequence.error = entry.error
             self.finish(sequence, FinishReason(entry.finish_reason), now_ns)
         if entry.token_id is not None:
             logprobs = [] if entry.logprob is None else [entry.logprob]
             self._emit(sequence, [entry.token_id], logprobs, sequence.is_finished)
+        elif sequence.is_finished:
+            self._emit(sequence, [], [], True)
         # emit may have ended it too (a stop string), so ask again
         if entry.is_released and not sequence.is_finished:
             self._hand_off(sequence, now_ns)
@@ -366,7 +349,7 @@ class Router:
             sequence.num_computed_tokens
         )
         self.counters.handoffs += 1
-        self._enter(sequence, Phase.HANDING_OFF, now_ns)
+        sequence.phase = Phase.HANDING_OFF
         if self.ring is not None:
             self.ledger.release(sequence.seq_id, topology.prefill_pool)
             sequence.worker = topology.decode_worker
@@ -375,19 +358,9 @@ class Router:
             sequence.worker = None
             self.resuming.append(sequence)
 
-    def _enter(self, sequence: Sequence, phase: Phase, now_ns: int) -> None:
-        sequence.phase = phase
-        deadline = PHASE_DEADLINE_NS.get(phase)
-        sequence.deadline_ns = None if deadline is None else now_ns + deadline
-
-    def _note_finish(self, now_ns: int) -> None:
-        if self._last_finish_ns is not None:
-            interval = now_ns - self._last_finish_ns
-            self._finish_interval_ns += 0.1 * (interval - self._finish_interval_ns)
-        self._last_finish_ns = now_ns
-
     def check_invariants(self) -> None:
-        """Raise InvariantViolated unless the ledger and the sequences agree."""
+        """Raise InvariantViolated unless ledger, queue and ring agree with themselves."""
+        self.queue.check_invariants()
         self.ledger.check_invariants()
         if self.ring is not None:
             self.ring.check_invariants()

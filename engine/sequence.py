@@ -24,15 +24,6 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
-PHASE_DEADLINE_NS = {
-    Phase.QUEUED: 300_000_000_000,
-    Phase.PREFILLING: 300_000_000_000,
-    Phase.HANDING_OFF: 30_000_000_000,
-    Phase.DECODING: 3600_000_000_000,
-}
-"""Recorded on the sequence at each change of phase; nothing acts on them yet."""
-
-
 class FinishReason(StrEnum):
     """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
 
@@ -134,8 +125,6 @@ class Sequence:
     """Deaths of a worker for which it may be to blame."""
     is_on_probation: bool = False
     """Under suspicion, and without progress since: no other such sequence runs beside it."""
-    deadline_ns: int | None = None
-    """When the present phase should be over."""
     handoff_bytes: int = 0
     """Bytes that moved in the handoff; 0 when the pool is shared."""
     handoff_blocks: int = 0

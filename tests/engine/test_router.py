@@ -5,6 +5,7 @@ import pytest
 
 from engine.blocks import BlockPool, BlockState, Ledger
 from engine.errors import QueueFull, RequestError
+from engine.queue import FairQueue
 from engine.ring import Ring
 from engine.router import MAX_SUSPICIONS, Router
 from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamps
@@ -17,7 +18,7 @@ ARMS = ("alias", "shm", "colocated")
 class World:
     """A router, its fake workers and a clock; delivers messages when told to."""
 
-    def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50):
+    def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
         if arm == "colocated":
             self.topology = Topology("colocated", "colocated", "kv", "kv", None)
         elif arm == "alias":
@@ -53,9 +54,9 @@ class World:
             self.topology,
             self.ledger,
             ring,
+            FairQueue(max_queued, max_queued_tokens),
             send=lambda name, command: self.workers[name].inbox.append(command),
             emit=self.emit,
-            max_queued=max_queued,
             max_step_tokens=8,
         )
         self.next_seq_id = 1
@@ -68,7 +69,7 @@ class World:
         if is_last:
             self.ended[sequence.seq_id] = sequence.finish_reason
 
-    def sequence(self, num_prompt_tokens=10, max_tokens=5):
+    def sequence(self, num_prompt_tokens=10, max_tokens=5, owner=""):
         seq_id, self.next_seq_id = self.next_seq_id, self.next_seq_id + 1
         return Sequence(
             seq_id=seq_id,
@@ -77,6 +78,7 @@ class World:
             prompt_token_ids=[(seq_id * 7 + i) % 91 for i in range(num_prompt_tokens)],
             sampling=SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
             stamps=Stamps(self.now_ns, self.now_ns),
+            owner=owner,
         )
 
     def submit(self, *sequences):
@@ -203,15 +205,51 @@ def test_a_prompt_that_can_never_fit_is_refused_and_nothing_is_kept(world):
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back():
-    world = World("alias", num_blocks=9, max_queued=3)
-    world.submit(world.sequence(20, 12))
-    for _ in range(3):
-        world.submit(world.sequence(20, 12))
-    with pytest.raises(QueueFull) as refused:
-        world.submit(world.sequence(1, 1))
-    assert refused.value.retry_after_ms >= 250
+    world = World("alias", num_blocks=9, max_queued=4)
+    for owner in ("", "", "", "", "her"):  # the first is placed at once
+        world.submit(world.sequence(20, 12, owner=owner))
+    for owner in ("", "him"):
+        with pytest.raises(QueueFull) as refused:
+            world.submit(world.sequence(1, 1, owner=owner))
+        assert refused.value.code == "queue_full"
+        assert 1000 <= refused.value.retry_after_ms <= 120_000
     world.run()
-    assert len(world.ended) == 4
+    assert len(world.ended) == 5
+
+
+def test_a_flood_of_one_owner_leaves_room_and_turns_to_others():
+    world = World("alias", num_blocks=17, max_queued=50)
+    flood = [world.sequence(20, 12) for _ in range(37)]
+    for sequence in flood:
+        world.submit(sequence)
+    with pytest.raises(QueueFull) as refused:
+        world.submit(world.sequence(20, 12), world.sequence(20, 12))
+    assert refused.value.code == "user_quota"
+    world.now_ns += 60_000_000_000  # all of the flood is old now, and starving
+    others = [world.sequence(20, 12, owner=name) for name in ("her", "him")]
+    for sequence in others:
+        world.submit(sequence)
+    while not all(sequence.is_finished for sequence in others):
+        world.tick()
+    assert sum(sequence.is_finished for sequence in flood) <= 4
+    world.run()
+    assert len(world.ended) == len(flood) + 2
+
+
+def test_a_flood_passes_what_does_not_fit_for_ten_seconds_only():
+    world = World("alias", num_blocks=17)
+    flood = [world.sequence(10, 6) for _ in range(30)]
+    for sequence in flood:
+        world.submit(sequence)
+    heavy = world.sequence(30, 30, owner="her")
+    world.submit(heavy)
+    world.tick()
+    world.now_ns += 11_000_000_000
+    num_placed = sum(sequence.phase is not Phase.QUEUED for sequence in flood)
+    while heavy.phase is Phase.QUEUED:
+        world.tick()
+    assert sum(sequence.phase is not Phase.QUEUED for sequence in flood) == num_placed
+    world.run()
 
 
 def test_more_prompts_than_may_ever_wait_are_a_bad_request():
@@ -366,7 +404,8 @@ def test_a_long_random_walk_loses_nothing(arm, seed):
         name = rng.choice(list(world.workers))
         worker = world.workers[name]
         if action < 0.06 and len(world.router.queue) < 20:
-            sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25))
+            owner = rng.choice(["", "her", "him"])
+            sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25), owner)
             world.submit(sequence)
             live.append(sequence)
         elif action < 0.09 and live:

@@ -1,0 +1,136 @@
+"""How much may wait, everybody's and each owner's; and when a refused client should come back.
+
+Owns: the limit on one thing that waits (sequences, or their prompt tokens), the counts by owner,
+and the pace at which it has been leaving.
+Called by: the queue, which has one Room for each.
+Invariant: an owner has at most OWNER_SHARE times as much waiting as there is room left, but for a
+single sequence of one that had none.
+Never: knows sequences or their order, or reads a clock (now_ns is given).
+
+This is the dynamic threshold by which switches share their buffers: alone, an owner gets three
+quarters of the room; the more owners, the less for each; and always some is left for a newcomer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.errors import InvariantViolated, QueueFull, RequestError
+
+OWNER_SHARE = 3
+PACE_WINDOW_S = 30.0
+"""How far back the pace looks, in time that somebody waited."""
+UNKNOWN_RETRY_MS = 5_000
+"""When to come back while nothing has left yet."""
+MIN_RETRY_MS = 1_000
+MAX_RETRY_MS = 120_000
+"""A longer time OpenAI's client does not keep to."""
+
+
+class Room:
+    """Room for one kind of thing."""
+
+    def __init__(self, unit: str, limit: int) -> None:
+        self.unit = unit
+        """Plural, as messages name it."""
+        self.limit = limit
+        self.total = 0
+        self.pace = Pace()
+        self._held: dict[str, int] = {}
+
+    @property
+    def num_owners(self) -> int:
+        """Owners that have something here."""
+        return len(self._held)
+
+    def held(self, owner: str) -> int:
+        """How much of it is this owner's."""
+        return self._held.get(owner, 0)
+
+    def enter(self, owner: str, amount: int) -> None:
+        """So much more waits."""
+        self.total += amount
+        self._held[owner] = self.held(owner) + amount
+
+    def leave(self, owner: str, amount: int) -> None:
+        """So much less waits."""
+        self.total -= amount
+        self._held[owner] -= amount
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def check(self, owner: str, wanted: int, *, is_single: bool) -> None:
+        """Refuse what there is no room for.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            is_single: it is one sequence. An owner's first may take all that is left, and where
+                nothing waits it may be of any size: whatever can be served can also wait.
+
+        Raises:
+            QueueFull: there is no room now, for anybody or for this owner.
+            RequestError: there never will be.
+        """
+        free, held = self.limit - self.total, self.held(owner)
+        if is_single and not held and (wanted <= free or not self.total):
+            return
+        most = OWNER_SHARE * self.limit // (1 + OWNER_SHARE)
+        if wanted > most and not is_single:
+            raise RequestError(
+                f"the prompts of one request may be {most} {self.unit}, these are {wanted}",
+                code="invalid_value",
+                param="prompt",
+                hint="send them in several requests",
+            )
+        if wanted > free:
+            raise QueueFull(
+                f"{self.total} {self.unit} are waiting, at most {self.limit} may; "
+                f"this request has {wanted}",
+                retry_after_ms=self.pace.retry_ms(min(wanted - free, self.total)),
+            )
+        # What the owner may add so that it has at most OWNER_SHARE times what is left after that.
+        share = max((OWNER_SHARE * free - held) // (1 + OWNER_SHARE), 0)
+        if wanted > share:
+            raise QueueFull(
+                f"{held} of your {self.unit} are waiting and {share} more may, "
+                f"so that others find room; this request has {wanted}",
+                code="user_quota",
+                # Owners take turns: its own leave at its share of the pace.
+                retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
+            )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless the owners' parts add up."""
+        if self.total != sum(self._held.values()) or any(n <= 0 for n in self._held.values()):
+            raise InvariantViolated(
+                f"{self.total} {self.unit} wait, by owner {self._held}", where="queue"
+            )
+
+
+class Pace:
+    """How fast a queue goes down: what left it, over the time that somebody waited, lately."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._waited_s = 0.0
+        self._at_ns = 0
+
+    def advance(self, now_ns: int, *, is_waited: bool) -> None:
+        """Time has passed since the last call, and there was a queue or there was none."""
+        if is_waited:
+            kept = math.exp(-(now_ns - self._at_ns) / 1e9 / PACE_WINDOW_S)
+            self._amount *= kept
+            self._waited_s = self._waited_s * kept + PACE_WINDOW_S * (1 - kept)
+        self._at_ns = now_ns
+
+    def count(self, amount: int) -> None:
+        """So much has left after it has waited."""
+        self._amount += amount
+
+    def retry_ms(self, amount: int) -> int:
+        """When so much will have left, within what clients keep to."""
+        if not self._amount or not self._waited_s:
+            return UNKNOWN_RETRY_MS
+        estimate_ms = 1e3 * amount * self._waited_s / self._amount
+        return math.ceil(min(max(estimate_ms, MIN_RETRY_MS), MAX_RETRY_MS))

@@ -1,0 +1,220 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import QueueFull, RequestError
+from engine.plan import prefill_key
+from engine.queue import FairQueue
+from engine.sequence import SamplingParams, Sequence, Stamps
+
+SECOND_NS = 1_000_000_000
+OWNERS = ("a", "b", "c", "d")
+Sizes = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 200)), min_size=1, max_size=12)
+
+
+class Makes:
+    """Sequences with ids of their own."""
+
+    def __init__(self):
+        self.last_id = 0
+
+    def __call__(self, owner="", num_prompt_tokens=10, max_tokens=5, *, at_ns=0):
+        self.last_id += 1
+        return Sequence(
+            seq_id=self.last_id,
+            request_id=f"r{self.last_id}",
+            index=0,
+            prompt_token_ids=[1] * num_prompt_tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            stamps=Stamps(at_ns),
+            owner=owner,
+        )
+
+
+@pytest.fixture
+def make():
+    return Makes()
+
+
+def roomy():
+    return FairQueue(100_000, 10**9)
+
+
+def cost(sequence):
+    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+
+
+def take_next(queue, now_ns=0):
+    sequence = next(queue.in_order(now_ns))
+    queue.take(sequence, now_ns)
+    queue.check_invariants()
+    return sequence
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20 * SECOND_NS)), max_size=30))
+def test_one_owner_alone_is_served_shortest_first_with_ageing(sizes):
+    make, queue, now_ns = Makes(), roomy(), 20 * SECOND_NS
+    sequences = [make("a", size, at_ns=at_ns) for size, at_ns in sizes]
+    for sequence in sequences:
+        queue.push([sequence], now_ns)
+    expected = sorted(
+        sequences, key=lambda s: prefill_key(s.num_prompt_tokens, now_ns - s.stamps.arrived_ns)
+    )
+    assert list(queue.in_order(now_ns)) == expected
+    assert [take_next(queue, now_ns) for _ in sequences] == expected
+
+
+@given(st.lists(Sizes, min_size=2, max_size=4))
+def test_owners_that_keep_waiting_stay_within_one_sequence_of_each_other(work):
+    make, queue = Makes(), roomy()
+    for owner, sizes in zip(OWNERS, work, strict=False):
+        queue.push([make(owner, *size) for size in sizes], 0)
+    served = dict.fromkeys(OWNERS[: len(work)], 0)
+    left = {owner: len(sizes) for owner, sizes in zip(OWNERS, work, strict=False)}
+    dearest = max(cost(sequence) for sequence in queue)
+    while all(left.values()):
+        sequence = take_next(queue)
+        served[sequence.owner] += cost(sequence)
+        left[sequence.owner] -= 1
+        assert max(served.values()) - min(served.values()) <= dearest
+
+
+@given(st.lists(Sizes, min_size=1, max_size=3), st.integers(0, 20), st.integers(1, 5000))
+def test_a_newcomer_waits_for_one_turn_of_each_other_owner_at_most(work, num_before, size):
+    make, queue = Makes(), roomy()
+    for owner, sizes in zip(OWNERS, work, strict=False):
+        queue.push([make(owner, *size) for size in sizes], 0)
+    for _ in range(min(num_before, len(queue))):
+        take_next(queue)
+    newcomer = make("newcomer", size)
+    queue.push([newcomer], 5 * SECOND_NS)
+    before = []
+    while (taken := take_next(queue, 5 * SECOND_NS)) is not newcomer:
+        before.append(taken.owner)
+    assert len(before) == len(set(before))
+
+
+def test_who_was_alone_owes_nothing(make):
+    queue = roomy()
+    for _ in range(50):
+        queue.push([make("a", 1000)], 0)
+        take_next(queue)
+    queue.push([make("a", 20)], 0)
+    queue.push([make("b", 20), make("b", 20)], 0)
+    assert take_next(queue).owner == "a"
+
+
+def test_who_waits_late_has_saved_up_nothing(make):
+    queue = roomy()
+    queue.push([make("a", 100) for _ in range(20)], 0)
+    queue.push([make("b", 100)], 0)
+    for _ in range(11):
+        take_next(queue)
+    queue.push([make("b", 100) for _ in range(5)], 0)
+    owners = [take_next(queue).owner for _ in range(10)]
+    assert 4 <= owners.count("a") <= 6
+
+
+def test_what_a_sequence_did_not_use_is_given_back(make):
+    queue = roomy()
+    greedy = make("a", 10, max_tokens=10_000)
+    queue.push([greedy, *[make("a", 10) for _ in range(9)]], 0)
+    queue.push([make("b", 10) for _ in range(90)], 0)
+    queue.take(greedy, 0)
+    assert [take_next(queue).owner for _ in range(20)] == ["b"] * 20
+    greedy.num_computed_tokens = 15  # it ended early
+    queue.forget(greedy)
+    owners = [take_next(queue).owner for _ in range(10)]
+    assert owners.count("a") == 9
+    queue.check_invariants()
+
+
+def test_a_sequence_that_leaves_the_queue_is_charged_nothing(make):
+    queue = roomy()
+    gone = make("a", 10)
+    queue.push([gone, make("a", 10)], 0)
+    queue.push([make("b", 10)], 0)
+    queue.forget(gone)
+    queue.forget(gone)
+    assert len(queue) == 2
+    assert {take_next(queue).owner for _ in range(2)} == {"a", "b"}
+    assert not queue
+
+
+def test_what_is_passed_over_costs_nothing_and_its_owner_stays_next(make):
+    queue = roomy()
+    heavy, light = make("a", 500), make("b", 10)
+    queue.push([make("c", 1)], 0)
+    queue.push([heavy], 0)
+    queue.push([light], 0)
+    for sequence in queue.in_order(0):
+        if sequence is not heavy:
+            queue.take(sequence, 0)
+    queue.push([make("b", 10)], 0)
+    assert next(queue.in_order(0)) is heavy
+
+
+def test_a_request_is_queued_whole_or_not_at_all(make):
+    queue = FairQueue(100, 50)
+    with pytest.raises(RequestError) as refused:
+        queue.push([make("a", 30), make("a", 30)], 0)
+    assert refused.value.status == 400
+    queue.push([make("a", 30)], 0)
+    with pytest.raises(QueueFull):
+        queue.push([make("b", 10), make("b", 11)], 0)
+    assert (len(queue), queue.num_tokens, queue.num_owners) == (1, 30, 1)
+    queue.check_invariants()
+
+
+def test_limits_change_while_it_is_used(make):
+    queue = FairQueue(100, 10**6)
+    queue.push([make("a") for _ in range(50)], 0)
+    queue.set_limits(40, 10**6)
+    with pytest.raises(QueueFull, match="at most 40"):
+        queue.push([make("b")], 0)
+    queue.set_limits(60, 10**6)
+    queue.push([make("b")], 0)
+    assert (queue.max_sequences, len(queue)) == (60, 51)
+
+
+def test_when_to_come_back_is_learned_from_what_waited(make):
+    queue = FairQueue(8, 10**6)
+    now_ns = SECOND_NS
+    queue.push([make("a")], now_ns)
+    take_next(queue, now_ns)  # placed at once: says nothing
+    queue.push([make("a") for _ in range(6)], now_ns)
+    for _ in range(4):
+        now_ns += 3 * SECOND_NS
+        take_next(queue, now_ns)
+    queue.push([make("a") for _ in range(4)], now_ns)
+    with pytest.raises(QueueFull) as refused:
+        queue.push([make("a")], now_ns)
+    assert refused.value.code == "user_quota"
+    assert 2000 <= refused.value.retry_after_ms <= 4000
+
+
+@given(st.data())
+def test_nothing_is_lost_or_served_twice(data):
+    make, queue, now_ns = Makes(), FairQueue(30, 3000), 0
+    waiting, placed, gone = {}, {}, set()
+    for _ in range(data.draw(st.integers(0, 40))):
+        now_ns += data.draw(st.integers(0, SECOND_NS))
+        action = data.draw(st.sampled_from(("push", "push", "take", "end")))
+        if action == "push":
+            owner = data.draw(st.sampled_from(OWNERS))
+            batch = [make(owner, *size) for size in data.draw(Sizes)]
+            try:
+                queue.push(batch, now_ns)
+            except RequestError:
+                continue
+            waiting |= {sequence.seq_id: sequence for sequence in batch}
+        elif action == "take" and waiting:
+            sequence = take_next(queue, now_ns)
+            placed[sequence.seq_id] = waiting.pop(sequence.seq_id)
+        elif action == "end" and (waiting or placed):
+            seq_id = data.draw(st.sampled_from([*waiting, *placed]))
+            queue.forget(waiting.pop(seq_id, None) or placed.pop(seq_id))
+            gone.add(seq_id)
+        queue.check_invariants()
+        assert {sequence.seq_id for sequence in queue} == set(waiting)
+        assert {sequence.seq_id for sequence in queue.in_order(now_ns)} == set(waiting)
