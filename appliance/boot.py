@@ -166,6 +166,7 @@ def _setups(
             weights=weights,
             num_threads=len(plan.cpus),
             max_step_tokens=MAX_STEP_TOKENS,
+            max_model_len=placement.max_model_len,
         )
         workers.append((plan, setup))
     return workers, fds

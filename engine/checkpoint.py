@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import DTYPE_BYTES, ModelConfig
+from engine.config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.json_keys import JsonKeys
 from engine.safetensors_header import TensorInfo, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_NamedShape = tuple[str, tuple[int, ...]]
+_CONTINUING = frozenset({"k_proj", "v_proj", "up_proj", "w3"})
+"""Projections that read the same input as the one before them."""
 _ALIGNMENT_BYTES = 64  # a cache line; also what vector loads like best
 
 
@@ -61,8 +65,7 @@ class Checkpoint:
             digest.update(header)
             found.update((tensor.name, tensor) for tensor in tensors)
         expected = {
-            name: _checked(source, found.get(name), name, shape)
-            for name, shape in expected_shapes(config)
+            name: _checked(source, found, name, shape) for name, shape in expected_shapes(config)
         }
         return cls(folder, config, expected, _main_dtype(expected), digest.hexdigest())
 
@@ -85,42 +88,79 @@ class WeightsLayout:
     offset_by_name: dict[str, int]
 
 
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
     """Every tensor of the model and its shape, in the order in which a forward pass reads them.
 
     Query, key and value are neighbours, and so are gate and up: the arena's layout follows this
     order, and neighbours in it can be used as one matrix.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    prefix, hidden = config.family.prefix, config.hidden_size
+    yield f"{prefix}model.embed_tokens.weight", (config.vocab_size, hidden)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        for part, size in qkv_sizes.items():
-            yield f"{prefix}self_attn.{part}_proj.weight", (size, hidden)
-        if config.has_qkv_bias:
-            for part, size in qkv_sizes.items():
-                yield f"{prefix}self_attn.{part}_proj.bias", (size,)
-        if config.has_qk_norm:
-            yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
-        yield f"{prefix}self_attn.o_proj.weight", (hidden, q_size)
-        if config.has_output_bias:
-            yield f"{prefix}self_attn.o_proj.bias", (hidden,)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        for part in ("gate", "up"):
-            yield f"{prefix}mlp.{part}_proj.weight", (inner, hidden)
-        if config.has_mlp_bias:
-            for part in ("gate", "up"):
-                yield f"{prefix}mlp.{part}_proj.bias", (inner,)
-        yield f"{prefix}mlp.down_proj.weight", (hidden, inner)
-        if config.has_mlp_bias:
-            yield f"{prefix}mlp.down_proj.bias", (hidden,)
-    yield "model.norm.weight", (hidden,)
+        layer_prefix = f"{prefix}model.layers.{layer}."
+        yield from _norm_shapes(config, layer_prefix, "before_attention")
+        yield from _attention_shapes(config, f"{layer_prefix}self_attn.")
+        yield from _norm_shapes(config, layer_prefix, "after_attention")
+        yield from _norm_shapes(config, layer_prefix, "before_mlp")
+        experts = config.experts_of(layer)
+        if experts is None:
+            yield from _mlp_shapes(config, f"{layer_prefix}mlp.")
+        else:
+            yield from _experts_shapes(experts, layer_prefix, config.hidden_size)
+        yield from _norm_shapes(config, layer_prefix, "after_mlp")
+    yield f"{prefix}model.norm.weight", (hidden,)
     if not config.is_tied:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+        yield f"{prefix}lm_head.weight", (config.vocab_size, hidden)
+
+
+def _norm_shapes(config: ModelConfig, prefix: str, place: str) -> Iterator[_NamedShape]:
+    name = getattr(config.family.norms, place)
+    if name is not None:
+        yield f"{prefix}{name}.weight", (config.hidden_size,)
+
+
+def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]:
+    hidden, family = config.hidden_size, config.family
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = [q_size, kv_size, kv_size] if len(family.qkv) == 3 else [q_size + 2 * kv_size]
+    parts = list(zip(family.qkv, sizes, strict=True))
+    for part, size in parts:
+        yield f"{prefix}{part}.weight", (size, hidden)
+    if config.has_qkv_bias:
+        for part, size in parts:
+            yield f"{prefix}{part}.bias", (size,)
+    if family.qk_norm is not None:
+        is_per_head = family.qk_norm == "head"
+        yield f"{prefix}q_norm.weight", (config.head_dim if is_per_head else q_size,)
+        yield f"{prefix}k_norm.weight", (config.head_dim if is_per_head else kv_size,)
+    yield f"{prefix}o_proj.weight", (hidden, q_size)
+    if config.has_output_bias:
+        yield f"{prefix}o_proj.bias", (hidden,)
+
+
+def _mlp_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]:
+    hidden, inner, parts = config.hidden_size, config.intermediate_size, config.family.gate_up
+    rows = 2 * inner // len(parts)
+    for part in parts:
+        yield f"{prefix}{part}.weight", (rows, hidden)
+    if config.has_mlp_bias:
+        for part in parts:
+            yield f"{prefix}{part}.bias", (rows,)
+    yield f"{prefix}down_proj.weight", (hidden, inner)
+    if config.has_mlp_bias:
+        yield f"{prefix}down_proj.bias", (hidden,)
+
+
+def _experts_shapes(
+    experts: ExpertsConfig, layer_prefix: str, hidden: int
+) -> Iterator[_NamedShape]:
+    names, inner = experts.names, experts.intermediate_size
+    prefix = f"{layer_prefix}{names.block}."
+    yield f"{prefix}gate.weight", (experts.num_experts, hidden)
+    for expert in range(experts.num_experts):
+        for part in (names.gate, names.up):
+            yield f"{prefix}experts.{expert}.{part}.weight", (inner, hidden)
+        yield f"{prefix}experts.{expert}.{names.down}.weight", (hidden, inner)
 
 
 def choose_dtype(
@@ -162,7 +202,7 @@ def weights_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
 
 def _continues_matrix(name: str) -> bool:
     """True if no gap may lie before this tensor, so that it and the one before are one matrix."""
-    return name.rsplit(".", 2)[-2] in ("k_proj", "v_proj", "up_proj")
+    return name.rsplit(".", 2)[-2] in _CONTINUING
 
 
 def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
@@ -179,10 +219,12 @@ def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _checked(
-    source: Path, tensor: TensorInfo | None, name: str, shape: tuple[int, ...]
+    source: Path, found: dict[str, TensorInfo], name: str, shape: tuple[int, ...]
 ) -> TensorInfo:
+    tensor = found.get(name)
     if tensor is None:
-        raise CheckpointError(f"tensor {name} is missing", where=str(source))
+        hint = _layer_hint(found, name)
+        raise CheckpointError(f"tensor {name} is missing", where=str(source), hint=hint)
     if tensor.shape != shape:
         what = f"tensor {name} has shape {tensor.shape}, but config.json asks for {shape}"
         raise CheckpointError(what, where=str(tensor.file))
@@ -191,6 +233,20 @@ def _checked(
         hint = f"supported: {', '.join(DTYPE_BYTES)}"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
     return tensor
+
+
+def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
+    """What the files hold in the place of a missing tensor, where that is told by its name."""
+    layer = re.match(r".*\blayers\.\d+\.", name)
+    if layer is None:
+        return ""
+    block = name[: name.index(".", layer.end()) + 1]
+    for prefix in (block, layer[0]):
+        there = sorted(other for other in found if other.startswith(prefix))
+        if there:
+            shown = ", ".join(there[:6]) + (", ..." if len(there) > 6 else "")
+            return f"the files have {shown}; fused or renamed weights must be converted"
+    return ""
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:

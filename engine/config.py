@@ -1,6 +1,6 @@
 """What config.json says of a model, with transformers' defaults for what it leaves out.
 
-Owns: the shape of the supported families: Llama, Mistral, Qwen2, Qwen3.
+Owns: the shape of a model, and the numbers by which its family departs from Llama.
 Called by: checkpoint (expected tensors), the daemon (pool size, model length), engine.model.
 Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
 that names the file and the key.
@@ -9,93 +9,75 @@ Never: reads weights, imports torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.errors import CheckpointError
+from engine.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, ExpertNames, Family
 from engine.json_keys import JsonKeys
 from engine.rope import RopeConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MAX_LAYERS = 4096
+_MAX_EXPERTS = 65536
+_OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
-# Defaults of the keys whose default differs by family, as in transformers' config classes.
-# None for num_key_value_heads is one per query head; for head_dim, hidden_size / heads.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": None,
-        "max_position_embeddings": 32768,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
-}
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward."""
+
+    names: ExpertNames
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    is_normalized: bool
+    """The weights of a token's experts are scaled to add up to 1."""
+    layers: frozenset[int]
+    """Those that have it; the others are dense."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of one decoder-only model, complete."""
 
-    family: str
-    """`llama`, `mistral`, `qwen2` or `qwen3`."""
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of dense layers."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
+    """Per layer; None: queries and keys are not rotated."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: a query sees that many newest positions, its own included; None sees all."""
+    experts: ExpertsConfig | None
     is_tied: bool
     """The output projection is the embedding matrix."""
     has_qkv_bias: bool
     has_output_bias: bool
     """Bias of the attention's output projection."""
     has_mlp_bias: bool
-    has_qk_norm: bool
     hidden_act: str
+    """`silu` or `gelu_pytorch_tanh`."""
+    attention_scale: float
+    """Of the product of query and key."""
+    attention_softcap: float | None
+    """Scores are bent by tanh so as to stay within this; None: as they are."""
+    logit_softcap: float | None
+    embedding_scale: float
+    residual_scale: float
+    """Of what attention and feed-forward add."""
+    logit_divisor: float
     stored_dtype: str | None
     """What config.json claims; the tensors' own dtype is Checkpoint.stored_dtype."""
     eos_token_ids: tuple[int, ...]
@@ -105,41 +87,48 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Read config.json and, where there is one, generation_config.json."""
-        keys = JsonKeys.from_file(folder / "config.json")
-        family = _family(keys)
-        defaults = _FAMILY_DEFAULTS[family]
-        if keys.get("quantization_config", None) is not None:
-            raise keys.bad("quantization_config", "supported: serve an unquantized checkpoint")
-        if keys.get("hidden_act", "silu") != "silu":
-            raise keys.bad("hidden_act", "'silu', the only supported activation")
-        hidden_size = keys.integer("hidden_size", 4096)
-        num_layers = keys.integer("num_hidden_layers", 32, _MAX_LAYERS)
-        num_heads = keys.integer("num_attention_heads", 32)
-        num_kv_heads, head_dim = _attention_shape(keys, defaults, hidden_size, num_heads)
-        max_positions = keys.integer("max_position_embeddings", defaults["max_position_embeddings"])
-        has_attention_bias = family in ("llama", "qwen3") and keys.flag("attention_bias")
+        file_keys = JsonKeys.from_file(folder / "config.json")
+        family = _family(file_keys)
+        keys = _keys_of_family(file_keys, family)
+        hidden_size = keys.integer("hidden_size")
+        num_layers = keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+        num_heads = keys.integer("num_attention_heads")
+        num_kv_heads, head_dim = _attention_shape(keys, hidden_size, num_heads)
+        has_attention_bias = keys.flag("attention_bias")
+        rotated = _rotated_layers(keys, num_layers)
+        windows = _sliding_windows(keys, rotated)
         return cls(
             family=family,
-            vocab_size=keys.integer("vocab_size", defaults["vocab_size"]),
+            vocab_size=keys.integer("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=keys.integer("intermediate_size", defaults["intermediate_size"]),
+            intermediate_size=keys.integer("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_keys(keys, max_positions),
-            sliding_windows=_sliding_windows(keys, family, num_layers),
+            max_position_embeddings=keys.integer("max_position_embeddings"),
+            rms_norm_eps=keys.number("rms_norm_eps"),
+            ropes=_ropes(keys, family, head_dim, rotated, windows),
+            sliding_windows=windows,
+            experts=_experts(keys, family.experts, num_layers),
             is_tied=keys.flag("tie_word_embeddings"),
-            has_qkv_bias=family == "qwen2" or has_attention_bias,
+            has_qkv_bias=family.has_qkv_bias or has_attention_bias,
             has_output_bias=has_attention_bias,
-            has_mlp_bias=family == "llama" and keys.flag("mlp_bias"),
-            has_qk_norm=family == "qwen3",
-            hidden_act="silu",
-            stored_dtype=_stated_dtype(keys),
-            eos_token_ids=_eos_token_ids(keys, folder, defaults["eos_token_id"]),
-            bos_token_id=next(iter(keys.token_ids("bos_token_id", defaults["bos_token_id"])), None),
+            has_mlp_bias=keys.flag("mlp_bias"),
+            hidden_act=_activation(keys),
+            attention_scale=_attention_scale(keys, head_dim),
+            attention_softcap=keys.number_or_none("attn_logit_softcapping"),
+            logit_softcap=keys.number_or_none("final_logit_softcapping"),
+            embedding_scale=(
+                math.sqrt(hidden_size)
+                if family.has_root_scaled_embedding
+                else keys.number("embedding_multiplier", 1.0)
+            ),
+            residual_scale=keys.number("residual_multiplier", 1.0),
+            logit_divisor=keys.number("logits_scaling", 1.0),
+            stored_dtype=_stated_dtype(file_keys, family),
+            eos_token_ids=_eos_token_ids(keys, folder),
+            bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
         )
 
     def kv_block_bytes(self, block_size: int, dtype: str) -> int:
@@ -147,56 +136,101 @@ class ModelConfig:
         num_values = self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim
         return num_values * DTYPE_BYTES[dtype]
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The mixture in a layer; None if its feed-forward is dense."""
+        return self.experts if self.experts and layer in self.experts.layers else None
 
-def _family(keys: JsonKeys) -> str:
-    supported = f"one of {', '.join(_ARCHITECTURES.values())}"
+
+def _family(keys: JsonKeys) -> Family:
     architectures = keys.get("architectures", None)
     model_type = keys.get("model_type", None)
     if architectures:
-        by_class = {name: family for family, name in _ARCHITECTURES.items()}
         name = architectures[0] if isinstance(architectures, list) else None
-        if not isinstance(name, str) or name not in by_class:
-            raise keys.bad("architectures", supported)
-        if model_type not in (None, by_class[name]):
-            raise keys.bad("model_type", f"{by_class[name]!r} as `architectures` says")
-        return by_class[name]
-    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
-        raise keys.bad("model_type", f"one of {', '.join(_ARCHITECTURES)}")
-    return model_type
+        if not isinstance(name, str) or name not in FAMILY_BY_ARCHITECTURE:
+            raise keys.bad("architectures", f"one of {', '.join(FAMILY_BY_ARCHITECTURE)}")
+        family = FAMILY_BY_ARCHITECTURE[name]
+        if model_type not in (None, family.name):
+            raise keys.bad("model_type", f"{family.name!r} as `architectures` says")
+        return family
+    if not isinstance(model_type, str) or model_type not in FAMILY_BY_NAME:
+        raise keys.bad("model_type", f"one of {', '.join(FAMILY_BY_NAME)}")
+    return FAMILY_BY_NAME[model_type]
 
 
-def _attention_shape(
-    keys: JsonKeys, defaults: dict[str, Any], hidden_size: int, num_heads: int
-) -> tuple[int, int]:
+def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
+    """The keys that mean something to the family, each with a value."""
+    sections = [file_keys]
+    if family.section is not None:
+        sections.append(file_keys.section(family.section))
+    for section in sections:
+        if section.get("quantization_config", None) is not None:
+            raise section.bad("quantization_config", "supported: serve an unquantized checkpoint")
+    stated = sections[-1].values
+    if family.section is not None:
+        outer = {key: file_keys.values[key] for key in _OUTER_KEYS if key in file_keys.values}
+        stated = outer | stated
+    own = {key: value for key, value in stated.items() if key in family.defaults}
+    keys = JsonKeys(dict(family.defaults) | own, file_keys.path)
+    if keys.get("use_bidirectional_attention", None):
+        raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
+    return keys
+
+
+def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> tuple[int, int]:
     """Key/value heads and head size; null stands for the derived value in either."""
     num_kv_heads = num_heads
-    if keys.get("num_key_value_heads", defaults["num_key_value_heads"]) is not None:
-        num_kv_heads = keys.integer("num_key_value_heads", defaults["num_key_value_heads"])
+    if keys.get("num_key_value_heads", None) is not None:
+        num_kv_heads = keys.integer("num_key_value_heads")
     if num_heads % num_kv_heads:
         what = f"num_attention_heads {num_heads} is no multiple of the {num_kv_heads} kv heads"
         raise CheckpointError(what, where=str(keys.path))
     head_dim = hidden_size // num_heads
-    if keys.get("head_dim", defaults["head_dim"]) is not None:
-        head_dim = keys.integer("head_dim", defaults["head_dim"])
+    if keys.get("head_dim", None) is not None:
+        head_dim = keys.integer("head_dim")
     if head_dim < 2 or head_dim % 2:
-        raise CheckpointError(f"head_dim is {head_dim}, not an even number", where=str(keys.path))
+        what = f"head_dim is {head_dim}, not an even number: RoPE turns pairs"
+        raise CheckpointError(what, where=str(keys.path))
     return num_kv_heads, head_dim
 
 
-def _sliding_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, ...]:
-    if family == "llama" or (family != "mistral" and not keys.flag("use_sliding_window")):
-        window = None
-    else:
-        is_null = keys.get("sliding_window", 4096) is None
-        window = None if is_null else keys.integer("sliding_window", 4096)
-    if family in ("llama", "mistral"):
+def _activation(keys: JsonKeys) -> str:
+    key = "hidden_act" if "hidden_act" in keys.values else "hidden_activation"
+    name = keys.get(key, None)
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise keys.bad(key, f"one of {', '.join(_ACTIVATIONS)}")
+    return name
+
+
+def _attention_scale(keys: JsonKeys, head_dim: int) -> float:
+    root = keys.number("query_pre_attn_scalar", head_dim) ** -0.5
+    return keys.number("attention_multiplier", root)
+
+
+def _rotated_layers(keys: JsonKeys, num_layers: int) -> list[bool]:
+    """Which layers turn queries and keys; those of most families all do."""
+    listed = keys.get("no_rope_layers", None)  # 1 where there is rotation, whatever its name says
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) < num_layers:
+            raise keys.bad("no_rope_layers", f"a list of {num_layers}")
+        if any(is_rotated not in (0, 1) for is_rotated in listed):
+            raise keys.bad("no_rope_layers", "made of 0 and 1")
+        return [bool(is_rotated) for is_rotated in listed[:num_layers]]
+    if "no_rope_layer_interval" not in keys.values:
+        return [True] * num_layers
+    interval = keys.integer("no_rope_layer_interval")
+    return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _sliding_windows(keys: JsonKeys, rotated: list[bool]) -> tuple[int | None, ...]:
+    window = None
+    if keys.flag("use_sliding_window", True) and keys.get("sliding_window", None) is not None:
+        window = keys.integer("sliding_window")
+    num_layers = len(rotated)
+    if "layer_types" not in keys.values:
         return (window,) * num_layers
     layer_types = keys.get("layer_types", None)
     if layer_types is None:
-        first = keys.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise keys.bad("max_window_layers", "an integer of at least 0")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return _usual_windows(keys, rotated, window)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise keys.bad("layer_types", f"a list of {num_layers}")
     if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
@@ -206,15 +240,75 @@ def _sliding_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int 
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _stated_dtype(keys: JsonKeys) -> str | None:
-    dtype = keys.get("dtype", keys.get("torch_dtype", None))
-    return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else None
+def _usual_windows(
+    keys: JsonKeys, rotated: list[bool], window: int | None
+) -> tuple[int | None, ...]:
+    """Where layer_types is absent: the later layers, those not rotated, or all but each nth."""
+    num_layers = len(rotated)
+    if "max_window_layers" in keys.values:
+        first = keys.get("max_window_layers", None)
+        if type(first) is not int or first < 0:
+            raise keys.bad("max_window_layers", "an integer of at least 0")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if "no_rope_layers" in keys.values:
+        return tuple(None if is_rotated else window for is_rotated in rotated)
+    period = keys.integer("sliding_window_pattern", 2)
+    return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
 
 
-def _eos_token_ids(keys: JsonKeys, folder: Path, default: int | None) -> tuple[int, ...]:
+def _ropes(
+    keys: JsonKeys,
+    family: Family,
+    head_dim: int,
+    rotated: list[bool],
+    windows: tuple[int | None, ...],
+) -> tuple[RopeConfig | None, ...]:
+    rope = local = RopeConfig.from_keys(keys, family, head_dim)
+    if family.has_local_rope:
+        local = RopeConfig.local_from_keys(keys, family, head_dim)
+    return tuple(
+        (rope if window is None else local) if is_rotated else None
+        for is_rotated, window in zip(rotated, windows, strict=True)
+    )
+
+
+def _experts(keys: JsonKeys, names: ExpertNames | None, num_layers: int) -> ExpertsConfig | None:
+    if names is None:
+        return None
+    is_newer = keys.get("num_local_experts", None) is not None
+    num_experts = keys.integer("num_local_experts" if is_newer else "num_experts", 1, _MAX_EXPERTS)
+    step = keys.integer("decoder_sparse_step", 1)
+    dense = keys.get("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise keys.bad("mlp_only_layers", "a list of layer numbers")
+    size_key = "moe_intermediate_size"
+    return ExpertsConfig(
+        names=names,
+        num_experts=num_experts,
+        num_per_token=keys.integer("num_experts_per_tok", maximum=num_experts),
+        intermediate_size=keys.integer(
+            size_key if size_key in keys.values else "intermediate_size"
+        ),
+        is_normalized=keys.flag("norm_topk_prob", True),
+        layers=frozenset(
+            layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense
+        ),
+    )
+
+
+def _stated_dtype(keys: JsonKeys, family: Family) -> str | None:
+    owners = [keys] if family.section is None else [keys, keys.section(family.section)]
+    for owner in owners:
+        dtype = owner.get("dtype", owner.get("torch_dtype", None))
+        if isinstance(dtype, str) and dtype in DTYPE_BYTES:
+            return dtype
+    return None
+
+
+def _eos_token_ids(keys: JsonKeys, folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if path.exists():
         ids = JsonKeys.from_file(path).token_ids("eos_token_id", None)
         if ids:
             return ids
-    return keys.token_ids("eos_token_id", default)
+    return keys.token_ids("eos_token_id", None)

@@ -68,9 +68,24 @@ class JsonKeys:
     def number(self, key: str, default: Any = REQUIRED) -> float:
         """A finite number above zero."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if not _is_above_0(value):
             raise self.bad(key, "a number above 0")
         return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        """A finite number above zero; absent or null is None."""
+        return None if self.get(key, None) is None else self.number(key)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many finite numbers above zero."""
+        values = self.get(key, REQUIRED)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(map(_is_above_0, values))
+        ):
+            raise self.bad(key, f"a list of {count} numbers above 0")
+        return tuple(map(float, values))
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A boolean."""
@@ -93,3 +108,7 @@ class JsonKeys:
         if value is not None and not isinstance(value, dict):
             raise self.bad(key, "an object")
         return JsonKeys(value or {}, self.path, prefix=f"{self._prefix}{key}.")
+
+
+def _is_above_0(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -51,6 +51,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """None: the checkpoint's dtype is served, and the files themselves are mapped."""
     num_threads: int
     max_step_tokens: int
+    max_model_len: int
+    """Tokens of the longest request."""
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
@@ -131,7 +133,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """The token sampled in this step; None while the prompt is incomplete."""
     logprob: TokenLogprob | None
     finish_reason: str | None
-    """`stop` or `length` if the worker ended it."""
+    """`stop`, `length` or `error` if the worker ended it."""
     is_released: bool
     """The worker has dropped the sequence and will not touch its blocks again."""
     stored: list[Stored]
@@ -141,6 +143,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """When the worker took this generation's Admit from its channel."""
     prompt_logprobs: list[TokenLogprob] = []
     """Of the prompt tokens that follow the positions computed in this step, if asked for."""
+    error: str | None = None
+    """What the client should read if it ended by `error`; then no token was sampled."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

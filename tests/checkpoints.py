@@ -9,7 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "mixtral",
+    "qwen3_moe",
+)
 
 _TINY = {
     "vocab_size": 300,
@@ -23,6 +36,38 @@ _TINY = {
     "initializer_range": 0.15,
     "bos_token_id": 296,
     "eos_token_id": 297,
+    "pad_token_id": None,
+}
+# what makes a tiny model of a family show all of its ways
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 24,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 20000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": {"head_dim": ..., "partial_rotary_factor": 0.75},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 1.5,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -44,17 +89,18 @@ def make_checkpoint(
     from engine.model.starter import write_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    keys = _TINY | config_overrides
+    keys = _TINY | _OWN.get(family, {}) | config_overrides
     config = AutoConfig.for_model(family, **{k: v for k, v in keys.items() if v is not ...})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        norm_mean = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores the distance from 1
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):
                     parameter.normal_(std=0.3)
                 elif parameter.dim() == 1:
-                    parameter.normal_(mean=1.0, std=0.2)
+                    parameter.normal_(mean=norm_mean, std=0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder

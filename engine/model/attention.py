@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
+from engine.model.layers import bend
+
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
 
@@ -189,6 +191,7 @@ def torch_attention(
     plan: AttentionPlan,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Gather each group's blocks and run scaled-dot-product attention over them.
 
@@ -196,11 +199,11 @@ def torch_attention(
     """
     groups = plan.groups(window)
     if len(groups) == 1:  # all rows in order: nothing to put together
-        return _attend(groups[0], q, k, v, kv, layer, scale)
+        return _attend(groups[0], q, k, v, kv, layer, scale, softcap)
     output = torch.empty_like(q)
     for group in groups:
         rows = group.rows
-        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, scale)
+        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, scale, softcap)
     return output
 
 
@@ -212,6 +215,7 @@ def _attend(
     kv: torch.Tensor,
     layer: int,
     scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     num_sequences = group.num_sequences
     if group.block_halves is None:
@@ -222,16 +226,49 @@ def _attend(
         gathered = halves.index_select(0, group.block_halves[layer])
         gathered = gathered.view(2, num_sequences, -1, num_kv_heads, head_dim)
         keys, values = gathered[:, :, group.keys].unbind()
-    output = F.scaled_dot_product_attention(
-        q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=group.mask,
-        is_causal=group.block_halves is None and group.mask is None,
-        scale=scale,
-        enable_gqa=True,
-    )
+    q_heads = q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    is_causal = group.block_halves is None and group.mask is None
+    if softcap is not None:
+        mask = _causal_mask(q_heads) if is_causal else group.mask
+        output = _softcapped_attention(q_heads, keys, values, mask, scale, softcap)
+    else:
+        output = F.scaled_dot_product_attention(
+            q_heads,
+            keys,
+            values,
+            attn_mask=group.mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=True,
+        )
     return output.transpose(1, 2).reshape(q.shape)
+
+
+def _causal_mask(q: torch.Tensor) -> torch.Tensor:
+    return q.new_full((1, 1, q.shape[2], q.shape[2]), -torch.inf).triu_(1)
+
+
+def _softcapped_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention with bent scores, which torch's fused kernels do not know.
+
+    q is [num_sequences, num_heads, num_queries, head_dim], keys and values have fewer heads: the
+    queries of the heads that share them are laid end to end, so that no key is copied.
+    """
+    num_sequences, num_kv_heads, num_keys = keys.shape[:3]
+    grouped = q.reshape(num_sequences, num_kv_heads, -1, q.shape[3])
+    scores = bend((grouped * scale) @ keys.transpose(2, 3), softcap)
+    if mask is not None:
+        scores.view(num_sequences, num_kv_heads, -1, q.shape[2], num_keys).add_(mask[:, :, None])
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ values).view(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +289,19 @@ def choose_backend(device: str, dtype: torch.dtype) -> Backend:
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """One sequence, no paging, float64, nothing clever: what every backend must agree with."""
     num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(num_groups, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     for i in range(num_queries):
         position = num_keys - num_queries + i
         scores[:, i, position + 1 :] = -torch.inf

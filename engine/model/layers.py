@@ -20,43 +20,62 @@ _FEW_ROWS = 4
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32."""
+    """Root-mean-square norm over the last dimension, computed in float32.
+
+    The result is rounded to the dtype of x after the product with a float32 weight, and before
+    that with a weight of its own dtype.
+    """
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
+    return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the two halves of the last dimension; overwrites the first."""
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up of the two halves of the last dimension; may overwrite the first."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate, inplace=True).mul_(up)
+    if activation == "silu":
+        return F.silu(gate, inplace=True).mul_(up)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def bend(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Overwrite x with cap * tanh(x / cap): small values as they are, none beyond the cap."""
+    return x.div_(cap).tanh_().mul_(cap)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Turn heads [num_tokens, num_heads, head_dim] by their positions' angles.
 
-    cos and signed_sin are [num_tokens, 1, head_dim]; the first half of signed_sin is negated, for
-    it multiplies the swapped halves.
+    cos and signed_sin are [num_tokens, 1, rotary_dim]; the first half of signed_sin is negated, for
+    it multiplies the swapped halves. Dimensions beyond rotary_dim pass as they are.
     """
-    half = x.shape[-1] // 2
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, signed_sin), x[..., rotary_dim:]), -1)
+    half = rotary_dim // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), -1)
     return (x * cos).add_(swapped.mul_(signed_sin))
 
 
 def rope_table(
-    config: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype
+    config: RopeConfig, num_positions: int, max_model_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine for `rotate`, each [num_positions, 1, head_dim]."""
-    angles = torch.arange(num_positions).float()[:, None] * rope_frequencies(config, head_dim)
+    """Cosine and signed sine for `rotate`, each [num_positions, 1, rotary_dim]."""
+    frequencies = rope_frequencies(config, max_model_len)
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
     cos = angles.cos().mul_(config.attention_factor)
     sin = angles.sin().mul_(config.attention_factor)
     signed_sin = torch.cat((-sin, sin), -1)
     return torch.cat((cos, cos), -1)[:, None].to(dtype), signed_sin[:, None].to(dtype)
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position for each pair of dimensions: [head_dim / 2], float32."""
-    wavelengths = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
+def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
+    """Radians per position for each pair of dimensions: [rotary_dim / 2], float32.
+
+    max_model_len is the longest request's; only longrope depends on it.
+    """
+    dim = config.rotary_dim
+    wavelengths = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     frequencies = 1.0 / wavelengths
     if config.kind == "linear":
         return frequencies / config.factor
@@ -64,6 +83,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return _llama3_frequencies(config, frequencies)
     if config.kind == "yarn":
         return _yarn_frequencies(config, wavelengths)
+    if config.kind == "longrope":
+        is_long = max_model_len > config.original_max_position_embeddings
+        factors = config.long_factors if is_long else config.short_factors
+        return 1.0 / (torch.tensor(factors) * wavelengths)
     return frequencies
 
 

@@ -92,7 +92,7 @@ def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
     ring = None
     if setup.ring is not None:
         ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
-    transformer = Transformer(config, weights, setup.dtype)
+    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len)
     runner = Runner(transformer, pool, setup.block_size)
     runner.warm_up(setup.max_step_tokens)
     worker = Worker(

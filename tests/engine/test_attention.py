@@ -26,6 +26,7 @@ def steps(draw):
         "heads": draw(st.sampled_from([(4, 4), (4, 2), (6, 1)])),
         "head_dim": draw(st.sampled_from([2, 8, 10])),
         "window": draw(st.sampled_from([None, 1, 7, 64])),
+        "softcap": draw(st.sampled_from([None, 1.5])),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -87,9 +88,10 @@ def test_every_sequence_gets_what_it_would_get_alone(step):
     assert torch.equal(kv, expected_pool)
 
     backend = choose_backend("cpu", torch.float32)
-    output = backend.attend(new_rows(q), new_rows(k), new_rows(v), kv, 1, plan, 0.3, step["window"])
+    how = (0.3, step["window"], step["softcap"])
+    output = backend.attend(new_rows(q), new_rows(k), new_rows(v), kv, 1, plan, *how)
     expected = [
-        reference_attention(queries[context:], keys, values, 0.3, step["window"])
+        reference_attention(queries[context:], keys, values, *how)
         for queries, keys, values, (context, _) in zip(q, k, v, sequences, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected), rtol=1e-4, atol=1e-5)
@@ -101,8 +103,8 @@ def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
     q, k, v = (torch.randn(num_tokens, 2, 4, generator=generator) for _ in range(3))
     kv = torch.zeros(2, NUM_LAYERS, 2, 16, 2, 4)
     plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
-    output = choose_backend("cpu", torch.float32).attend(q, k, v, kv, 1, plan, 0.5, 7)
-    torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7))
+    output = choose_backend("cpu", torch.float32).attend(q, k, v, kv, 1, plan, 0.5, 7, None)
+    torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7, None))
 
 
 def test_a_window_reads_only_the_blocks_it_can_see():

@@ -61,6 +61,24 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 without caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3 text": ("gemma3_text", {"num_hidden_layers": 4}),
+    "phi3": ("phi3", {"sliding_window": 20}),
+    "smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 11, "mlp_bias": True}),
+    "granite": ("granite", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biased": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 14}),
+    "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
+    "qwen3 moe normalized": (
+        "qwen3_moe",
+        {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    ),
 }
 
 
@@ -210,9 +228,17 @@ def test_greedy_text_is_what_generate_gives(pair):
 def test_rope_frequencies_equal_the_oracles_to_the_last_bit(pair):
     model, oracle = pair
     expected = oracle.model.rotary_emb
-    frequencies = rope_frequencies(model.config.rope, model.config.head_dim)
-    assert torch.equal(frequencies, expected.inv_freq)
-    assert math.isclose(model.config.rope.attention_factor, expected.attention_scaling)
+    for rope, window in zip(model.config.ropes, model.config.sliding_windows, strict=True):
+        if rope is None:
+            continue
+        kind = ""
+        if model.config.family.has_local_rope:
+            kind = "full_attention_" if window is None else "sliding_attention_"
+        frequencies = rope_frequencies(rope, model.config.max_position_embeddings)
+        assert torch.equal(frequencies, getattr(expected, f"{kind}inv_freq"))
+        assert math.isclose(
+            rope.attention_factor, getattr(expected, f"{kind}attention_scaling")
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -1,0 +1,317 @@
+"""The supported families: one row each of what sets it apart from Llama.
+
+A row's `defaults` are the keys of config.json that the family has, with transformers' default for
+each; a key that is not among them means nothing to the family and is ignored, as transformers
+ignores it. Numbers come out of those keys. What no key says is a field of the row.
+Owns: the table of differences; there is no class and no branch per family anywhere else.
+Called by: rope and config (which keys), checkpoint and engine.model (names and order of things).
+Invariant: a row is complete; None is "the family has no such part".
+Never: reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """A layer's norms, by where they stand; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Tensor names of a mixture: `layers.L.{block}.gate`, `layers.L.{block}.experts.E.{up}`."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+# Null for num_key_value_heads is one per query head; for head_dim, hidden_size / heads.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "partial_rotary_factor": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row."""
+
+    name: str
+    """`model_type` of config.json."""
+    architecture: str
+    """The class that config.json names."""
+    defaults: Mapping[str, Any] = field(repr=False)
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0
+    """Added to each stored norm weight."""
+    has_wide_norms: bool = False
+    """Norms multiply by their weight before they round to the serving dtype, not after."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """Queries and keys are normed per head, or over all heads at once."""
+    has_qkv_bias: bool = False
+    """Whatever `attention_bias` says."""
+    qkv: tuple[str, ...] = _QKV
+    """The stored projections, whose outputs side by side are query, key and value."""
+    gate_up: tuple[str, ...] = _GATE_UP
+    experts: ExpertNames | None = None
+    has_root_scaled_embedding: bool = False
+    """Embeddings are multiplied by the square root of their size."""
+    has_local_rope: bool = False
+    """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
+    has_partial_rotary: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Old names of RoPE kinds, as this family used them."""
+    section: str | None = None
+    """Where config.json keeps the language model's keys; None: at the top."""
+    prefix: str = ""
+    """Of every tensor's name."""
+
+
+_QWEN: dict[str, Any] = _COMMON | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+_GEMMA2: dict[str, Any] = {key: value for key, value in _COMMON.items() if key != "hidden_act"} | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": None,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+_GEMMA3_TEXT = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _GEMMA2
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    norms=NormNames(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    norm_offset=1.0,
+    has_wide_norms=True,
+    qk_norm="head",
+    has_root_scaled_embedding=True,
+    has_local_rope=True,
+)
+
+_ROWS = (
+    Family("llama", "LlamaForCausalLM", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        _COMMON
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", _QWEN, has_qkv_bias=True),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _QWEN | {"head_dim": 128, "attention_bias": False},
+        qk_norm="head",
+    ),
+    replace(
+        _GEMMA3_TEXT,
+        name="gemma2",
+        architecture="Gemma2ForCausalLM",
+        defaults=_GEMMA2,
+        qk_norm=None,
+        has_local_rope=False,
+    ),
+    _GEMMA3_TEXT,
+    replace(  # the language model of a checkpoint that also sees; its eyes are left out
+        _GEMMA3_TEXT,
+        name="gemma3",
+        architecture="Gemma3ForConditionalGeneration",
+        section="text_config",
+        prefix="language_model.",
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "eos_token_id": 32000,
+        },
+        qkv=("qkv_proj",),
+        gate_up=("gate_up_proj",),
+        has_partial_rotary=True,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        _COMMON
+        | {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 50304,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "bos_token_id": None,
+            "eos_token_id": 50279,
+        },
+        norms=NormNames(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+        has_wide_norms=True,
+        qk_norm="projection",
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        _COMMON
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_local_experts": None,  # what newer files call num_experts
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        qk_norm="head",
+        experts=ExpertNames(),
+    ),
+)
+
+FAMILY_BY_NAME = {family.name: family for family in _ROWS}
+FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
