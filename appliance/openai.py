@@ -186,7 +186,7 @@ def parse_chat(body: bytes, model: ModelInfo) -> Ask:
 
 def _ask(fields: Fields, model: ModelInfo, **own: Any) -> Ask:
     """The fields that both endpoints have, checked, together with an endpoint's `own`."""
-    _check_model(fields.get("model"), model)
+    check_model(fields.get("model"), model)
     _refuse_unsupported(fields)
     is_stream = fields.boolean("stream")
     top_p = fields.number("top_p", 0, 1, default=1.0)
@@ -209,7 +209,8 @@ def _ask(fields: Fields, model: ModelInfo, **own: Any) -> Ask:
     )
 
 
-def _check_model(asked: object, model: ModelInfo) -> None:
+def check_model(asked: object, model: ModelInfo) -> None:
+    """Refuse another model than the one that is served; no name is the served one's."""
     if asked in (None, "", model.model_id):  # clients that must name one may leave it empty
         return
     if not isinstance(asked, str):
