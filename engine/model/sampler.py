@@ -7,8 +7,8 @@ splitmix64 hash of the hashed seed and the output index. So a sequence draws the
 any batch, on any worker, after any recovery. A temperature below 1e-5 is greedy. Logits that are
 not finite mean a broken model: NaN counts as impossible, infinity as the largest float32, and a
 row with nothing possible yields token 0.
-Owns: SamplingParams' meaning. Called by: engine.workers.runner.
-Invariant: log-probabilities are of the raw logits, before temperature and filters.
+Owns: what SamplingParams say about the distribution. Called by: engine.workers.runner.
+Invariant: log-probabilities are of the raw logits, before adjustments, temperature and filters.
 Never: keeps random state, ends a sequence.
 """
 
@@ -28,7 +28,10 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    raw_logits: torch.Tensor | None = None,
 ) -> list[tuple[int, TokenLogprob | None]]:
     """Choose one token per row.
 
@@ -36,21 +39,41 @@ def sample(
         logits: [n, vocab_size] float32; not changed.
         params: one per row.
         output_indices: how many tokens each row's sequence has generated before.
+        raw_logits: the model's own, which log-probabilities are of; None: `logits` are.
     """
     if not len(params):
         return []
+    raw_logits = logits if raw_logits is None else raw_logits
     best = logits.argmax(-1)
     if not logits.gather(-1, best[:, None]).isfinite().all():
-        top = torch.finfo(logits.dtype).max
-        logits = logits.nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
+        logits, raw_logits = _without_nan(logits), _without_nan(raw_logits)
         best = logits.argmax(-1)
     token_ids = best.tolist()
     for row, (sampling, index) in enumerate(zip(params, output_indices, strict=True)):
         if sampling.temperature >= _GREEDY_BELOW and logits[row, token_ids[row]] > -torch.inf:
             token_ids[row] = _draw(logits[row], sampling, uniform(sampling.seed, index))
     return [
-        (token_id, None if p.logprobs is None else _logprobs(logits[row], token_id, p.logprobs))
-        for row, (token_id, p) in enumerate(zip(token_ids, params, strict=True))
+        (token_id, None if p.logprobs is None else logprobs(raw[None], [token_id], p.logprobs)[0])
+        for raw, token_id, p in zip(raw_logits, token_ids, params, strict=True)
+    ]
+
+
+def logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_alternatives: int
+) -> list[TokenLogprob]:
+    """Log-probabilities of one token per row, and of the row's likeliest.
+
+    Args:
+        logits: [n, vocab_size] float32, the model's own.
+        token_ids: one per row.
+        num_alternatives: how many of the likeliest to report.
+    """
+    rows = logits.log_softmax(-1).nan_to_num_(nan=_MIN_LOGPROB).clamp_(min=_MIN_LOGPROB)
+    chosen = rows.gather(-1, torch.tensor(token_ids, device=rows.device)[:, None])[:, 0]
+    values, ids = rows.topk(min(num_alternatives, rows.shape[-1]))
+    return [
+        TokenLogprob(*row)
+        for row in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
     ]
 
 
@@ -65,6 +88,11 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
+
+
+def _without_nan(logits: torch.Tensor) -> torch.Tensor:
+    top = torch.finfo(logits.dtype).max
+    return logits.nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
@@ -95,9 +123,3 @@ def _filtered_weights(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
     if 0 < params.top_k < len(weights):
         threshold = max(threshold, float(weights.topk(params.top_k).values[-1]))
     return weights.masked_fill_(weights < threshold, 0.0) if threshold > 0 else weights
-
-
-def _logprobs(logits: torch.Tensor, token_id: int, num_alternatives: int) -> TokenLogprob:
-    logprobs = logits.log_softmax(-1).nan_to_num_(nan=_MIN_LOGPROB).clamp_(min=_MIN_LOGPROB)
-    values, ids = logprobs.topk(min(num_alternatives, len(logprobs)))
-    return TokenLogprob(float(logprobs[token_id]), ids.tolist(), values.tolist())

@@ -69,8 +69,11 @@ def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
     import torch
 
     from engine.checkpoint import Checkpoint
+    from engine.grammar import GrammarTokenizer
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights
+    from engine.tokenizer import Tokenizer
+    from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
     from engine.workers.runner import Runner
@@ -93,7 +96,12 @@ def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
     if setup.ring is not None:
         ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len)
-    runner = Runner(transformer, pool, setup.block_size)
+    grammars = Grammars(
+        lambda: GrammarTokenizer(
+            Tokenizer.from_folder(checkpoint.folder), config.vocab_size, config.eos_token_ids
+        )
+    )
+    runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens)
     worker = Worker(
         channel,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import NoReturn
 
 import torch
@@ -28,8 +29,8 @@ from engine.messages import (
     Stored,
 )
 from engine.plan import plan
-from engine.sequence import TokenLogprob
-from engine.workers.runner import Runner
+from engine.sequence import FinishReason
+from engine.workers.runner import Runner, Sampled
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
 
@@ -69,15 +70,15 @@ class Worker:
     def step(self) -> None:
         """One step: plan, launch, collect, store, send."""
         started_ns = time.monotonic_ns()
-        runnable = [r for r in self._running.values() if not r.is_complete]
-        planned = plan(runnable, self._max_step_tokens, started_ns)
+        runnable = self._runnable()
+        planned = [(r, r.capped(n)) for r, n in plan(runnable, self._max_step_tokens, started_ns)]
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )
         sampled = self._runner.collect(self._runner.launch(planned))
         entries, self._entries = self._entries, []
-        for (running, num_new_tokens), (token_id, logprob) in zip(planned, sampled, strict=True):
-            entries.append(self._finish_step(running, num_new_tokens, token_id, logprob))
+        for (running, num_new_tokens), result in zip(planned, sampled, strict=True):
+            entries.append(self._finish_step(running, num_new_tokens, result))
         planned_ids = {r.seq_id for r, _ in planned}
         for running in [r for r in self._running.values() if r.seq_id not in planned_ids]:
             stored = self._store(running)
@@ -97,20 +98,23 @@ class Worker:
                 )
             )
 
-    def _finish_step(
-        self,
-        running: Running,
-        num_new_tokens: int,
-        token_id: int | None,
-        logprob: TokenLogprob | None,
-    ) -> SequenceStep:
+    def _runnable(self) -> list[Running]:
+        """Those with something to compute; waits for a grammar where there is nothing else."""
+        unfinished = [r for r in self._running.values() if not r.is_complete]
+        pending = [r.matcher for r in unfinished if r.matcher is not None]
+        if len(pending) == len(unfinished):
+            wait(pending, return_when=FIRST_COMPLETED)
+        return [r for r in unfinished if r.is_ready]
+
+    def _finish_step(self, running: Running, num_new_tokens: int, result: Sampled) -> SequenceStep:
         running.num_computed_tokens += num_new_tokens
-        reason = None if token_id is None else running.append(token_id)
+        reason = None if result.token_id is None else running.append(result.token_id)
+        if result.error is not None:
+            reason = FinishReason.ERROR
         stored = [] if reason else self._store(running)
         return self._entry(
             running,
-            token_id=token_id,
-            logprob=logprob,
+            result,
             finish_reason=None if reason is None else str(reason),
             stored=stored,
             num_scheduled_tokens=num_new_tokens,
@@ -119,9 +123,8 @@ class Worker:
     def _entry(
         self,
         running: Running,
+        result: Sampled | None = None,
         *,
-        token_id: int | None = None,
-        logprob: TokenLogprob | None = None,
         finish_reason: str | None = None,
         stored: list[Stored] | None = None,
         num_scheduled_tokens: int = 0,
@@ -134,17 +137,20 @@ class Worker:
         is_released = bool(finish_reason) or is_dropped or (running.is_complete and is_stored)
         if is_released:
             del self._running[running.seq_id]
+        result = result or Sampled()
         return SequenceStep(
             seq_id=running.seq_id,
             generation=running.generation,
             num_computed_tokens=running.num_computed_tokens,
-            token_id=token_id,
-            logprob=logprob,
+            token_id=result.token_id,
+            logprob=result.logprob,
             finish_reason=finish_reason,
             is_released=is_released,
             stored=stored or [],
             num_scheduled_tokens=num_scheduled_tokens,
             admitted_ns=running.admitted_ns,
+            prompt_logprobs=result.prompt_logprobs,
+            error=result.error,
         )
 
     def _store(self, running: Running) -> list[Stored]:
@@ -162,8 +168,7 @@ class Worker:
     def _apply(self, command: Command) -> None:
         match command:
             case Admit():
-                running = Running.of(command, self._eos_token_ids, time.monotonic_ns())
-                self._running[command.seq_id] = running
+                self._running[command.seq_id] = self._take(command)
             case Release(seq_id, generation):
                 dropped = self._running.get(seq_id)
                 if dropped is not None and dropped.generation == generation:
@@ -174,6 +179,11 @@ class Worker:
                 self._load(command)
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
+
+    def _take(self, admit: Admit) -> Running:
+        grammar = admit.sampling.grammar
+        matcher = None if grammar is None else self._runner.grammars.compile(grammar)
+        return Running.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)
 
     def _load(self, load: Load) -> None:
         if self._ring is None:

@@ -7,10 +7,15 @@ Never: outlives its admit; whatever comes after is a new Running.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.grammar import Matcher
 from engine.messages import Admit
 from engine.sequence import FinishReason, SamplingParams
+
+_MAX_PROMPT_LOGPROBS = 128
+"""Positions per step whose logits are kept: each is a float for every id of the vocabulary."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +33,21 @@ class Running:
     num_stored_blocks: int | None
     admitted_ns: int
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    matcher: Future[Matcher] | None = None
+    """Its way through its grammar, once that is compiled; None: free text."""
 
     @classmethod
-    def of(cls, admit: Admit, eos_token_ids: tuple[int, ...], now_ns: int) -> Running:
+    def of(
+        cls,
+        admit: Admit,
+        eos_token_ids: tuple[int, ...],
+        now_ns: int,
+        matcher: Future[Matcher] | None = None,
+    ) -> Running:
         """Take over an admit."""
-        eos = () if admit.sampling.ignore_eos else eos_token_ids
+        # a grammar allows an end of text only where it is complete, so that is no end to ignore
+        is_endless = admit.sampling.ignore_eos and matcher is None
+        eos = () if is_endless else eos_token_ids
         return cls(
             seq_id=admit.seq_id,
             generation=admit.generation,
@@ -45,6 +60,7 @@ class Running:
             num_stored_blocks=admit.num_stored_blocks,
             admitted_ns=now_ns,
             stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
+            matcher=matcher,
         )
 
     @property
@@ -58,9 +74,37 @@ class Running:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt, a new list."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output known, a new list."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_ready(self) -> bool:
+        """True unless its grammar is still being compiled."""
+        return self.matcher is None or self.matcher.done()
+
+    @property
     def is_complete(self) -> bool:
         """True if it has all the output tokens that this admit is for."""
         return self.num_output_tokens >= self.until_output
+
+    def num_prompt_logprobs(self, num_new_tokens: int) -> int:
+        """How many positions of its next step have a prompt token after them to report on."""
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        last = self.num_prompt_tokens - 1
+        return max(0, min(num_new_tokens, last - self.num_computed_tokens))
+
+    def capped(self, num_new_tokens: int) -> int:
+        """A step's tokens, fewer where prompt tokens are to be reported on."""
+        if self.num_prompt_logprobs(num_new_tokens) > _MAX_PROMPT_LOGPROBS:
+            return _MAX_PROMPT_LOGPROBS
+        return num_new_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token; returns why it ends the sequence, or None."""

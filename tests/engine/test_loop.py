@@ -11,6 +11,7 @@ from engine.errors import ChannelClosed
 from engine.messages import Admit, GrantSlots, Load, Loaded, Release, Report, Stepped
 from engine.sequence import SamplingParams
 from engine.workers.loop import Worker
+from engine.workers.runner import Sampled
 from engine.workers.transfer import copy_blocks
 
 BLOCK_SIZE = 4
@@ -35,7 +36,7 @@ class FakeRunner:
                 block_id = running.block_table[position // BLOCK_SIZE]
                 self.pool[block_id, 0, 0, position % BLOCK_SIZE] = position + 1
             is_sampled = end == running.num_tokens
-            results.append((100 + running.num_output_tokens if is_sampled else None, None))
+            results.append(Sampled(100 + running.num_output_tokens if is_sampled else None))
         return results
 
 
