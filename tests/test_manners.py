@@ -183,21 +183,21 @@ def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
 
 def test_a_full_queue_answers_429_and_recovers(start_daemon, tiny_llama):
     daemon = start_daemon("--kv-memory", "1MiB", model=tiny_llama).wait_ready()
-    prompts = [[1, 2, 3]] * 250
+    prompts = [[1, 2, 3]] * 350
     with ThreadPoolExecutor(2) as pool:
         filler = pool.submit(
             daemon.http.post,
             "/v1/completions",
             json={"prompt": prompts, "max_tokens": 40, "ignore_eos": True},
         )
-        daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > 100)
+        daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > 200)
         big = daemon.http.post(
             "/v1/completions", json={"prompt": prompts, "max_tokens": 5, "ignore_eos": True}
         )
         assert big.status_code == 429
         assert big.json()["error"]["code"] == "queue_full"
-        assert int(big.headers["retry-after"]) >= 1
-        assert int(big.headers["retry-after-ms"]) >= 250
+        assert 1 <= int(big.headers["retry-after"]) <= 120
+        assert 1000 <= int(big.headers["retry-after-ms"]) <= 120_000
         assert filler.result().status_code == 200
     assert daemon.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
     daemon.assert_all_free()
