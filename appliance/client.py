@@ -1,4 +1,4 @@
-"""A client of the daemon: HTTP over its Unix socket, with the standard library alone.
+"""A client of the daemon: HTTP on the line that an address dials, by the standard library alone.
 
 Owns: what a failed connection or an error reply means to a person, and its exit code.
 Called by: cli.
@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
+from appliance.address import Address, Line, SshAddress, TcpAddress
 from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
 """By HTTP status; every other error is 1."""
+_RETRY = "try again in a moment"
+_KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
+_HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
 
 
 class ClientError(PenstockError):
@@ -29,7 +32,7 @@ class ClientError(PenstockError):
 
 
 class DaemonUnreachable(ClientError):
-    """No daemon answers at the socket."""
+    """No daemon answers at the address."""
 
     exit_code = 3
 
@@ -49,33 +52,40 @@ class GenerationFailed(ClientError):
 class ReplyError(ClientError):
     """The daemon answered with an error object; `status` and `code` are its own."""
 
-    def __init__(self, what: str, *, status: int, code: str | None, where: str = "") -> None:
-        hint = "try again in a moment" if status in (429, 503) else ""
-        super().__init__(what, where=where, hint=hint)
+    def __init__(self, what: str, *, status: int, code: str | None) -> None:
+        super().__init__(what, hint=_HINTS.get(status, ""))
         self.status = status
         self.code = code
         self.exit_code = _EXIT_CODES.get(status, 1)
 
 
 class Client:
-    """Talks to the daemon at one socket. Connects anew for each call.
+    """Talks to the daemon at one address. Connects anew for each call.
 
     Args:
-        socket_path: as appliance.config.socket_path() finds it.
+        address: as appliance.address.find() has it.
         timeout_s: for replies to get() and post(); a stream may take its time.
     """
 
-    def __init__(self, socket_path: Path, *, timeout_s: float = 10.0) -> None:
-        self.socket_path = socket_path
+    def __init__(self, address: Address, *, timeout_s: float = 10.0) -> None:
+        self.address = address
         self.timeout_s = timeout_s
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
         """GET a JSON object.
 
         Raises:
             ClientError: no daemon, no permission, or an error reply.
         """
-        return self._call("GET", path, None)
+        return self._call("GET", f"{path}?{urlencode(query)}" if query else path, None)
+
+    def request(self, request_id: str) -> dict[str, Any]:
+        """What the daemon knows of one request, live or finished.
+
+        Raises:
+            ReplyError: status 404 if it knows none of that id.
+        """
+        return self.get(f"/v1/requests/{quote(request_id, safe='')}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a JSON object, read one.
@@ -99,27 +109,27 @@ class Client:
         Raises:
             ClientError: as get(), before the first event.
         """
-        connection = _UnixConnection(self.socket_path, None)
+        connection = _Connection(self.address, None)
         try:
-            with _explained(self.socket_path):
+            with _explained(self.address):
                 response = _send(connection, "POST", path, body)
                 if response.status >= 400:
                     raise _reply_error(response, is_generation=True)
         except BaseException:
-            connection.close()
+            connection.hang_up()
             raise
         return Stream(connection, response)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        connection = _UnixConnection(self.socket_path, self.timeout_s)
+        connection = _Connection(self.address, self.timeout_s)
         try:
-            with _explained(self.socket_path):
+            with _explained(self.address):
                 response = _send(connection, method, path, body)
                 if response.status >= 400:
                     raise _reply_error(response)
                 reply = json.loads(response.read())
         finally:
-            connection.close()
+            connection.hang_up()
         if not isinstance(reply, dict):
             raise ClientError("the reply is not a JSON object", where=path)
         return reply
@@ -128,9 +138,7 @@ class Client:
 class Stream:
     """An open reply, one dictionary per event. Closing it early makes the daemon cancel."""
 
-    def __init__(
-        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
-    ) -> None:
+    def __init__(self, connection: _Connection, response: http.client.HTTPResponse) -> None:
         self._connection = connection
         self._response = response
         self._is_sse = response.headers.get_content_type() == "text/event-stream"
@@ -166,7 +174,7 @@ class Stream:
     def close(self) -> None:
         """Hang up."""
         self._response.close()
-        self._connection.close()
+        self._connection.hang_up()
 
     def _data(self) -> Iterator[bytes]:
         try:
@@ -179,22 +187,38 @@ class Stream:
             raise GenerationFailed("the connection broke before the end") from error
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, socket_path: Path, timeout_s: float | None) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._socket_path = socket_path
+class _Connection(http.client.HTTPConnection):
+    """Speaks HTTP on a dialled line."""
+
+    def __init__(self, address: Address, timeout_s: float | None) -> None:
+        super().__init__(address.host if isinstance(address, TcpAddress) else "localhost")
+        self._address = address
+        self._timeout_s = timeout_s
+        self._line: Line | None = None
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._socket_path))
+        self._line = self._address.dial(self._timeout_s)
+        self.sock = self._line.socket
+
+    def hang_up(self) -> None:
+        """Close for good; http.client calls close() while it still reads the reply."""
+        self.close()
+        if self._line is not None:
+            self._line.hang_up()
+
+    @property
+    def key(self) -> str | None:
+        """The API key, for a daemon that cannot see who asks."""
+        return os.environ.get("PENSTOCK_API_KEY") if isinstance(self._address, TcpAddress) else None
 
 
 def _send(
-    connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
+    connection: _Connection, method: str, path: str, body: dict[str, Any] | None
 ) -> http.client.HTTPResponse:
     payload = None if body is None else json.dumps(body).encode()
     headers = {} if body is None else {"Content-Type": "application/json"}
+    if connection.key:
+        headers["Authorization"] = f"Bearer {connection.key}"
     connection.request(method, path, payload, headers)
     return connection.getresponse()
 
@@ -222,10 +246,10 @@ def _message(error: Any) -> str:
 
 
 @contextmanager
-def _explained(socket_path: Path) -> Iterator[None]:
-    """Turn what the socket and the reply can do wrong into words and exit codes."""
-    where = f"unix://{socket_path}"
-    start_it = "start it with 'penstock serve', or name its socket with --socket"
+def _explained(address: Address) -> Iterator[None]:
+    """Turn what the line and the reply can do wrong into words and exit codes."""
+    where = str(address)
+    start_it = "start it with 'penstock serve', or say where it is with --host"
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -245,4 +269,6 @@ def _explained(socket_path: Path) -> Iterator[None]:
     except TimeoutError as error:
         raise DaemonUnreachable("the daemon does not answer", where=where) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise DaemonUnreachable(f"no usable reply ({error})", where=where) from error
+        is_ssh = isinstance(address, SshAddress)
+        hint = "ssh, or penstock there, has said why above" if is_ssh else ""
+        raise DaemonUnreachable(f"no usable reply ({error})", where=where, hint=hint) from error

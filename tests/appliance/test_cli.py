@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance import cli_output
+from appliance.cli import text
 from tests.appliance.cli_process import REQUEST, ROOT, penstock, run_on_terminal, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon
 
@@ -16,7 +16,7 @@ ENDED = {**REQUEST, "id": "cmpl-0", "phase": "finished", "finish_reason": "stop"
 ROW = {
     "rid": RID,
     "received_at": "2026-01-02T03:04:05.678Z",
-    "peer_user": None,
+    "user": None,
     "prompt_tokens": 12,
     "completion_tokens": 32,
     "queue_ms": 0.5,
@@ -267,4 +267,4 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
     ],
 )
 def test_durations_have_three_digits(value_ms: float | None, shown: str) -> None:
-    assert cli_output._ms(value_ms) == shown
+    assert text.ms(value_ms) == shown

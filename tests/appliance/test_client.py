@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.address import UnixAddress
 from appliance.client import (
     Client,
     ClientError,
@@ -28,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon) -> Client:
-    return Client(daemon.socket_path)
+    return Client(UnixAddress(daemon.socket_path))
 
 
 def test_get_and_post_speak_json(daemon: FakeDaemon, client: Client) -> None:
@@ -131,7 +132,7 @@ def test_a_reply_that_is_no_object_is_refused(
 
 def test_no_socket_means_not_started(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachable, match="no such socket") as caught:
-        Client(tmp_path / "p.sock").get("/a")
+        Client(UnixAddress(tmp_path / "p.sock")).get("/a")
     assert "penstock serve" in caught.value.hint
     assert caught.value.exit_code == 3
 
@@ -141,7 +142,7 @@ def test_a_socket_left_behind_means_not_running(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with pytest.raises(DaemonUnreachable, match="nobody listens"):
-        Client(path).get("/a")
+        Client(UnixAddress(path)).get("/a")
 
 
 def test_a_daemon_that_hangs_is_given_up(tmp_path: Path) -> None:
@@ -150,12 +151,12 @@ def test_a_daemon_that_hangs_is_given_up(tmp_path: Path) -> None:
         mute.bind(str(path))
         mute.listen()
         with pytest.raises(DaemonUnreachable, match="does not answer"):
-            Client(path, timeout_s=0.05).get("/a")
+            Client(UnixAddress(path), timeout_s=0.05).get("/a")
 
 
 def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachable, match="too long"):
-        Client(tmp_path / ("x" * 120)).get("/a")
+        Client(UnixAddress(tmp_path / ("x" * 120))).get("/a")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
@@ -164,7 +165,7 @@ def test_a_socket_of_another_group_gives_the_group_hint(daemon: FakeDaemon) -> N
     os.seteuid(65534)
     try:
         with pytest.raises(PermissionRefused) as caught:
-            Client(daemon.socket_path).get("/a")
+            Client(UnixAddress(daemon.socket_path)).get("/a")
     finally:
         os.seteuid(0)
     assert "penstock-users" in caught.value.hint

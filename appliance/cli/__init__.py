@@ -1,0 +1,10 @@
+"""The command line. `main` is the entry point; the verbs are in the files beside this one."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run one verb."""
+    from appliance.cli.main import main as run_verb  # so that the files below can import each other
+
+    run_verb()

@@ -1,0 +1,11 @@
+"""`python -m appliance.cli`: the command where it is not installed.
+
+Owns: nothing. Called by: people in a clone, tests. Never: anything of its own.
+"""
+
+from __future__ import annotations
+
+from appliance.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The verb chat: turns, commands, and a reply that can be interrupted without leaving.
+
+Owns: the loop, the commands and the history of what was typed.
+Called by: main. Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
+pipe every line is one turn and none is a command.
+Never: writes the conversation anywhere unless it is told to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from appliance import paths
+from appliance.cli import terminal
+from appliance.cli.conversation import SETTINGS, Conversation, Refused
+from appliance.cli.reply import (
+    MaxTokens,
+    Model,
+    Reply,
+    Seed,
+    Stats,
+    Stop,
+    System,
+    Temperature,
+    TopP,
+    body,
+    print_stats,
+    stream,
+)
+from appliance.cli.terminal import Host
+from appliance.cli.text import printable
+from appliance.client import Client, ClientError
+
+HISTORY_LINES = 1000
+PROMPT, PROMPT_INSIDE = ">>> ", "... "
+QUOTES = '"""'
+
+
+def chat(
+    model: Model = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    stats: Stats = False,
+    host: Host = None,
+) -> None:
+    """Talk with the model; /help lists the commands. From a pipe, one turn a line."""
+    settings = body(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+    )
+    session = Session(terminal.client(host), Conversation(settings, system), has_stats=stats)
+    if not sys.stdin.isatty():
+        for line in _lines():
+            session.turn(line)
+            if not sys.stdout.isatty():
+                terminal.write("\n")
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with _history(paths.default_state_dir(os.environ) / "chat_history"):
+        _converse(session)
+
+
+class Session:
+    """A conversation with the daemon, and the commands that are typed in between."""
+
+    def __init__(self, client: Client, conversation: Conversation, *, has_stats: bool) -> None:
+        self._client = client
+        self._conversation = conversation
+        self._has_stats = has_stats
+        self._last = Reply()
+        self._commands: dict[str, tuple[str, Callable[[str], str]]] = {
+            "help": ("", self._help),
+            "reset": ("", self._reset),
+            "system": ("[TEXT]", self._system),
+            "set": ("[NAME [VALUE]]", self._set),
+            "save": ("FILE", self._save),
+            "load": ("FILE", self._load),
+            "stats": ("", self._stats),
+            "retry": ("", self._retry),
+            "exit": ("", self._exit),
+        }
+
+    def turn(self, text: str) -> None:
+        """Say something, and print the answer as far as it comes.
+
+        Raises:
+            ClientError: there is no answer, or only a part; that part stays in the conversation.
+            KeyboardInterrupt: likewise, by the person.
+        """
+        self._conversation.say(text)
+        self._answer()
+
+    def command(self, line: str) -> None:
+        """Carry out `/name argument`.
+
+        Raises:
+            Refused: it cannot be.
+            EOFError: it was /exit.
+        """
+        name, _, argument = line.removeprefix("/").partition(" ")
+        if name not in self._commands:
+            raise Refused(f"no command /{name}", hint="/help lists them")
+        if answer := self._commands[name][1](argument.strip()):
+            terminal.note(answer)
+
+    def _answer(self) -> None:
+        self._last = Reply()
+        try:
+            stream(self._client, "/v1/chat/completions", self._conversation.body, self._last)
+        finally:
+            self._conversation.answer(self._last.text)
+        if self._has_stats:
+            print_stats(self._client, self._last)
+
+    def _help(self, argument: str) -> str:
+        lines = [f"/{name} {takes}".rstrip() for name, (takes, _) in self._commands.items()]
+        return "\n".join([*lines, f"{QUOTES} begins and ends a text of several lines"])
+
+    def _reset(self, argument: str) -> str:
+        self._conversation.reset()
+        return "forgotten"
+
+    def _system(self, argument: str) -> str:
+        self._conversation.system = argument or None
+        return "system message set" if argument else "no system message"
+
+    def _set(self, argument: str) -> str:
+        name, _, value = argument.partition(" ")
+        if name:
+            self._conversation.set(name, value.strip())
+        chosen = self._conversation.settings
+        names = [name] if name else SETTINGS
+        return "\n".join(f"{each} {printable(chosen.get(each, '(default)'))}" for each in names)
+
+    def _save(self, argument: str) -> str:
+        if not argument:
+            raise Refused("say where: /save FILE")
+        return f"saved to {printable(self._conversation.save(argument))}"
+
+    def _load(self, argument: str) -> str:
+        if not argument:
+            raise Refused("say from where: /load FILE")
+        self._conversation.load(argument)
+        return f"{len(self._conversation.turns)} messages"
+
+    def _stats(self, argument: str) -> str:
+        if self._last.request_id is None:
+            raise Refused("there is no reply yet")
+        print_stats(self._client, self._last)
+        return ""
+
+    def _retry(self, argument: str) -> str:
+        self._conversation.retry()
+        self._answer()
+        return ""
+
+    def _exit(self, argument: str) -> str:
+        raise EOFError
+
+
+def _converse(session: Session) -> None:
+    """Turns and commands until Ctrl-D or /exit; what goes wrong is said, and the chat goes on."""
+    while True:
+        try:
+            text = _read_text()
+            if text.startswith("/"):
+                session.command(text)
+            elif text.strip():
+                session.turn(text)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            terminal.note("" if sys.stdout.isatty() else "interrupted")
+        except (ClientError, Refused) as error:
+            terminal.report(error)
+
+
+def _read_text() -> str:
+    """A line, or what stands between two marks of three quotes.
+
+    Raises:
+        Refused: it is not UTF-8.
+    """
+    text = _read_line(PROMPT)
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES)
+        while not text.rstrip().endswith(QUOTES):
+            text += "\n" + _read_line(PROMPT_INSIDE)
+        text = text.rstrip().removesuffix(QUOTES).strip("\n")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refused("that was not UTF-8") from error
+    return text
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    sys.stderr.write(prompt)  # stdout is the model's alone
+    sys.stderr.flush()
+    return input()
+
+
+def _lines() -> Iterator[str]:
+    """The turns on stdin; empty lines are none."""
+    for line in sys.stdin.buffer:
+        try:
+            text = line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"stdin is not UTF-8: {error}") from error
+        if text.strip():
+            yield text
+
+
+@contextmanager
+def _history(path: Path) -> Iterator[None]:
+    """Lines typed before are at hand, and those typed now will be; for their owner alone."""
+    import readline  # gives input() its line editing
+
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        readline.read_history_file(path)
+    except OSError as error:
+        terminal.note(f"penstock: no history: {printable(error)}")
+        yield
+        return
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        readline.write_history_file(path)
+        path.chmod(0o600)

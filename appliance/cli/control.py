@@ -1,0 +1,172 @@
+"""Verbs that change something: serve, cancel, drain, resume, keys; and dial-stdio for ssh.
+
+Owns: their flags. Called by: main.
+Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
+Never: imports the daemon before serve needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Annotated, Any
+
+import typer
+
+from appliance import config
+from appliance.address import UnixAddress, find
+from appliance.cli import terminal
+from appliance.cli.completion import live_request_ids
+from appliance.cli.terminal import Host, Timeout
+from appliance.cli.text import printable
+from appliance.client import Client, DaemonUnreachable, ReplyError
+
+POLL_S = 0.2
+TIMED_OUT = 124
+_COPY_BYTES = 1 << 16
+
+keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, alias or shm.")] = None,
+    roles: Annotated[str | None, typer.Option(help="static or colocated.")] = None,
+    socket: Annotated[str | None, typer.Option(help="The Unix socket.")] = None,
+    listen: Annotated[str | None, typer.Option(help="TCP as well, as 127.0.0.1:8000.")] = None,
+    api_keys: Annotated[str | None, typer.Option(help="File of the keys for TCP.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="For the request log.")] = None,
+    max_model_len: Annotated[str | None, typer.Option(help="Tokens of prompt and reply.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="For the KV pool, as 2GiB.")] = None,
+    config_file: Annotated[
+        str | None, typer.Option("--config", help="A TOML file of settings.")
+    ] = None,
+) -> None:
+    """Run the daemon in the foreground; SIGTERM drains it."""
+    flags = {**context.params, "config": config_file}
+    settings = config.load(flags)
+    config.prepare_directories(settings)
+    from appliance import daemon
+
+    raise typer.Exit(daemon.serve(settings))
+
+
+def cancel(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID...", help="From ps.", autocompletion=live_request_ids),
+    ] = None,
+    user: Annotated[str | None, typer.Option("-u", "--user", help="All of this user's.")] = None,
+    host: Host = None,
+) -> None:
+    """End requests; exits 5 if one of them is not live."""
+    if bool(ids) == (user is not None):
+        raise typer.BadParameter("give ids, or a user with --user")
+    client = terminal.client(host)
+    exit_code = 0
+    for request_id in ids or _live_ids(client, user):
+        try:
+            client.cancel(request_id)
+        except ReplyError as error:
+            terminal.note(f"penstock: {printable(request_id)}: {printable(error)}")
+            exit_code = error.exit_code
+        else:
+            terminal.write(f"cancelled {printable(request_id)}\n")
+    raise typer.Exit(exit_code)
+
+
+def drain(
+    wait: Annotated[bool, typer.Option("--wait", help="Until no request is left.")] = False,
+    timeout: Timeout = 120.0,
+    host: Host = None,
+) -> None:
+    """Take no new requests; those accepted go on. With --wait exits 124 when time is up."""
+    client = terminal.client(host)
+    client.post("/v1/penstock/drain")
+    if not wait:
+        terminal.write("draining\n")
+        return
+    end_s = time.monotonic() + timeout
+    while num_live := client.get("/v1/penstock/state")["num_requests"]:
+        if time.monotonic() >= end_s:
+            terminal.note(f"penstock: {num_live} requests are left after {timeout:g} s")
+            raise typer.Exit(TIMED_OUT)
+        time.sleep(POLL_S)
+    terminal.write("drained\n")
+
+
+def resume(host: Host = None) -> None:
+    """Take requests again after a drain."""
+    terminal.client(host).post("/v1/penstock/resume")
+    terminal.write("serving\n")
+
+
+@keys.callback()
+def keys_group() -> None:
+    """API keys for clients on TCP."""
+
+
+@keys.command("new")
+def new_key(
+    name: Annotated[str, typer.Argument(help="What the log will call its user.")],
+    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+) -> None:
+    """Make a key: its line for the file on stdout, the key itself on stderr, once."""
+    from appliance import keys as key_file
+
+    key, line = key_file.new_key(name, role)
+    terminal.write(line + "\n")
+    terminal.note(f"the key, which is shown only now: {key}")
+
+
+def dial_stdio(host: Host = None) -> None:
+    """Carry stdin and stdout to the daemon's socket; what ssh:// addresses run."""
+    address = find(host)
+    if not isinstance(address, UnixAddress):
+        raise typer.BadParameter("only a socket of this machine can be dialled")
+    connection = _dial(address)
+    threading.Thread(target=_copy_in, args=(connection,), daemon=True).start()
+    try:
+        while data := connection.recv(_COPY_BYTES):
+            _write_all(data)
+    except BrokenPipeError:
+        sys.exit(terminal.BROKEN_PIPE)
+    except ConnectionResetError:
+        return  # the end, as the other side will see for itself
+
+
+def _dial(address: UnixAddress) -> socket.socket:
+    try:
+        return address.dial(None).socket
+    except OSError as error:
+        raise DaemonUnreachable(
+            f"the daemon does not answer: {error.strerror or error}", where=str(address)
+        ) from error
+
+
+def _copy_in(connection: socket.socket) -> None:
+    try:
+        while data := os.read(0, _COPY_BYTES):
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # the daemon hung up, which the other direction reports
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _live_ids(client: Client, user: str | None) -> list[str]:
+    frames: list[dict[str, Any]] = client.get("/v1/requests").get("data", [])
+    return [
+        frame["id"]
+        for frame in frames
+        if frame.get("user") == user and frame.get("phase") != "finished"
+    ]

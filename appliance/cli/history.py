@@ -1,0 +1,188 @@
+"""Verbs that look back: log, events, usage.
+
+Owns: their parameters, following, and the choice between the daemon and its file.
+Called by: main; look, for a request that has ended.
+Invariant: the daemon and the file answer the same parameters alike; whoever reads the file is told.
+Never: writes to the log.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance import config
+from appliance.address import UnixAddress
+from appliance.cli import listings, terminal
+from appliance.cli.tables import Column, Format
+from appliance.cli.terminal import AsJson, Host, Output
+from appliance.cli.text import printable
+from appliance.client import Client, DaemonUnreachable, ReplyError
+from engine.errors import RequestError
+
+POLL_S = 1.0
+
+StateDir = Annotated[str | None, typer.Option(help="Where the log is, if no daemon answers.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")]
+Since = Annotated[str | None, typer.Option(help="Not before: -1h, -2d, 2026-01-31T12:00.")]
+Until = Annotated[str | None, typer.Option(help="Before; as --since.")]
+Limit = Annotated[int, typer.Option("-n", "--limit", min=1, max=10_000, help="The newest so many.")]
+Rows = list[dict[str, Any]]
+
+
+def log(
+    limit: Limit = 20,
+    follow: Follow = False,
+    since: Since = None,
+    until: Until = None,
+    user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Only failed and aborted.")] = False,
+    slow: Annotated[str | None, typer.Option(help="As 'ttft>500', in milliseconds.")] = None,
+    host: Host = None,
+    state_dir: StateDir = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """Show finished requests, the newest last (in one JSON document: first).
+
+    Without a daemon the log's file is read.
+    """
+    wanted = {
+        "limit": str(limit),
+        "since": since,
+        "until": until,
+        "user": user,
+        "errors": "true" if errors else None,
+        "slow": slow,
+    }
+    source = _Source("log", terminal.client(host), state_dir, wanted)
+    _print(source, listings.LOG, terminal.form_of(output, as_json), follow)
+
+
+def events(
+    limit: Limit = 20,
+    follow: Follow = False,
+    since: Since = None,
+    until: Until = None,
+    priority: Annotated[
+        str | None, typer.Option("-p", "--priority", help="At least: info, warning or error.")
+    ] = None,
+    host: Host = None,
+    state_dir: StateDir = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what an operator should know, the newest last (in one JSON document: first)."""
+    wanted = {"limit": str(limit), "since": since, "until": until, "severity": priority}
+    source = _Source("events", terminal.client(host), state_dir, wanted)
+    _print(source, listings.EVENTS, terminal.form_of(output, as_json), follow)
+
+
+def usage(
+    by: Annotated[str, typer.Option(help="user, model or day.")] = "user",
+    since: Since = None,
+    until: Until = None,
+    host: Host = None,
+    state_dir: StateDir = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """Sum up requests and tokens by user, model or day."""
+    wanted = {"by": by, "since": since, "until": until}
+    rows = _Source("usage", terminal.client(host), state_dir, wanted).read()
+    form = terminal.form_of(output, as_json)
+    terminal.write(terminal.listing("usage", listings.usage(by), form).render(rows))
+
+
+def request_from_file(
+    request_id: str, client: Client, state_dir: str | None, error: DaemonUnreachable
+) -> dict[str, Any]:
+    """A request as the daemon would show it, from the log's file.
+
+    Raises:
+        DaemonUnreachable: `error`, if there is no file either.
+        ReplyError: the log does not know it.
+    """
+    path = _log_file(client, state_dir, error)
+    import msgspec
+
+    from appliance.log_reader import read_row
+    from appliance.log_row import frame_of_row
+
+    row = read_row(path, request_id)
+    if row is None:
+        raise ReplyError("no such request in the log", status=404, code="request_not_found")
+    return dict(msgspec.to_builtins(frame_of_row(row)))
+
+
+class _Source:
+    """The rows behind one verb: the daemon's, or the file's when no daemon answers."""
+
+    def __init__(
+        self, verb: str, client: Client, state_dir: str | None, wanted: dict[str, str | None]
+    ) -> None:
+        self.verb = verb
+        self._client = client
+        self._state_dir = state_dir
+        self._wanted = {name: value for name, value in wanted.items() if value is not None}
+        self._file: Path | None = None
+
+    def read(self, **more: str) -> Rows:
+        """Rows as the parameters and `more` of them say.
+
+        Raises:
+            ClientError: a parameter is wrong, or there is neither daemon nor file.
+            PenstockError: the file cannot be read.
+        """
+        query = {**self._wanted, **more}
+        try:
+            rows: Rows = self._client.get(f"/v1/penstock/{self.verb}", query).get("data", [])
+        except DaemonUnreachable as error:
+            if self._file is None:
+                self._file = _log_file(self._client, self._state_dir, error)
+            return _read_file(self.verb, self._file, query)
+        self._file = None
+        return rows
+
+
+def _print(source: _Source, columns: tuple[Column, ...], form: Format, follow: bool) -> None:
+    """The rows there are, and if they are followed those that come, until a signal."""
+    if follow and form is Format.JSON:
+        raise typer.BadParameter("-f has no end, and a document has: use -o ndjson")
+    listing = terminal.listing(source.verb, columns, form)
+    rows = source.read()
+    terminal.write(listing.render(rows if form is Format.JSON else reversed(rows)))
+    cursor = max((row["cursor"] for row in rows), default=0)
+    while follow:
+        time.sleep(POLL_S)
+        newer = source.read(after=str(cursor), limit="1000")
+        terminal.write(listing.render(newer))
+        cursor = max((row["cursor"] for row in newer), default=cursor)
+
+
+def _log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
+    """The file of the daemon that does not answer, if it is this machine's."""
+    path = config.log_path(config.state_dir(state_dir))
+    if not isinstance(client.address, UnixAddress) or not os.path.exists(path):
+        raise error
+    terminal.note(printable(f"penstock: no daemon at {error.where}; reading {path}"))
+    return path
+
+
+def _read_file(verb: str, path: Path, query: dict[str, str]) -> Rows:
+    from appliance import log_query, log_reader  # 70 ms that only a missing daemon costs
+
+    readers: dict[str, Callable[[], Rows]] = {
+        "log": lambda: log_reader.read_rows(path, log_query.row_query(query)),
+        "events": lambda: log_reader.read_events(path, log_query.event_query(query)),
+        "usage": lambda: log_reader.read_usage(path, log_query.usage_query(query)),
+    }
+    try:
+        return readers[verb]()
+    except RequestError as error:
+        raise ReplyError(str(error), status=error.status, code=error.code) from error

@@ -1,0 +1,100 @@
+"""The columns of every list.
+
+Owns: which fields of a row are shown, under which title. Called by: the listing verbs.
+Invariant: a csv file gets a column's `key` as its heading, so keys and their order are kept.
+Never: computes a figure that the daemon did not send.
+"""
+
+from __future__ import annotations
+
+from appliance.cli.tables import Column
+from appliance.cli.text import count, large, ms, size
+
+REQUESTS = (
+    Column("ID", "id"),
+    Column("PHASE", "phase", instead="finish_reason"),
+    Column("USER", "user"),
+    Column("IN", "prompt_tokens", count),
+    Column("OUT", "output_tokens", count),
+    Column("MAX", "max_tokens", count),
+    Column("AGE", "age_ms", ms),
+    Column("TTFT", "ttft_ms", ms),
+    Column("TPOT", "tpot_ms", ms),
+    Column("WORKER", "worker"),
+    Column("QUEUE", "queue_ms", ms, is_wide=True),
+    Column("PREFILL", "prefill_ms", ms, is_wide=True),
+    Column("HANDOFF", "handoff_ms", ms, is_wide=True),
+    Column("E2E", "e2e_ms", ms, is_wide=True),
+    Column("BLOCKS", "num_blocks", count, is_wide=True),
+    Column("ENDPOINT", "endpoint", is_wide=True),
+    Column("RECEIVED", "received_at", is_wide=True),
+    Column("END", "finish_reason", is_wide=True),
+    Column("ERROR", "error", is_wide=True),
+)
+
+LOG = (
+    Column("RECEIVED", "received_at"),
+    Column("ID", "rid"),
+    Column("USER", "user"),
+    Column("IN", "prompt_tokens", count),
+    Column("OUT", "completion_tokens", count),
+    Column("QUEUE", "queue_ms", ms),
+    Column("PREFILL", "prefill_ms", ms),
+    Column("TTFT", "ttft_ms", ms),
+    Column("HANDOFF", "handoff_ms", ms),
+    Column("TPOT", "tpot_ms", ms),
+    Column("E2E", "e2e_ms", ms),
+    Column("PATH", "transport"),
+    Column("END", "finish_reason"),
+    Column("TOKENIZE", "tokenize_ms", ms, is_wide=True),
+    Column("WAIT", "decode_wait_ms", ms, is_wide=True),
+    Column("DECODE", "decode_ms", ms, is_wide=True),
+    Column("MOVED", "handoff_bytes", size, is_wide=True),
+    Column("RECOVERIES", "recoveries", count, is_wide=True),
+    Column("MODEL", "model", is_wide=True),
+    Column("ENDPOINT", "endpoint", is_wide=True),
+    Column("STATUS", "http_status", count, is_wide=True),
+    Column("SEED", "seed", count, is_wide=True),
+    Column("CANCELLED BY", "cancelled_by", is_wide=True),
+    Column("CLIENT ID", "client_rid", is_wide=True),
+    Column("ERROR", "error", is_wide=True),
+)
+
+EVENTS = (
+    Column("AT", "at"),
+    Column("SEVERITY", "severity"),
+    Column("CODE", "code"),
+    Column("BY", "actor", is_wide=True),
+    Column("MESSAGE", "message"),
+)
+
+MODELS = (
+    Column("NAME", "name"),
+    Column("FAMILY", "family"),
+    Column("PARAMS", "num_parameters", large),
+    Column("DTYPE", "dtype"),
+    Column("SIZE", "size_bytes", size),
+    Column("PROBLEM", "problem"),
+    Column("CONTEXT", "max_model_len", count, is_wide=True),
+    Column("FOLDER", "folder", is_wide=True),
+)
+
+CHECKSUMS = (
+    Column("FILE", "file"),
+    Column("SIZE", "size_bytes", size),
+    Column("SHA256", "sha256"),
+    Column("RESULT", "result"),
+)
+
+
+def usage(by: str) -> tuple[Column, ...]:
+    """Sums by `user`, `model` or `day`."""
+    return (
+        Column(by.upper(), by),
+        Column("REQUESTS", "requests", count),
+        Column("ERRORS", "errors", count),
+        Column("IN", "prompt_tokens", count),
+        Column("OUT", "completion_tokens", count),
+        Column("PREFILL", "prefill_ms", ms),
+        Column("DECODE", "decode_ms", ms),
+    )

@@ -1,0 +1,115 @@
+"""Verbs that look at what is going on: status, ps, show, whoami, version, top.
+
+Owns: what each asks the daemon for. Called by: main.
+Invariant: nothing changes in the daemon. Never: keeps anything between two calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from appliance.address import SshAddress, UnixAddress, find
+from appliance.cli import history, listings, pages, terminal, waterfall
+from appliance.cli.completion import request_ids
+from appliance.cli.tables import Format
+from appliance.cli.terminal import AsJson, Host, Output
+from appliance.cli.text import printable
+from appliance.client import ClientError, DaemonUnreachable
+from engine.errors import ConfigError
+
+
+def status(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+    """Show what the daemon is doing: state, queue, workers, KV, latency."""
+    frame = terminal.client(host).get("/v1/penstock/state")
+    form = terminal.form_of(output, as_json)
+    colour = terminal.has_colour()
+    terminal.show("status", frame, form, lambda: pages.status_page(frame, colour=colour))
+
+
+def ps(
+    host: Host = None,
+    show_all: Annotated[bool, typer.Option("-a", "--all", help="Also the last finished.")] = False,
+    user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only in this phase.")] = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """List live requests with their phase."""
+    frames = terminal.client(host).get("/v1/requests").get("data", [])
+    shown = [
+        frame
+        for frame in frames
+        if (show_all or state == "finished" or frame.get("phase") != "finished")
+        and user in (None, frame.get("user"))
+        and state in (None, frame.get("phase"))
+    ]
+    form = terminal.form_of(output, as_json)
+    terminal.write(terminal.listing("ps", listings.REQUESTS, form).render(shown))
+
+
+def show(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="From ps or log.", autocompletion=request_ids)
+    ],
+    host: Host = None,
+    state_dir: history.StateDir = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+) -> None:
+    """Show where one request's time went, stage by stage; live, or from the log."""
+    client = terminal.client(host)
+    try:
+        frame = client.request(request_id)
+    except DaemonUnreachable as error:
+        frame = history.request_from_file(request_id, client, state_dir, error)
+    form = terminal.form_of(output, as_json)
+    width, bar = terminal.width(), terminal.bar()
+    terminal.show("show", frame, form, lambda: waterfall.page(frame, width=width, bar=bar))
+
+
+def whoami(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+    """Show who the daemon takes you for, and what that lets you do."""
+    content = terminal.client(host).get("/v1/penstock/whoami")
+    form = terminal.form_of(output, as_json)
+    terminal.show("whoami", content, form, lambda: pages.facts(content))
+
+
+def top(
+    host: Host = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
+    as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
+) -> None:
+    """Open the live console; into a pipe it prints lines."""
+    flags = [*(["--once"] if once else []), *(["--ascii"] if as_ascii else [])]
+    address = find(host)
+    if isinstance(address, UnixAddress):
+        path = os.fspath(address.path)
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", "--socket", path, *flags])
+    if isinstance(address, SshAddress):  # the console runs there, on this terminal
+        options = ("-t",) if sys.stdout.isatty() else ("-T",)
+        os.execvp("ssh", address.command("top", *flags, options=options))
+    raise ConfigError(
+        "the console needs the daemon's Unix socket",
+        where=str(address),
+        hint="run it on the daemon's machine, or with --host ssh://...",
+    )
+
+
+def version(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+    """Show the version of this command, and of the daemon if one answers."""
+    from importlib import metadata  # 20 ms that only this verb needs
+
+    content: dict[str, Any] = {"version": None, "daemon_version": None}
+    with suppress(metadata.PackageNotFoundError):  # run from a source tree, not installed
+        content["version"] = metadata.version("penstock")
+    with suppress(ClientError):
+        content["daemon_version"] = terminal.client(host).get("/version").get("version")
+    theirs = content["daemon_version"]
+    about = "" if theirs is None else f" (daemon {printable(theirs)})"
+    line = f"penstock {content['version'] or '(not installed)'}{about}"
+    terminal.show("version", content, terminal.form_of(output, as_json), lambda: line)

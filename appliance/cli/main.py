@@ -1,0 +1,84 @@
+"""The `penstock` command: parse, ask the daemon, print.
+
+Owns: the table of verbs, and exit codes. Called by: the console script, by way of the package.
+Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as
+`penstock: ...` and `hint: ...`.
+Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.
+
+Exit codes: 0 done · 1 unexpected · 2 usage · 3 no daemon · 4 permission · 5 not found · 6 busy ·
+7 generation failed or cut short · 78 bad configuration or model · 124 time is up · 130, 143
+signalled · 141 broken pipe.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+
+import typer
+
+from appliance.cli import completion, terminal
+from engine.errors import PenstockError
+
+VERBS: Mapping[str, str] = {
+    "serve": "control",
+    "run": "generate",
+    "chat": "chat",
+    "status": "look",
+    "ps": "look",
+    "show": "look",
+    "top": "look",
+    "cancel": "control",
+    "drain": "control",
+    "resume": "control",
+    "log": "history",
+    "events": "history",
+    "usage": "history",
+    "models": "models",
+    "db": "db",
+    "keys": "control",
+    "whoami": "look",
+    "version": "look",
+    "completion": "completion",
+    "dial-stdio": "control",
+}
+"""Each verb's file in this folder, where it has a function, or a group of verbs, of its name."""
+
+_HIDDEN = ("dial-stdio",)
+
+
+def main() -> None:
+    """Run one verb; the process's entry point."""
+    terminal.prepare()
+    completion.prepare()
+    try:
+        build(sys.argv[1] if len(sys.argv) > 1 else "")(prog_name="penstock")
+    except PenstockError as error:
+        sys.exit(terminal.report(error))
+
+
+def build(asked: str) -> typer.Typer:
+    """The command with the verb that is asked for, or with all of them where it is none.
+
+    Importing and describing them all would double the start of a small one such as `status`.
+    """
+    app = typer.Typer(
+        help="Penstock: serve a language model with prefill and decode on separate devices.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_group)
+    for name in [asked] if asked in VERBS else VERBS:
+        verb = getattr(import_module(f"appliance.cli.{VERBS[name]}"), name.replace("-", "_"))
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name)
+        else:
+            app.command(name, hidden=name in _HIDDEN)(verb)
+    return app
+
+
+def _group() -> None:
+    """Without it typer would take an app of one verb for the verb itself."""

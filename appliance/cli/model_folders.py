@@ -1,0 +1,176 @@
+"""Model folders on this machine: where they are, what they hold, whether their bytes are right.
+
+Owns: where checkpoints are looked for, and the sums that their files are compared with.
+Called by: models. Invariant: a folder that cannot be served is described with the reason, not left
+out.
+Never: downloads, changes or prints anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.checkpoint import Checkpoint
+from engine.errors import CheckpointError
+
+SUMS_FILE = "SHA256SUMS"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 4 << 20
+
+
+class Found(NamedTuple):
+    """A folder with a config.json, and the name that people know it by."""
+
+    name: str
+    folder: Path
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Where Hugging Face's own tools keep what they have downloaded."""
+    if given := environ.get("HF_HUB_CACHE"):
+        return Path(given)
+    if home := environ.get("HF_HOME"):
+        return Path(home, "hub")
+    cache = environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if cache else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def in_hub_cache(cache: Path) -> Iterator[Found]:
+    """Snapshots of models, as owner/name@revision."""
+    for folder in sorted(cache.glob("models--*/snapshots/*")):
+        if (folder / "config.json").exists():
+            owner_and_name = folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+            yield Found(f"{owner_and_name}@{folder.name[:7]}", folder)
+
+
+def under(root: Path) -> Iterator[Found]:
+    """The folder itself, its folders, and theirs."""
+    for pattern in ("config.json", "*/config.json", "*/*/config.json"):
+        for path in sorted(root.glob(pattern)):
+            name = root.name if path.parent == root else str(path.parent.relative_to(root))
+            yield Found(name, path.parent)
+
+
+def describe(found: Found) -> dict[str, Any]:
+    """What `models list` says of a folder."""
+    about: dict[str, Any] = {"name": found.name, "folder": str(found.folder)}
+    try:
+        checkpoint = Checkpoint.open(found.folder)
+    except CheckpointError as error:
+        return {**about, "problem": error.what}
+    return {
+        **about,
+        "family": checkpoint.config.family,
+        "num_parameters": checkpoint.num_parameters,
+        "dtype": checkpoint.stored_dtype,
+        "size_bytes": checkpoint.num_bytes,
+        "max_model_len": checkpoint.config.max_position_embeddings,
+        "problem": None,
+    }
+
+
+def detail(found: Found) -> dict[str, Any]:
+    """What `models show` says of a folder.
+
+    Raises:
+        CheckpointError: it cannot be served.
+    """
+    checkpoint = Checkpoint.open(found.folder)
+    config = checkpoint.config
+    about = describe(found)
+    del about["problem"]
+    template = _chat_template(found.folder)
+    return {
+        **about,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "kv_bytes_per_token": config.kv_block_bytes(1, checkpoint.stored_dtype),
+        "chat_template": template is not None,
+        "tools": template is not None and "tools" in template,
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a checkpoint that can be served, in order.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    tensors = Checkpoint.open(folder).tensors.values()
+    return sorted({tensor.file for tensor in tensors})
+
+
+def sha256(path: Path, on_read: Callable[[int], None]) -> str:
+    """The sum of a file's bytes, all of which are read.
+
+    Args:
+        path: the file.
+        on_read: told the number of bytes of each piece.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                on_read(len(piece))
+    except OSError as error:
+        raise CheckpointError(f"cannot read: {error.strerror}", where=str(path)) from error
+    return digest.hexdigest()
+
+
+def expected_sums(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """The sums that someone has noted: in SHA256SUMS, in FILE.sha256, or in the hub's blob names.
+
+    Raises:
+        CheckpointError: a file of sums cannot be read.
+    """
+    listed = _read_sums(folder / SUMS_FILE)
+    sums: dict[Path, str] = {}
+    for path in files:
+        beside = _read_sums(path.with_name(path.name + ".sha256"))
+        blob = os.path.basename(os.path.realpath(path))
+        if path.is_symlink() and _SHA256.fullmatch(blob):
+            sums[path] = blob
+        elif noted := listed.get(path.name) or beside.get(path.name) or beside.get(""):
+            sums[path] = noted
+    return sums
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """By file name, in the form of sha256sum; a sum alone stands under the empty name."""
+    if not path.exists():
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the sums: {error}", where=str(path)) from error
+    sums = {}
+    for line in lines:
+        digest, _, name = line.strip().partition(" ")
+        if _SHA256.fullmatch(digest.lower()):
+            sums[name.strip().removeprefix("*").removeprefix("./")] = digest.lower()
+    return sums
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The template's text, or what holds it; None if there is none."""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        if name.endswith(".jinja") or '"chat_template"' in text:
+            return text
+    return None

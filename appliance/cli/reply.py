@@ -1,0 +1,101 @@
+"""One reply of the model to stdout, token by token, and what happens when it is interrupted.
+
+Owns: the options of generation, and the path from them to a request's body.
+Called by: generate, chat. Invariant: stdout is the completion to the byte; on a terminal it is
+freed of control characters and ends with a newline.
+Never: leaves a request running that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import pages, terminal
+from appliance.cli.completion import model_ids
+from appliance.cli.text import for_terminal
+from appliance.client import Client, ClientError, GenerationFailed, Stream
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="The one served if left out.", autocompletion=model_ids),
+]
+System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeat.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Timings on stderr at the end.")]
+
+
+@dataclass
+class Reply:
+    """How far a generation has come; what is known of it when it is interrupted."""
+
+    request_id: str | None = None
+    finish_reason: str | None = None
+    text: str = ""
+
+
+def body(**options: object) -> dict[str, Any]:
+    """A request's body from options; those that nobody gave are the daemon's to choose."""
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
+def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> None:
+    """Print one completion as it comes, and keep `reply` up to date.
+
+    Interrupted, it cancels the request and raises the interruption again.
+
+    Raises:
+        ClientError: no daemon, a refusal, or an incomplete reply.
+    """
+    with client.stream(path, {**content, "stream": True}) as events:
+        reply.request_id = events.request_id
+        try:
+            _print(events, reply)
+        except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or nobody reads stdout
+            _cancel_after(client, reply, ending)
+            raise
+    if reply.finish_reason not in ("stop", "length", "tool_calls"):
+        raise GenerationFailed(f"the reply is incomplete (finish reason {reply.finish_reason!r})")
+
+
+def print_stats(client: Client, reply: Reply) -> None:
+    """The request's timings as the daemon measured them, on stderr."""
+    if reply.request_id is not None:
+        terminal.note(pages.stats_line(client.request(reply.request_id)))
+
+
+def _print(events: Stream, reply: Reply) -> None:
+    is_terminal = sys.stdout.isatty()
+    try:
+        for event in events:
+            reply.request_id = reply.request_id or event.get("id")
+            for choice in event.get("choices", ()):
+                reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                reply.text += text
+                terminal.write(for_terminal(text) if is_terminal else text)
+    finally:
+        if is_terminal and not reply.text.endswith("\n"):
+            terminal.write("\n")
+
+
+def _cancel_after(client: Client, reply: Reply, ending: BaseException) -> None:
+    """Tell the daemon, so that it need not find out, and the person what was generated."""
+    if reply.request_id is None:
+        return  # hanging up, which the caller does next, cancels as well
+    quick = Client(client.address, timeout_s=1.0)
+    try:
+        quick.cancel(reply.request_id)
+        frame = quick.request(reply.request_id)
+    except ClientError:
+        frame = {}
+    if not (isinstance(ending, SystemExit) and ending.code == terminal.BROKEN_PIPE):
+        after = f" after {frame['output_tokens']} tok" if "output_tokens" in frame else ""
+        terminal.note(f"cancelled{after}")

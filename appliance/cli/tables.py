@@ -1,0 +1,159 @@
+"""Rows from the daemon in the five formats of -o.
+
+Owns: what table, wide, json, ndjson and csv mean. Called by: the listing verbs, by way of terminal.
+Invariant: pure; table and wide are for people and may change, in the others fields are only ever
+added; rows come out in the order in which they are given.
+Never: cuts a value off, or formats a number for a program.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from appliance.cli import text
+
+Row = Mapping[str, Any]
+BOLD = "1"
+
+
+class Format(StrEnum):
+    """What -o takes."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    NDJSON = "ndjson"
+    CSV = "csv"
+
+    @property
+    def is_for_people(self) -> bool:
+        """True for aligned columns."""
+        return self in (Format.TABLE, Format.WIDE)
+
+
+class Column(NamedTuple):
+    """One column: its title for people, its field for programs."""
+
+    title: str
+    key: str
+    show: Callable[[Any], str] = text.word
+    is_wide: bool = False
+    """Left out of `table`."""
+    instead: str | None = None
+    """A field that a table shows in place of `key` once it has a value."""
+
+    def cell(self, row: Row) -> str:
+        """What a table shows."""
+        value = row.get(self.instead) if self.instead else None
+        return self.show(row.get(self.key) if value is None else value)
+
+
+class Listing:
+    """Rows in one format, in one batch or, when they are followed, in many.
+
+    Args:
+        verb: names the schema of the JSON document.
+        columns: in order; csv has them all, json and ndjson every field that the daemon sends.
+        form: what was asked for with -o.
+        colour: whether the header may be painted.
+    """
+
+    def __init__(
+        self, verb: str, columns: Sequence[Column], form: Format, *, colour: bool = False
+    ) -> None:
+        self._verb = verb
+        self._columns = [c for c in columns if form is not Format.TABLE or not c.is_wide]
+        self._form = form
+        self._colour = colour
+        self._widths = [len(column.title) for column in self._columns]
+        self._has_header = False
+
+    def render(self, rows: Iterable[Row]) -> str:
+        """The next rows; the first call writes the header, too. Lines end with a newline."""
+        rows = list(rows)
+        if self._form is Format.JSON:
+            return document(self._verb, {"data": rows}) + "\n"
+        if self._form is Format.NDJSON:
+            return "".join(json.dumps(row) + "\n" for row in rows)
+        return self._csv(rows) if self._form is Format.CSV else self._table(rows)
+
+    def _csv(self, rows: Sequence[Row]) -> str:
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        if self._needs_header():
+            writer.writerow(column.key for column in self._columns)
+        writer.writerows([csv_cell(row.get(c.key)) for c in self._columns] for row in rows)
+        return out.getvalue()
+
+    def _table(self, rows: Sequence[Row]) -> str:
+        """Columns two spaces apart, as wide as their longest cell so far; numbers to the right."""
+        cells = [[column.cell(row) for column in self._columns] for row in rows]
+        columns = zip(self._widths, *cells, strict=True)
+        self._widths = [max([width, *map(len, column)]) for width, *column in columns]
+        header = [column.title for column in self._columns]
+        lines = [painted(self._line(header), BOLD, self._colour)] if self._needs_header() else []
+        return "".join(f"{line}\n" for line in [*lines, *map(self._line, cells)])
+
+    def _line(self, cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column.show is text.word else cell.rjust(width)
+            for column, cell, width in zip(self._columns, cells, self._widths, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    def _needs_header(self) -> bool:
+        had_header, self._has_header = self._has_header, True
+        return not had_header
+
+
+def document(verb: str, content: Row) -> str:
+    """One JSON document; keys are only ever added within a schema's number."""
+    return json.dumps({"schema": f"penstock.{verb}/1", **content}, indent=2)
+
+
+def one(verb: str, content: Row, form: Format) -> str:
+    """A single thing for programs: a document, a line, or `key,value` with dotted keys."""
+    if form is Format.JSON:
+        return document(verb, content) + "\n"
+    if form is Format.NDJSON:
+        return json.dumps(content) + "\n"
+    rows = [{"key": key, "value": value} for key, value in flat(content).items()]
+    return Listing(verb, [Column("KEY", "key"), Column("VALUE", "value")], form).render(rows)
+
+
+def csv_cell(value: object) -> object:
+    """A value that neither a terminal nor a spreadsheet obeys.
+
+    Control characters are escaped, and text that a spreadsheet would take for a formula begins
+    with an apostrophe.
+    """
+    if value is None or isinstance(value, int | float):
+        return value
+    if not isinstance(value, str):
+        return json.dumps(value)
+    shown = text.printable(value)
+    return f"'{shown}" if shown.lstrip()[:1] in ("=", "+", "-", "@") else shown
+
+
+def painted(shown: str, code: str | None, colour: bool) -> str:
+    """Text in a colour of the terminal, where it has any."""
+    return f"\x1b[{code}m{shown}\x1b[0m" if colour and code else shown
+
+
+def flat(content: Any, prefix: str = "") -> dict[str, object]:
+    """Nested objects and lists as one, with dotted keys."""
+    if isinstance(content, Mapping):
+        items: Iterable[tuple[object, Any]] = content.items()
+    elif isinstance(content, list):
+        items = enumerate(content)
+    else:
+        return {prefix: content}
+    found: dict[str, object] = {}
+    for key, value in items:
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

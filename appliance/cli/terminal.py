@@ -1,0 +1,133 @@
+"""Stdout, stderr and the process around a verb.
+
+Owns: everything that is printed, colour, signals, and the options that most verbs share.
+Called by: the verbs. Invariant: stdout carries the answer alone; progress, notes and errors go to
+stderr as `penstock: ...` and `hint: ...`.
+Never: decides what an answer says.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from appliance.address import find
+from appliance.cli import tables
+from appliance.cli.tables import Column, Format, Listing, Row
+from appliance.cli.text import printable
+from appliance.client import Client
+from engine.errors import PenstockError
+
+BROKEN_PIPE = 141
+WIDTH_WITHOUT_TERMINAL = 100
+
+Host = Annotated[
+    str | None,
+    typer.Option("--host", "-H", "--socket", help="Socket's path, http://... or ssh://..."),
+]
+Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
+AsJson = Annotated[bool, typer.Option("--json", hidden=True)]
+"""What `-o json` was once called; scripts have it."""
+Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")]
+
+
+def prepare() -> None:
+    """Make the process fit for every verb: open streams, no encoding errors, signals that exit."""
+    _open_missing_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # no locale may end a run
+    signal.signal(signal.SIGINT, _exit_on_signal)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+
+
+def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
+    """A client of the daemon that the options and the environment name."""
+    return Client(find(host), timeout_s=timeout_s)
+
+
+def form_of(output: Format, as_json: bool) -> Format:
+    """The format asked for."""
+    return Format.JSON if as_json else output
+
+
+def listing(verb: str, columns: tuple[Column, ...], form: Format) -> Listing:
+    """An empty list in a format, with colour where the terminal has it."""
+    return Listing(verb, columns, form, colour=has_colour())
+
+
+def show(verb: str, content: Row, form: Format, page: Callable[[], str]) -> None:
+    """Print one thing: as its page for people, else in the format asked for."""
+    write(page() + "\n" if form.is_for_people else tables.one(verb, content, form))
+
+
+def has_colour() -> bool:
+    """True where stdout is a terminal that takes colour from us."""
+    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and not is_dumb
+
+
+def width() -> int:
+    """Columns of the terminal, or a fixed number where there is none."""
+    if not sys.stdout.isatty():
+        return WIDTH_WITHOUT_TERMINAL
+    return shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
+
+
+def bar() -> str:
+    """One cell of a bar that stdout's encoding has."""
+    is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    return "█" if is_utf8 else "#"
+
+
+def write(text: str) -> None:
+    """Write to stdout and flush: a reader sees each token. Ends quietly if there is none left."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
+
+
+def note(text: str) -> None:
+    """A line on stderr, as it is."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def report(error: PenstockError) -> int:
+    """Print an error and its hint; returns the exit code."""
+    note(f"penstock: {printable(error)}")
+    if error.hint:
+        note(f"hint: {printable(error.hint)}")
+    return error.exit_code
+
+
+def _open_missing_streams() -> None:
+    """Give the process the three streams that its starter may have closed.
+
+    Without this the next file that is opened, a socket or the log, would be descriptor 1 or 2, and
+    take what anyone prints.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)

@@ -1,0 +1,77 @@
+"""Values to words: what of the daemon's text may reach a terminal, and how figures read.
+
+Owns: escaping, and the forms of durations, sizes and counts. Called by: every page and table.
+Invariant: pure; text that came from elsewhere is shown with no control character in it.
+Never: shows None as 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DASH = "-"
+
+
+def printable(value: object) -> str:
+    """Text with everything escaped that could move a cursor or reorder a line."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in str(value)
+    )
+
+
+def for_terminal(text: str) -> str:
+    """Completion text without what a terminal would obey: only newlines and tabs are kept."""
+    return "".join(
+        char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
+    )
+
+
+def word(value: object) -> str:
+    """A name, or whatever else is text."""
+    return DASH if value is None or value == "" else printable(value)
+
+
+def count(value: Any) -> str:
+    """A number as it is."""
+    return DASH if value is None else f"{value:g}" if isinstance(value, float) else printable(value)
+
+
+def tokens_per_s(value: float | None) -> str:
+    """A rate of tokens."""
+    return DASH if value is None else f"{value:.0f} tok/s"
+
+
+def ms(value: float | None) -> str:
+    """A duration to three digits: 1.24ms, 231ms, 4.2s, 3m12s, 2h05m."""
+    if value is None:
+        return DASH
+    if value < 999.5:
+        return f"{value:.0f}ms" if value >= 99.95 else f"{value:.3g}ms"
+    seconds = value / 1000
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}m{seconds:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def size(value: float | None) -> str:
+    """Bytes to four digits: 512 B, 1.5 GiB."""
+    if value is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def large(value: float | None) -> str:
+    """A large number to three digits: 950, 1.24k, 7.62B."""
+    if value is None:
+        return DASH
+    for unit in ("", "k", "M", "B"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
