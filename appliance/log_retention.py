@@ -69,14 +69,14 @@ def prune_steps(db: sqlite3.Connection, limits: Limits, now: datetime) -> Iterat
     if horizon is not None:
         while any_left := _delete_oldest(db, SLICE_ROWS, horizon):
             yield any_left
-    num_excess = _num_excess_rows(db, limits)
-    while num_excess > 0 and (step := _delete_oldest(db, min(SLICE_ROWS, num_excess))):
-        num_excess -= step.requests + step.events
-        yield step
-    # SQLite frees pages while its statement is read to the end, and none where the file was made
-    # without auto_vacuum: there new rows take the free pages.
+    while num_excess := _num_excess_rows(db, limits):
+        while num_excess > 0 and (step := _delete_oldest(db, min(SLICE_ROWS, num_excess))):
+            num_excess -= step.requests + step.events
+            yield step
+    # execute() would stop at the statement's first page; a file that was made without auto_vacuum
+    # frees none, and new rows take the free pages.
     while num_free := _pragma(db, "freelist_count"):
-        db.execute(f"PRAGMA incremental_vacuum({SLICE_PAGES})").fetchall()
+        db.executescript(f"PRAGMA incremental_vacuum({SLICE_PAGES})")
         if _pragma(db, "freelist_count") == num_free:
             break
         yield Pruned()
