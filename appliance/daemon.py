@@ -14,17 +14,19 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
+from appliance.access import AccessPolicy
 from appliance.api import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
+from appliance.listeners import SocketFile, bind_socket, bind_tcp
 from appliance.log_retention import Limits
 from appliance.notify import notify
 from appliance.request_log import RequestLog
-from appliance.server import ApiServer, bind_socket
+from appliance.server import ApiServer
 from appliance.service import Service
 from appliance.supervisor import Supervisor
 from appliance.telemetry import cpu_names
@@ -61,11 +63,12 @@ def serve(config: ServeConfig) -> int:
         os.close(lock_fd)
 
 
-def _remove_socket(path: Path, inode: int) -> None:
-    """Remove the socket file if it is still the one that we bound."""
-    with contextlib.suppress(FileNotFoundError):
-        if path.lstat().st_ino == inode:
-            path.unlink()
+def _address(listener: socket.socket) -> str:
+    """Where clients find it."""
+    if listener.family == socket.AF_UNIX:
+        return str(listener.getsockname())
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Daemon:
@@ -84,10 +87,11 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         async with contextlib.AsyncExitStack() as stack:
+            policy = AccessPolicy.from_config(self._config)
             request_log = self._open_log()
             stack.push_async_callback(asyncio.to_thread, request_log.close)
-            sock = bind_socket(self._config.socket)
-            stack.callback(_remove_socket, self._config.socket, self._config.socket.lstat().st_ino)
+            listeners = self._bind()
+            stack.callback(SocketFile(self._config.socket).remove)
             self._supervisor = Supervisor(
                 self._plan.workers,
                 self._plan.inherited_fds,
@@ -106,7 +110,7 @@ class _Daemon:
                 request_log,
                 keeps_text=self._config.log_text,
             )
-            server = ApiServer(build_app(self._service), sock)
+            server = ApiServer(build_app(self._service), listeners, policy)
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
             frames = asyncio.create_task(self._make_frames())
@@ -114,6 +118,14 @@ class _Daemon:
             await self._serve()
             request_log.end_run("clean")
         return 0
+
+    def _bind(self) -> list[socket.socket]:
+        """The Unix socket, and TCP if it is wanted."""
+        listeners = [bind_socket(self._config.socket)]
+        if self._config.listen is not None:
+            listeners += bind_tcp(*self._config.listen)
+        self._addresses = [_address(listener) for listener in listeners]
+        return listeners
 
     def _open_log(self) -> RequestLog:
         request_log = RequestLog(
@@ -225,5 +237,5 @@ class _Daemon:
             size_mib = num_blocks * placement.block_bytes / 2**20
             log.info("  pool %s: %d blocks, %.0f MiB", name, num_blocks - 1, size_mib)
         log.info("  up to %d tokens per request", model.max_model_len)
-        log.info("ready on %s", self._config.socket)
+        log.info("ready on %s", ", ".join(self._addresses))
         log.info("try: penstock run 'Hello' --max-tokens 32")

@@ -1,8 +1,8 @@
-"""The daemon's socket: bound by us, served by uvicorn inside the daemon's own loop.
+"""Serving an application on listening sockets: uvicorn inside the daemon's own loop.
 
-Owns: the socket file from bind to removal, and who is at the other end of a connection.
+Owns: the connections: how many there may be, who gets the last ones, and their end.
 Called by: daemon.
-Invariant: the file is never open to others, not for a moment, and a live daemon's is never taken.
+Invariant: whoever connects is served, or told at once to come back; never left waiting.
 Never: handles a signal, or configures logging.
 """
 
@@ -10,143 +10,114 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import os
-import pwd
+import math
 import socket
-import stat
-import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
-import h11
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from appliance.access import AccessPolicy, Credentials, credentials_of
+from appliance.gate import Gate
+from appliance.http_protocol import ClientProtocol, Limits
+from appliance.listeners import Acceptor, SocketFile
 from appliance.replies import error_object
-from appliance.request import Peer
-from engine.errors import ConfigError, PenstockError, RequestError
+from appliance.request import Role
+from engine.errors import Unavailable
 
-SOCKET_MODE = 0o660
-FOLDER_MODE = 0o750
-BACKLOG = 512
-MAX_PATH_BYTES = 107
-"""sun_path has 108 bytes, the last one zero."""
-
-
-def bind_socket(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of one that a dead daemon left.
-
-    Raises:
-        ConfigError: the path cannot be a socket of ours.
-        PenstockError: another daemon answers there.
-    """
-    where = str(path)
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"the socket path is longer than {MAX_PATH_BYTES} bytes",
-            where=where,
-            hint="choose a shorter one with --socket or PENSTOCK_SOCKET",
-        )
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        _remove_stale(path)
-        # Linux gives the file the mode of the unbound socket, so there is no moment in which it
-        # is wider, as there is with bind and chmod. The umask may have narrowed it.
-        os.fchmod(listener.fileno(), SOCKET_MODE)
-        listener.bind(where)
-        os.chmod(path, SOCKET_MODE)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen there: {error.strerror}",
-            where=where,
-            hint="choose another with --socket or PENSTOCK_SOCKET",
-        ) from error
-    except PenstockError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(
-            "this is not a socket, and it is not ours to remove",
-            where=str(path),
-            hint="choose another path with --socket or PENSTOCK_SOCKET",
-        )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a daemon with a full backlog must not block us
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-        except FileNotFoundError:
-            return
-        except BlockingIOError:
-            pass
-    raise PenstockError(
-        "another daemon is listening here",
-        where=str(path),
-        hint="stop it first, or choose another path with --socket",
-    )
+NUM_RESERVED = 16
+"""Connections that operators have beyond the others, to see and mend what holds the others."""
+SHARE_OF_ONE = 0.75
+"""Of the connections, that one user may hold, or all TCP clients together."""
+RETRY_AFTER_MS = 1000
+MAX_HEAD_BYTES = 16 << 10
+"""Unfinished head that is kept waiting for the rest."""
 
 
 class ApiServer:
-    """Serves an application on a bound socket until stopped; then the socket file is gone."""
+    """Serves an application on bound sockets until stopped; then the socket's file is gone."""
 
-    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        listeners: Sequence[socket.socket],
+        policy: AccessPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Take the listeners over; nothing is accepted before start().
+
+        Args:
+            app: told by `app.state.stopping` to end what would not end by itself.
+            listeners: of the Unix socket and TCP.
+            policy: without one only root and the daemon's user are known.
+            limits: tests have no time for the usual ones.
+        """
         self._app = app
-        self._listener = listener
-        self._path = Path(listener.getsockname())
-        self._inode = _inode(self._path)
-        config = uvicorn.Config(
-            app,
-            http=PeerProtocol,
+        self._listeners = listeners
+        self._files = [
+            SocketFile(Path(listener.getsockname()))
+            for listener in listeners
+            if listener.family == socket.AF_UNIX
+        ]
+        self._gate = Gate(app, policy or AccessPolicy())
+        limits = limits or Limits()
+        self._config = uvicorn.Config(
+            self._gate,
+            http=type("LimitedProtocol", (ClientProtocol,), {"limits": limits}),
             ws="none",
             lifespan="off",
             loop="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=60,
+            timeout_keep_alive=cast(int, limits.idle_s),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
-        self._server = _Server(config)
+        self._server = _Server(self._config, on_tick=self._look_at_all)
+        self._acceptors: list[Acceptor] = []
+        self._arriving: dict[asyncio.Task[None], Credentials | None] = {}
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def policy(self) -> AccessPolicy:
+        """Who comes in; a new one holds from the next request on, also where a connection is."""
+        return self._gate.policy
+
+    @policy.setter
+    def policy(self, policy: AccessPolicy) -> None:
+        self._gate.policy = policy
 
     async def start(self) -> None:
         """Return when connections are accepted."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        # Uvicorn gets no sockets: its accepting knows no limits.
+        self._task = asyncio.create_task(self._server.serve(sockets=[]))
         started = asyncio.create_task(self._server.has_started.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
         if self._task.done():
             self._task.result()
+        self._acceptors = [Acceptor(each, self._on_connection) for each in self._listeners]
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new, end the frame streams, let replies end, cut what is left."""
-        if self._task is None:
-            self._listener.close()
-        else:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for listener in self._listeners:
+            listener.close()
+        if self._arriving:
+            await asyncio.wait(self._arriving)
+        if self._task is not None:
             self._app.state.stopping.set()
-            self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+            self._config.timeout_graceful_shutdown = cast(int, grace_s)
             self._server.should_exit = True
             await self._task
             await self._cut()
-        if self._inode is not None and _inode(self._path) == self._inode:
-            self._path.unlink(missing_ok=True)
+        for file in self._files:
+            file.remove()
 
     async def _cut(self) -> None:
         """Uvicorn has cancelled the tasks that outlived the grace; see them and theirs out."""
@@ -156,13 +127,68 @@ class ApiServer:
         if state.tasks:
             await asyncio.wait(state.tasks)
 
+    @property
+    def _connections(self) -> set[ClientProtocol]:
+        return cast("set[ClientProtocol]", self._server.server_state.connections)
+
+    def _look_at_all(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._connections):
+            connection.look(now)
+
+    def _on_connection(self, connection: socket.socket) -> None:
+        who = credentials_of(connection)
+        if not self._has_room(who):
+            _turn_away(connection)
+            return
+        task = asyncio.create_task(self._open(connection))
+        self._arriving[task] = who
+        task.add_done_callback(self._arriving.pop)
+
+    async def _open(self, connection: socket.socket) -> None:
+        def protocol() -> asyncio.Protocol:
+            return self._config.http_protocol_class(  # type: ignore[call-arg]
+                config=self._config, server_state=self._server.server_state, app_state={}
+            )
+
+        with contextlib.suppress(OSError):  # it is gone already
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+
+    def _has_room(self, who: Credentials | None) -> bool:
+        """Whether one more may come in, if need be in place of one that does nothing."""
+        limit = self.policy.max_connections
+        is_operator = who is not None and self.policy.peer_of(who).role is Role.OPERATOR
+        total = limit + (NUM_RESERVED if is_operator else 0)
+        if not is_operator:
+            uid = None if who is None else who.uid
+            if self._count(uid) >= max(1, math.ceil(limit * SHARE_OF_ONE)):
+                return False
+        if len(self._connections) + len(self._arriving) < total:
+            return True
+        idle = [
+            (since, connection)
+            for connection in self._connections
+            if (since := connection.idle_since) is not None
+        ]
+        if not idle:
+            return False
+        min(idle, key=lambda pair: pair[0])[1].transport.abort()
+        return True
+
+    def _count(self, uid: int | None) -> int:
+        """Connections of a user; None is TCP."""
+        owners = [connection.credentials for connection in self._connections]
+        owners += self._arriving.values()
+        return sum((None if who is None else who.uid) == uid for who in owners)
+
 
 class _Server(uvicorn.Server):
     """Uvicorn without its hands on the process's signals."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_tick: Callable[[], None]) -> None:
         super().__init__(config)
         self.has_started = asyncio.Event()
+        self._on_tick = on_tick
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -172,56 +198,25 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self.has_started.set()
 
-
-class PeerProtocol(H11Protocol):
-    """HTTP/1.1 that tells the application its peer, in `scope["state"]["peer"]`."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Read who connected; the kernel noted it then, so it cannot be forged later."""
-        super().connection_made(transport)
-        peer = peer_of(transport.get_extra_info("socket"))
-        # Uvicorn copies this into the scope of each request on the connection.
-        self.app_state = {**self.app_state, "peer": peer}
-
-    def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets an error object like everything else, and is cut off."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # in the middle of a reply: there is nothing left to say it in
-            return
-        error = RequestError("this is not an HTTP request that can be read", code="invalid_http")
-        body = msgspec.json.encode(error_object(error))
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+    async def on_tick(self, counter: int) -> bool:
+        self._on_tick()
+        return await super().on_tick(counter)
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """The process at the other end as it was when it connected."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", raw)
-    return Peer(uid=uid, gid=gid, pid=pid, user=_user_name(uid))
-
-
-@functools.lru_cache(maxsize=256)
-def _user_name(uid: int) -> str | None:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def _turn_away(connection: socket.socket) -> None:
+    """Answer 503 and close, in one write that the empty buffer of a new connection takes."""
+    error = Unavailable(
+        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
+    )
+    body = msgspec.json.encode(error_object(error))
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n"
+        f"retry-after: {math.ceil(RETRY_AFTER_MS / 1000)}\r\nretry-after-ms: {RETRY_AFTER_MS}\r\n"
+        "\r\n"
+    )
+    with connection, contextlib.suppress(OSError):
+        connection.send(head.encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1 << 16)  # what lies here unread would make TCP drop our reply

@@ -1,6 +1,6 @@
 """Between HTTP and the handlers: bodies in, JSON and errors out.
 
-Owns: the body limit, the headers that replies carry, and what of a client's headers is kept.
+Owns: the headers that replies carry, and what of a client's headers is kept.
 Called by: api, generation.
 Invariant: a refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import time
 from typing import cast
 
@@ -21,8 +22,6 @@ from appliance.replies import error_object
 from appliance.request import Appliance
 from engine.errors import RequestError
 
-MAX_BODY_BYTES = 32 * 2**20
-
 
 def appliance_of(http: Request) -> Appliance:
     """The appliance that the application was built for."""
@@ -33,22 +32,9 @@ async def read_body(http: Request) -> bytes:
     """The whole body.
 
     Raises:
-        RequestError: 413 `body_too_large`, as soon as it is known.
+        RequestError: 413 `body_too_large`, from the gate, as soon as it is known.
     """
-    declared = http.headers.get("content-length", "0")
-    body = bytearray()
-    # The server has checked that the header is digits, but not how many.
-    is_too_large = len(declared) > 15 or int(declared) > MAX_BODY_BYTES
-    if not is_too_large:
-        async for chunk in http.stream():
-            body += chunk
-            if is_too_large := len(body) > MAX_BODY_BYTES:
-                break
-    if is_too_large:
-        raise RequestError(
-            f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large", status=413
-        )
-    return bytes(body)
+    return await http.body()
 
 
 def json_response(
@@ -59,7 +45,7 @@ def json_response(
 
 
 def error_response(http: Request, error: RequestError) -> Response:
-    """An error object, with the headers of a generation's reply if it was to be one."""
+    """An error object, and when to come back."""
     headers = reply_headers(http)
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
@@ -68,12 +54,12 @@ def error_response(http: Request, error: RequestError) -> Response:
 
 
 def reply_headers(http: Request) -> dict[str, str]:
-    """What every reply to a generation carries, also its refusal; nothing for other routes."""
+    """What every reply carries; a request that has no id yet gets one."""
     state = http.scope["state"]
-    if "request_id" not in state:
-        return {}
-    elapsed_ms = (time.monotonic_ns() - state["arrived_ns"]) // 1_000_000
-    headers = {"x-request-id": state["request_id"], "openai-processing-ms": str(elapsed_ms)}
+    headers = {"x-request-id": state.setdefault("request_id", f"req-{secrets.token_hex(12)}")}
+    if "arrived_ns" in state:
+        elapsed_ms = (time.monotonic_ns() - state["arrived_ns"]) // 1_000_000
+        headers["openai-processing-ms"] = str(elapsed_ms)
     if client_id := client_request_id(http):
         headers["x-client-request-id"] = client_id
     return headers

@@ -13,7 +13,8 @@ import httpx
 import openai
 
 from appliance.api import build_app
-from appliance.server import ApiServer, bind_socket
+from appliance.listeners import bind_socket
+from appliance.server import ApiServer
 from tests.fakes import FakeAppliance, until
 
 
@@ -70,7 +71,7 @@ class Served:
 @contextlib.asynccontextmanager
 async def serving(appliance: FakeAppliance, path: Path) -> AsyncIterator[Served]:
     """Serve until the block ends; then every accepted request must have been closed."""
-    server = ApiServer(build_app(appliance), bind_socket(path))
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
     await server.start()
     served = Served(appliance, path)
     try:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
-from appliance.wire import MAX_BODY_BYTES
 from engine.errors import Unavailable
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
@@ -48,25 +46,6 @@ async def test_what_does_not_fit_the_model_is_refused_with_the_numbers(served, a
 async def test_more_prompts_than_the_queue_holds_can_never_be_served(served):
     reply = await served.complete(prompt=["a"] * 9)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
-
-
-async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(served):
-    reader, writer = await served.connect()
-    size = MAX_BODY_BYTES + 1
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
-    writer.write(head.encode())
-    async with asyncio.timeout(10):
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-
-
-async def test_a_body_that_grows_too_large_is_refused(served):
-    async def pieces():
-        for _ in range(MAX_BODY_BYTES // 2**20 + 1):
-            yield b" " * 2**20
-
-    reply = await served.http.post("/v1/completions", content=pieces())
-    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
-    assert (await served.complete()).status_code == 200
 
 
 async def test_without_a_chat_template_completions_still_work(tmp_path):

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from appliance.api import build_app
-from appliance.server import ApiServer, bind_socket
+from appliance.listeners import bind_socket
+from appliance.server import ApiServer
 from engine.errors import ConfigError, PenstockError
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
@@ -171,7 +172,7 @@ async def test_one_connection_serves_many_requests(served, appliance):
 async def test_stopping_lets_replies_end_and_takes_nothing_new(appliance, tmp_path):
     path = tmp_path / "api.sock"
     appliance.interval_s = 0.02
-    server = ApiServer(build_app(appliance), bind_socket(path))
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
     await server.start()
     served = Served(appliance, path)
     frames = asyncio.create_task(served.http.get("/v1/penstock/stream"))
@@ -188,7 +189,7 @@ async def test_stopping_lets_replies_end_and_takes_nothing_new(appliance, tmp_pa
 async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_path):
     path = tmp_path / "api.sock"
     appliance.gate.clear()
-    server = ApiServer(build_app(appliance), bind_socket(path))
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
     await server.start()
     served = Served(appliance, path)
     _reader, writer = await served.post("/v1/completions", {"prompt": "hello"})
@@ -202,7 +203,7 @@ async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_pat
 
 async def test_a_socket_file_of_someone_else_is_left(appliance, tmp_path):
     path = tmp_path / "api.sock"
-    server = ApiServer(build_app(appliance), bind_socket(path))
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
     await server.start()
     path.unlink()
     with bind_socket(path):
@@ -212,7 +213,7 @@ async def test_a_socket_file_of_someone_else_is_left(appliance, tmp_path):
 
 async def test_a_server_that_never_started_leaves_no_socket(appliance, tmp_path):
     path = tmp_path / "api.sock"
-    await ApiServer(build_app(appliance), bind_socket(path)).stop(grace_s=0.1)
+    await ApiServer(build_app(appliance), [bind_socket(path)]).stop(grace_s=0.1)
     assert not path.exists()
 
 

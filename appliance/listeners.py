@@ -1,0 +1,227 @@
+"""Listening sockets: the Unix socket, loopback TCP, and the accepting.
+
+Owns: the socket file from bind to removal, and the turn from a listener to connections.
+Called by: server; daemon binds.
+Invariant: the file is never open to others, not for a moment, and a live daemon's is never taken,
+also not by two that start at once.
+Never: reads from a connection, or knows HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.errors import ConfigError, PenstockError
+
+SOCKET_MODE = 0o660
+FOLDER_MODE = 0o750
+BACKLOG = 512
+MAX_PATH_BYTES = 107
+"""sun_path has 108 bytes, the last one zero."""
+LOCK_PATIENCE_S = 5.0
+ACCEPTS_PER_TURN = 32
+"""So that a flood of connections leaves the loop time for those that are open."""
+ACCEPT_PAUSE_S = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_HINT = "choose another with --socket or PENSTOCK_SOCKET"
+
+log = logging.getLogger("penstock")
+
+
+def bind_socket(path: Path) -> socket.socket:
+    """A listening socket at `path`, in place of one that a dead daemon left.
+
+    Raises:
+        ConfigError: the path cannot be a socket of ours.
+        PenstockError: another daemon answers there.
+    """
+    where = str(path)
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path is longer than {MAX_PATH_BYTES} bytes",
+            where=where,
+            hint="choose a shorter one with --socket or PENSTOCK_SOCKET",
+        )
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        with _locked(path.parent):
+            _remove_stale(path)
+            # Linux gives the file the mode of the unbound socket, so there is no moment in which
+            # it is wider, as there is with bind and chmod. The umask may have narrowed it.
+            os.fchmod(listener.fileno(), SOCKET_MODE)
+            listener.bind(where)
+            os.chmod(path, SOCKET_MODE)
+            listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        what = f"cannot listen there: {error.strerror}"
+        raise ConfigError(what, where=where, hint=_HINT) from error
+    except PenstockError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def bind_tcp(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on loopback; for `localhost` on both families, lest another user takes one.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not there.
+    """
+    addresses = ["127.0.0.1", "::1"] if host == "localhost" else [host]
+    listeners: list[socket.socket] = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            if len(addresses) > 1 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                if listeners and listeners[-1].family == family:
+                    listeners.pop().close()
+                continue  # the machine has only the other family
+            for listener in listeners:
+                listener.close()
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}",
+                where="listen",
+                hint="choose another port with --listen",
+            ) from error
+        port = listener.getsockname()[1]
+    return listeners
+
+
+class SocketFile:
+    """The file of a bound Unix socket, to be removed by the daemon that made it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = _inode(path)
+
+    def remove(self) -> None:
+        """Remove it, unless it is gone or another daemon's by now."""
+        with contextlib.suppress(OSError, PenstockError), _locked(self._path.parent):
+            if self._inode is not None and _inode(self._path) == self._inode:
+                self._path.unlink()
+
+
+class Acceptor:
+    """Accepts on one listener, on the running loop, until closed."""
+
+    def __init__(
+        self, listener: socket.socket, on_connection: Callable[[socket.socket], None]
+    ) -> None:
+        self._listener = listener
+        self._on_connection = on_connection
+        self._loop = asyncio.get_running_loop()
+        self._resume: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Accept no more; what waits in the backlog is refused by the kernel."""
+        if self._resume is not None:
+            self._resume.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        self._resume = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                    return
+                continue  # it was gone before it was accepted
+            connection.setblocking(False)
+            self._on_connection(connection)
+
+    def _pause(self, error: OSError) -> None:
+        """The listener stays readable, so without a pause the loop would spin."""
+        log.warning("cannot accept connections for now: %s", error.strerror)
+        self._loop.remove_reader(self._listener)
+        self._resume = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among daemons that bind or remove a socket in the folder.
+
+    Held for a moment only: once a daemon listens, it is found by calling it. The folder itself is
+    locked, so that no lock file stays behind.
+    """
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PenstockError(
+                        "another program keeps this folder locked", where=str(folder), hint=_HINT
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(folder_fd)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(
+            "this is not a socket, and it is not ours to remove",
+            where=str(path),
+            hint="choose another path with --socket or PENSTOCK_SOCKET",
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a daemon with a full backlog must not block us
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except FileNotFoundError:
+            return
+        except BlockingIOError:
+            pass
+    raise PenstockError(
+        "another daemon is listening here",
+        where=str(path),
+        hint="stop it first, or choose another path with --socket",
+    )
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
