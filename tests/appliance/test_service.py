@@ -1,0 +1,188 @@
+import asyncio
+import os
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from appliance.boot import make_plan
+from appliance.config import ServeConfig
+from appliance.request import Peer, Request
+from appliance.request_log import RequestLog
+from appliance.service import Service
+from engine.blocks import Ledger
+from engine.errors import QueueFull, RequestError, Unavailable
+from engine.queue import FairQueue
+from engine.router import Router
+from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.tokenizer import Tokenizer
+
+
+class Machine:
+    """A service with all its parts but workers: nothing that it accepts ever runs."""
+
+    def __init__(self, plan, request_log, folder):
+        self.router = Router(
+            plan.placement.topology,
+            Ledger(plan.placement.pools()),
+            None,
+            FairQueue(8, 100),
+            send=lambda worker, command: None,
+            emit=lambda *tokens: self.service.emit(*tokens),
+            max_step_tokens=64,
+        )
+        self.supervisor = SimpleNamespace(is_started=True, lost_workers=[], workers={})
+        self.service = Service(
+            plan,
+            self.router,
+            self.supervisor,
+            Tokenizer.from_folder(folder),
+            request_log,
+            keeps_text=False,
+        )
+
+    def request(self, peer="her", num_sequences=1, num_prompt_tokens=3):
+        service, number = self.service, self.service.next_seq_id()
+        request_id = f"cmpl-{number}"
+        peer = Peer(uid=1, user=peer)
+        sequences = [
+            Sequence(
+                seq_id=service.next_seq_id(),
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=[1] * num_prompt_tokens,
+                sampling=SamplingParams(max_tokens=4, seed=0),
+                stamps=Stamps(number),
+                owner=peer.name,
+            )
+            for index in range(num_sequences)
+        ]
+        return Request(
+            request_id=request_id,
+            endpoint="/v1/completions",
+            model="m",
+            peer=peer,
+            is_stream=False,
+            received_at="2026-01-01T00:00:00.000Z",
+            sequences=sequences,
+        )
+
+    def submit(self, *args, **fields):
+        request = self.request(*args, **fields)
+        self.service.submit(request)
+        self.router.check_invariants()
+        return request
+
+    @property
+    def frame(self):
+        return msgspec.json.decode(self.service.frame_json())
+
+    def events(self):
+        return [(event["code"], event["message"]) for event in self.frame["events"]]
+
+
+@pytest.fixture
+def machine(tiny_llama, tmp_path):
+    folders = {n: tmp_path / n for n in ("socket", "state_dir", "cache_dir")}
+    plan = make_plan(ServeConfig(model=tiny_llama, **folders))
+    request_log = RequestLog(tmp_path / "log.db")
+    request_log.start_run(version="0", model="m", dtype="float32", roles="static", transport=None)
+    yield Machine(plan, request_log, tiny_llama)
+    request_log.close()
+    for fd in plan.inherited_fds:
+        os.close(fd)
+
+
+def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):
+    service, request = machine.service, machine.submit()
+    service.drain("her")
+    with pytest.raises(Unavailable) as refused:
+        machine.submit()
+    assert (refused.value.status, refused.value.code) == (503, "draining")
+    assert refused.value.retry_after_ms
+    assert service.not_ready_reason() == "draining"
+    assert machine.frame["state"] == "draining"
+    assert not request.is_finished
+    assert service.num_live == 1
+
+
+def test_a_resume_takes_new_work_again(machine):
+    machine.service.drain("her")
+    machine.service.resume("him")
+    machine.submit()
+    assert machine.frame["state"] == "ready"
+    assert machine.events() == [
+        ("drain.started", "draining 0 requests, told by her"),
+        ("drain.ended", "taking new work again, told by him"),
+    ]
+
+
+def test_what_is_so_already_is_not_told_twice(machine):
+    machine.service.resume("her")
+    machine.service.drain("her")
+    machine.service.drain("him")
+    assert [code for code, _ in machine.events()] == ["drain.started"]
+
+
+def test_the_drain_before_the_end_is_final(machine):
+    machine.service.drain("her")
+    machine.service.stop_accepting()
+    with pytest.raises(RequestError) as refused:
+        machine.service.resume("her")
+    assert (refused.value.status, refused.value.code) == (409, "stopping")
+    assert machine.service.not_ready_reason() == "draining"
+    assert "a signal" in machine.events()[-1][1]
+
+
+async def test_a_drain_is_over_when_the_last_reply_is(machine):
+    service, request = machine.service, machine.submit()
+    service.stop_accepting()
+    drained = asyncio.create_task(service.drained(grace_s=5))
+    await asyncio.sleep(0)
+    assert not drained.done()
+    service.cancel(request.request_id, "her")
+    service.close(request, 200)
+    await drained
+
+
+def test_a_live_request_has_an_owner_and_others_have_none(machine):
+    request = machine.submit("her")
+    assert machine.service.owner_of(request.request_id) == "her"
+    machine.service.cancel(request.request_id, "him")
+    machine.service.close(request, 200)
+    assert machine.service.owner_of(request.request_id) is None
+    assert machine.service.owner_of("cmpl-none") is None
+    assert request.cancelled_by == "him"
+    assert request.sequences[0].finish_reason is FinishReason.ABORT
+
+
+def test_the_queue_is_shared_and_shown(machine):
+    machine.submit("her", num_sequences=3)
+    machine.submit("him", num_prompt_tokens=7)
+    queue = machine.frame["queue"]
+    assert (queue["queued"], queue["max_queued"]) == (4, 8)
+    assert (queue["queued_tokens"], queue["max_queued_tokens"]) == (16, 100)
+    assert queue["num_owners"] == 2
+    assert [frame["user"] for frame in machine.frame["requests"]] == ["her", "him"]
+
+
+def test_refusals_are_counted_and_leave_nothing_behind(machine):
+    machine.submit("her", num_sequences=6)
+    for num_sequences, code in ((1, "user_quota"), (3, "queue_full")):
+        with pytest.raises(QueueFull) as full:
+            machine.submit("her", num_sequences=num_sequences)
+        assert full.value.code == code
+    machine.submit("him")
+    assert machine.frame["totals"]["refused"] == 2
+    assert machine.frame["totals"]["accepted"] == machine.service.num_live == 2
+
+
+def test_limits_change_while_requests_wait(machine):
+    machine.submit("her", num_sequences=4)
+    machine.service.set_queue_limits(4, 1000)
+    with pytest.raises(QueueFull):
+        machine.submit("him")
+    machine.service.set_queue_limits(20, 1000)
+    machine.submit("him")
+    assert machine.service.num_live == 2
+    assert machine.service.max_queued == 20
