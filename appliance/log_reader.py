@@ -25,10 +25,12 @@ _STEPS_BETWEEN_LOOKS_AT_THE_CLOCK = 100_000
 # The words of the index ix_requests_failed, without which SQLite would not use it.
 _FAILED = "http_status >= 400 OR finish_reason IN ('error', 'abort')"
 
-# UTC, as the log's times; ascending for a calendar, descending for who or what costs most.
+_MOST_TOKENS_FIRST = "prompt_tokens + completion_tokens DESC, 1"
+# The + keeps SQLite from following the index by user, which takes twice as long as to sort.
+# Days are UTC's, as all times in the log.
 _USAGE = {
-    "user": ("user", "prompt_tokens + completion_tokens DESC, 1"),
-    "model": ("model", "prompt_tokens + completion_tokens DESC, 1"),
+    "user": ("+user", _MOST_TOKENS_FIRST),
+    "model": ("model", _MOST_TOKENS_FIRST),
     "day": ("substr(received_at, 1, 10)", "1"),
 }
 
