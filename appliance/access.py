@@ -29,7 +29,8 @@ CREDENTIAL_NAME = "api-keys"
 """Of the systemd credential that holds the keys where no file is named."""
 SO_PEERGROUPS = 59
 """From <asm-generic/socket.h>; Python has no name for it."""
-_FEW_GROUPS, _MAX_GROUPS = 64, 65536
+MAX_OPTION_BYTES = 1024
+"""Of a socket option, in Python: 256 groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +136,18 @@ def credentials_of(connection: socket.socket) -> Credentials | None:
         return None
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("3i", raw)
-    return Credentials(uid, gid, pid, frozenset({gid, *_peer_groups(connection)}))
+    return Credentials(uid, gid, pid, frozenset({gid, *_peer_groups(connection, uid, gid)}))
 
 
-def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
+def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]:
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * _FEW_GROUPS)
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_OPTION_BYTES)
     except OSError as error:
         if error.errno != errno.ERANGE:
             raise
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * _MAX_GROUPS)
+        # More groups than Python lets us read: those that the user database knows will do.
+        name = _user_name(uid)
+        return [] if name is None else os.getgrouplist(name, gid)
     return struct.unpack(f"{len(raw) // 4}I", raw)
 
 

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 
 import h11
 import msgspec
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from appliance.access import Credentials, credentials_of
+from appliance.access import Credentials
 from appliance.replies import error_object
 from engine.errors import RequestError
 
@@ -78,20 +80,27 @@ class _Mark:
 class ClientProtocol(H11Protocol):
     """HTTP/1.1 that knows its client; `scope["state"]["credentials"]` is None on TCP."""
 
-    limits = Limits()
-    """Of this class; a server with others makes a subclass."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note who connected, and when."""
-        super().connection_made(transport)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        limits: Limits,
+        credentials: Credentials | None,
+    ) -> None:
+        # Uvicorn copies the state into the scope of each request on the connection.
+        super().__init__(config, server_state, {"credentials": credentials})
         self.logger = log
-        self._socket: socket.socket = transport.get_extra_info("socket")
+        self.credentials = credentials
+        self._limits = limits
         self._is_half_closed = False
         self._num_received = 0
         self._num_requests = 0
-        self.credentials: Credentials | None = credentials_of(self._socket)
-        # Uvicorn copies this into the scope of each request on the connection.
-        self.app_state = {**self.app_state, "credentials": self.credentials}
+        self._mark: _Mark | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From here on the client's time runs."""
+        super().connection_made(transport)
+        self._socket: socket.socket = transport.get_extra_info("socket")
         self._mark = self._observe(time.monotonic())
 
     def data_received(self, data: bytes) -> None:
@@ -119,10 +128,12 @@ class ClientProtocol(H11Protocol):
 
     def look(self, now: float) -> None:
         """Cut the connection off if its client is gone or takes too long."""
+        if (mark := self._mark) is None:
+            return  # accepted a moment ago
         if (self._is_half_closed or self.flow.read_paused) and self._is_gone():
             self.transport.abort()
             return
-        seen, mark = self._observe(now), self._mark
+        seen = self._observe(now)
         if (seen.phase, seen.num_requests) != (mark.phase, mark.num_requests):
             self._mark = seen
             return
@@ -130,7 +141,7 @@ class ClientProtocol(H11Protocol):
         if now - mark.since <= allowed_s:
             return
         num_moved = seen.num_bytes - mark.num_bytes
-        is_steady = num_moved >= self.limits.min_bytes_per_s * (now - mark.since)
+        is_steady = num_moved >= self._limits.min_bytes_per_s * (now - mark.since)
         if is_steady and seen.phase in (Phase.BODY, Phase.UNREAD):
             self._mark = seen
         else:
@@ -139,8 +150,9 @@ class ClientProtocol(H11Protocol):
     @property
     def idle_since(self) -> float | None:
         """When it was first seen between two requests; None if it is not."""
-        is_idle = self._mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
-        return self._mark.since if is_idle else None
+        mark = self._mark
+        is_idle = mark is not None and mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
+        return mark.since if mark is not None and is_idle else None
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error object like everything else, and is cut off."""
@@ -172,10 +184,10 @@ class ClientProtocol(H11Protocol):
 
     def _allowed_s(self, phase: Phase) -> float:
         return {
-            Phase.HEAD: self.limits.head_s,
-            Phase.BODY: self.limits.body_s,
-            Phase.LINGER: self.limits.linger_s,
-            Phase.UNREAD: self.limits.unread_s,
+            Phase.HEAD: self._limits.head_s,
+            Phase.BODY: self._limits.body_s,
+            Phase.LINGER: self._limits.linger_s,
+            Phase.UNREAD: self._limits.unread_s,
         }.get(phase, math.inf)
 
     def _cut(self, phase: Phase) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -64,22 +64,22 @@ class ApiServer:
             if listener.family == socket.AF_UNIX
         ]
         self._gate = Gate(app, policy or AccessPolicy())
-        limits = limits or Limits()
+        self._limits = limits or Limits()
         self._config = uvicorn.Config(
             self._gate,
-            http=type("LimitedProtocol", (ClientProtocol,), {"limits": limits}),
+            http=ClientProtocol,
             ws="none",
             lifespan="off",
             loop="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=cast(int, limits.idle_s),
+            timeout_keep_alive=cast(int, self._limits.idle_s),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._server = _Server(self._config, on_tick=self._look_at_all)
         self._acceptors: list[Acceptor] = []
-        self._arriving: dict[asyncio.Task[None], Credentials | None] = {}
+        self._arriving: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -141,45 +141,32 @@ class ApiServer:
         if not self._has_room(who):
             _turn_away(connection)
             return
-        task = asyncio.create_task(self._open(connection))
-        self._arriving[task] = who
-        task.add_done_callback(self._arriving.pop)
+        state = self._server.server_state
+        protocol = ClientProtocol(self._config, state, self._limits, who)
+        state.connections.add(protocol)  # it counts before its transport is there
+        task = asyncio.create_task(self._open(connection, protocol))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
 
-    async def _open(self, connection: socket.socket) -> None:
-        def protocol() -> asyncio.Protocol:
-            return self._config.http_protocol_class(  # type: ignore[call-arg]
-                config=self._config, server_state=self._server.server_state, app_state={}
-            )
-
-        with contextlib.suppress(OSError):  # it is gone already
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+    async def _open(self, connection: socket.socket, protocol: ClientProtocol) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError:  # it is gone already
+            self._server.server_state.connections.discard(protocol)
 
     def _has_room(self, who: Credentials | None) -> bool:
         """Whether one more may come in, if need be in place of one that does nothing."""
+        everybody = self._connections
         limit = self.policy.max_connections
-        is_operator = who is not None and self.policy.peer_of(who).role is Role.OPERATOR
-        total = limit + (NUM_RESERVED if is_operator else 0)
-        if not is_operator:
-            uid = None if who is None else who.uid
-            if self._count(uid) >= max(1, math.ceil(limit * SHARE_OF_ONE)):
-                return False
-        if len(self._connections) + len(self._arriving) < total:
-            return True
-        idle = [
-            (since, connection)
-            for connection in self._connections
-            if (since := connection.idle_since) is not None
-        ]
-        if not idle:
-            return False
-        min(idle, key=lambda pair: pair[0])[1].transport.abort()
-        return True
-
-    def _count(self, uid: int | None) -> int:
-        """Connections of a user; None is TCP."""
-        owners = [connection.credentials for connection in self._connections]
-        owners += self._arriving.values()
-        return sum((None if who is None else who.uid) == uid for who in owners)
+        if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
+            limit += NUM_RESERVED
+        else:
+            uid = _uid(who)
+            same = [connection for connection in everybody if _uid(connection.credentials) == uid]
+            if len(same) >= math.ceil(limit * SHARE_OF_ONE):
+                return _close_longest_idle(same)
+        return len(everybody) < limit or _close_longest_idle(everybody)
 
 
 class _Server(uvicorn.Server):
@@ -201,6 +188,23 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         self._on_tick()
         return await super().on_tick(counter)
+
+
+def _uid(who: Credentials | None) -> int | None:
+    """None is TCP, whose clients count as one until they have shown a key."""
+    return None if who is None else who.uid
+
+
+def _close_longest_idle(connections: Iterable[ClientProtocol]) -> bool:
+    """Make room; False if every one of them is in use."""
+    idle = [
+        (since, connection)
+        for connection in connections
+        if (since := connection.idle_since) is not None
+    ]
+    if idle:
+        min(idle, key=lambda pair: pair[0])[1].transport.abort()
+    return bool(idle)
 
 
 def _turn_away(connection: socket.socket) -> None:

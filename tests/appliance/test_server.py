@@ -5,7 +5,6 @@ import os
 import pwd
 import signal
 import socket
-import stat
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from appliance.api import build_app
 from appliance.listeners import bind_socket
 from appliance.server import ApiServer
-from engine.errors import ConfigError, PenstockError
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.fakes import FakeAppliance, until
@@ -29,82 +27,6 @@ def appliance():
 async def served(appliance, tmp_path):
     async with serving(appliance, tmp_path / "api.sock") as served:
         yield served
-
-
-@pytest.fixture(params=[0o000, 0o077])
-def umask(request):
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-def mode_of(path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_the_socket_is_for_owner_and_group_whatever_the_umask(tmp_path, umask):
-    path = tmp_path / "run" / "api.sock"
-    with bind_socket(path):
-        assert mode_of(path) == 0o660
-        assert mode_of(path.parent) == 0o750 & ~umask
-
-
-def test_the_socket_file_is_never_wider_than_that(tmp_path, monkeypatch):
-    """What bind() itself leaves behind, before anything after it has run."""
-    before = os.umask(0)
-    seen = []
-    monkeypatch.setattr("os.chmod", lambda path, mode: seen.append(mode_of(path)))
-    try:
-        bind_socket(tmp_path / "api.sock").close()
-    finally:
-        os.umask(before)
-    assert seen == [0o660]
-
-
-def test_a_socket_that_nobody_answers_is_replaced(tmp_path):
-    path = tmp_path / "api.sock"
-    bind_socket(path).close()
-    with bind_socket(path), socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
-
-
-def test_a_live_socket_is_refused_and_left_alone(tmp_path):
-    path = tmp_path / "api.sock"
-    with bind_socket(path):
-        with pytest.raises(PenstockError, match="another daemon") as error:
-            bind_socket(path)
-        assert error.value.where == str(path)
-        assert error.value.hint
-        assert error.value.exit_code == 1
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_is_not_a_socket_is_not_touched(tmp_path, kind):
-    path = tmp_path / "api.sock"
-    if kind == "file":
-        path.write_text("precious")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="not a socket"):
-        bind_socket(path)
-    assert path.is_symlink() or path.exists()
-
-
-def test_a_path_that_is_too_long_is_named(tmp_path):
-    path = tmp_path / ("x" * 120)
-    with pytest.raises(ConfigError, match="longer than 107 bytes") as error:
-        bind_socket(path)
-    assert error.value.where == str(path)
-
-
-def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot listen there"):
-        bind_socket(tmp_path / "file" / "api.sock")
 
 
 async def test_the_peer_is_who_the_kernel_says(served, appliance):
