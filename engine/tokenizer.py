@@ -117,6 +117,11 @@ class Tokenizer:
         """True for special ids, and for ids that the vocabulary does not have."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
 
+    def token(self, token_id: int) -> str | None:
+        """How the vocabulary itself writes a token; None if it does not have it."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
     def token_text(self, token_id: int) -> str:
         """What one token alone stands for; U+FFFD where it is part of a character."""
         raw = self.token_bytes(token_id)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from engine.errors import Unavailable
@@ -65,7 +63,6 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
         ("GET", "/", 404, "unknown_url"),
         ("GET", "/v1/nothing", 404, "unknown_url"),
         ("POST", "/v1/embeddings", 404, "unknown_url"),
-        ("GET", "/health/", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
@@ -94,28 +91,3 @@ async def test_health_holds_while_readiness_waits(served, appliance):
     assert (await served.http.get("/health")).json() == {"status": "ok"}
     version = (await served.http.get("/version")).json()
     assert set(version) == {"version", "frame_version"}
-
-
-async def test_requests_and_their_log_can_be_read(served):
-    request_id = (await served.complete()).json()["id"]
-    listed = (await served.http.get("/v1/requests")).json()
-    assert listed == {"object": "list", "data": [{"id": request_id}]}
-    assert (await served.http.get(f"/v1/requests/{request_id}")).json() == {"id": request_id}
-    logged = (await served.http.get("/v1/penstock/log?limit=5")).json()
-    assert logged["data"] == [{"request_id": request_id, "http_status": 200}]
-
-
-@pytest.mark.parametrize("wants_events", [False, True])
-async def test_frames_come_at_once_and_then_as_they_are_made(served, wants_events):
-    assert (await served.http.get("/v1/penstock/state")).json() == {"version": 1, "seq": 1}
-    headers = {"accept": "text/event-stream"} if wants_events else {}
-    seqs = []
-    async with served.http.stream("GET", "/v1/penstock/stream", headers=headers) as reply:
-        async for line in reply.aiter_lines():
-            if line:
-                seqs.append(json.loads(line.removeprefix("data: "))["seq"])
-            if len(seqs) == 3:
-                break
-    assert seqs == [1, 2, 3]
-    kind = "text/event-stream" if wants_events else "application/x-ndjson"
-    assert reply.headers["content-type"].startswith(kind)

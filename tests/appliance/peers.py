@@ -1,0 +1,30 @@
+"""The application without a server, for tests of what depends on who asks."""
+
+from __future__ import annotations
+
+import httpx
+from starlette.types import ASGIApp
+
+from appliance.api import build_app
+from appliance.request import Peer, Role
+from tests.fakes import FakeAppliance
+
+OPERATOR = Peer(uid=0, user="root", role=Role.OPERATOR)
+ALICE = Peer(uid=1001, user="alice", role=Role.USER)
+BOB = Peer(key="bob", role=Role.USER)
+VIEWER = Peer(uid=1003, user="vera", role=Role.VIEWER)
+
+
+def client_of(appliance: FakeAppliance, peer: Peer | None) -> httpx.AsyncClient:
+    """A client as which the server knows `peer`."""
+    app = build_app(appliance)
+    transport = httpx.ASGITransport(app=_known(app, peer), raise_app_exceptions=False)
+    return httpx.AsyncClient(base_url="http://localhost", transport=transport)
+
+
+def _known(app: ASGIApp, peer: Peer | None) -> ASGIApp:
+    async def asgi(scope, receive, send):
+        scope["state"] = {} if peer is None else {"peer": peer}
+        await app(scope, receive, send)
+
+    return asgi

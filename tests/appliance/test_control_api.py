@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from appliance.request import Peer
+from engine.tokenizer import Tokenizer
+from tests.appliance.api_server import serving
+from tests.appliance.peers import ALICE, BOB, OPERATOR, VIEWER, client_of
+from tests.fakes import FakeAppliance, until
+from tests.tiny_tokenizers import CHATML, byte_level
+
+
+@pytest.fixture
+def appliance():
+    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
+
+
+@pytest.fixture
+async def served(appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        yield served
+
+
+async def waiting_request(appliance, peer):
+    """A request of a peer that has not been answered: its id, and the reply to come."""
+    appliance.gate.clear()
+    client = client_of(appliance, peer)
+    reply = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+    await until(lambda: appliance.live)
+    return next(iter(appliance.live)), reply
+
+
+async def test_requests_can_be_read(served):
+    request_id = (await served.complete()).json()["id"]
+    listed = (await served.http.get("/v1/requests")).json()
+    assert listed == {"object": "list", "data": [{"id": request_id}]}
+    assert (await served.http.get(f"/v1/requests/{request_id}")).json() == {"id": request_id}
+
+
+async def test_requests_that_only_the_log_knows_can_be_read(appliance):
+    appliance.logged_frame = lambda request_id: {"id": request_id}
+    reply = await client_of(appliance, VIEWER).get("/v1/requests/cmpl-old")
+    assert reply.json() == {"id": "cmpl-old"}
+
+
+@pytest.mark.parametrize("peer", [ALICE, OPERATOR])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/requests/{}/cancel"), ("DELETE", "/v1/requests/{}")]
+)
+async def test_owners_and_operators_cancel(appliance, peer, method, path):
+    request_id, reply = await waiting_request(appliance, ALICE)
+    cancelled = await client_of(appliance, peer).request(method, path.format(request_id))
+    assert cancelled.json() == {"id": request_id, "status": "cancelled"}
+    assert (await reply).json()["choices"][0]["finish_reason"] == "abort"
+    assert appliance.submitted[0].cancelled_by == peer.name
+
+
+@pytest.mark.parametrize(
+    ("peer", "code"),
+    [(BOB, "not_owner"), (VIEWER, "role_required"), (None, "not_owner")],
+)
+async def test_nobody_else_cancels(appliance, peer, code):
+    request_id, reply = await waiting_request(appliance, ALICE)
+    refused = await client_of(appliance, peer).delete(f"/v1/requests/{request_id}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, code)
+    assert refused.json()["error"]["type"] == "permission_error"
+    appliance.gate.set()
+    assert (await reply).json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_key_and_a_user_of_the_same_name_are_two(appliance):
+    request_id, reply = await waiting_request(appliance, BOB)
+    refused = await client_of(appliance, Peer(uid=7, user="bob")).delete(
+        f"/v1/requests/{request_id}"
+    )
+    assert refused.json()["error"]["code"] == "not_owner"
+    appliance.gate.set()
+    await reply
+
+
+async def test_what_has_ended_cannot_be_cancelled(appliance):
+    client = client_of(appliance, OPERATOR)
+    request_id = (await client.post("/v1/completions", json={"prompt": "a"})).json()["id"]
+    reply = await client.delete(f"/v1/requests/{request_id}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_operators_drain_and_resume(appliance):
+    client = client_of(appliance, OPERATOR)
+    assert (await client.post("/v1/penstock/drain")).json() == {"status": "draining"}
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+    assert (await client.post("/v1/penstock/resume")).json() == {"status": "resumed"}
+    assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    assert appliance.drained_by == appliance.resumed_by == "root"
+
+
+@pytest.mark.parametrize("verb", ["drain", "resume"])
+@pytest.mark.parametrize("peer", [ALICE, BOB, VIEWER, None])
+async def test_nobody_else_drains_or_resumes(appliance, peer, verb):
+    reply = await client_of(appliance, peer).post(f"/v1/penstock/{verb}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "role_required")
+    assert appliance.drained_by is appliance.resumed_by is None
+
+
+@pytest.mark.parametrize(
+    ("peer", "known"),
+    [
+        (OPERATOR, {"name": "root", "role": "operator", "uid": 0, "key": None}),
+        (BOB, {"name": "key:bob", "role": "user", "uid": None, "key": "bob"}),
+        (None, {"name": "unknown", "role": "user", "uid": None, "key": None}),
+    ],
+)
+async def test_a_client_can_ask_who_it_is(appliance, peer, known):
+    assert (await client_of(appliance, peer).get("/v1/penstock/whoami")).json() == known
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/requests", "/v1/penstock/state", "/v1/penstock/log"]
+)
+async def test_viewers_read_everything(appliance, path):
+    assert (await client_of(appliance, VIEWER).get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("wants_events", [False, True])
+async def test_frames_come_at_once_and_then_as_they_are_made(served, wants_events):
+    assert (await served.http.get("/v1/penstock/state")).json() == {"version": 1, "seq": 1}
+    headers = {"accept": "text/event-stream"} if wants_events else {}
+    seqs = []
+    async with served.http.stream("GET", "/v1/penstock/stream", headers=headers) as reply:
+        async for line in reply.aiter_lines():
+            if line:
+                seqs.append(json.loads(line.removeprefix("data: "))["seq"])
+            if len(seqs) == 3:
+                break
+    assert seqs == [1, 2, 3]
+    kind = "text/event-stream" if wants_events else "application/x-ndjson"
+    assert reply.headers["content-type"].startswith(kind)
