@@ -61,6 +61,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 1.5,
     },
+    "olmo2": {"initializer_range": 0.5},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 6,
@@ -99,9 +100,33 @@ def make_checkpoint(
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):
                     parameter.normal_(std=0.3)
+                elif name == "model.norm.weight":  # factors of both signs: a tied head repeats less
+                    parameter.normal_(mean=norm_mean - 1.0)
                 elif parameter.dim() == 1:
                     parameter.normal_(mean=norm_mean, std=0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return folder
+
+
+def make_seeing_checkpoint(folder: Path) -> Path:
+    """A Gemma 3 that also sees: its language model is one part of the file among others."""
+    import torch
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    from engine.model.starter import write_tokenizer
+
+    text = {key: value for key, value in _TINY.items() if not key.endswith("token_id")}
+    seen = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config=text | _OWN["gemma3_text"] | {"pad_token_id": None},
+        vision_config=seen | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        eos_token_id=[296, 297],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

@@ -1,5 +1,6 @@
 """Greedy float32 tokens through the daemon equal transformers' generate, token for token."""
 
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,29 +18,51 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.2],
+    "long_factor": [1.2, 2.0, 4.0, 8.0, 12.0, 16.0],
+}
 OPTIONS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "mistral": {"sliding_window": 48, "num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "rope_parameters": YARN},
+    # its model length, set below, keeps every request to the short factors
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
 }
+SERVE_OPTIONS = {"phi3": ["--max-model-len", "1024"]}
+EVERYWHERE = ("llama", "mistral", "qwen2", "qwen3")
+"""Served in all arms; the others, which differ in the model alone, in one."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def served(request, tmp_path_factory):
-    """A checkpoint of the family and its oracle."""
-    options = dict(OPTIONS[request.param])
-    if "rope_parameters" in options:
-        options["rope_parameters"] = {"rope_theta": 10000.0, **options["rope_parameters"]}
-    folder = tmp_path_factory.mktemp(request.param) / "model"
-    make_checkpoint(folder, request.param, max_position_embeddings=2048, **options)
-    return folder, load_oracle(folder)
+@pytest.fixture(scope="module")
+def served_by_family(tmp_path_factory):
+    """A function from a family to its checkpoint and oracle, made once."""
+
+    @functools.cache
+    def make(family):
+        options = dict(OPTIONS.get(family, {}))
+        if "rope_parameters" in options:
+            options["rope_parameters"] = {"rope_theta": 10000.0, **options["rope_parameters"]}
+        folder = tmp_path_factory.mktemp(family) / "model"
+        make_checkpoint(folder, family, max_position_embeddings=2048, **options)
+        return folder, load_oracle(folder)
+
+    return make
 
 
-@pytest.fixture(scope="module", params=list(ARMS))
-def running(request, served, tmp_path_factory):
-    folder, oracle = served
-    daemon = Daemon(tmp_path_factory.mktemp(request.param), *ARMS[request.param], model=folder)
+@pytest.fixture(
+    scope="module",
+    params=[(f, arm) for f in FAMILIES for arm in (ARMS if f in EVERYWHERE else ["shm"])],
+    ids="-".join,
+)
+def running(request, served_by_family, tmp_path_factory):
+    """A daemon that serves a checkpoint of the family, and its oracle."""
+    family, arm = request.param
+    folder, oracle = served_by_family(family)
+    options = ARMS[arm] + SERVE_OPTIONS.get(family, [])
+    daemon = Daemon(tmp_path_factory.mktemp(arm), *options, model=folder)
     daemon.wait_ready()
     yield daemon, oracle
     daemon.assert_all_free()

@@ -253,15 +253,15 @@ class _Experts:
         # all pairs of a token and one of its experts, in the experts' order: a run for each
         order = chosen.flatten().argsort(stable=True)
         rows = order // self._num_per_token
-        shares_in_order = shares.flatten()[order, None].to(x.dtype)
+        shares_in_order = shares.flatten()[order, None]
         counts = chosen.flatten().bincount(minlength=len(self._downs)).tolist()
         output, end = torch.zeros_like(x), 0
         for expert, count in enumerate(counts):
             if count:
                 run = slice(end, end + count)
                 inner = gated(self._gate_ups[expert](x[rows[run]]), self._activation)
-                added = self._downs[expert](inner).mul_(shares_in_order[run])
-                output.index_add_(0, rows[run], added)
+                added = self._downs[expert](inner) * shares_in_order[run]
+                output.index_add_(0, rows[run], added.to(x.dtype))
                 end += count
         return output
 

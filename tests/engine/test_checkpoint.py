@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint import Checkpoint, choose_dtype, expected_shapes, weights_layout
+from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.safetensors_header import read_header
 
@@ -27,6 +28,8 @@ CONFIG = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
+
+MIXTURE = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
 
 
 def shard(path, shapes, code="F32"):
@@ -51,8 +54,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shapes(folder):
-    from engine.config import ModelConfig
-
     return dict(expected_shapes(ModelConfig.from_folder(folder)))
 
 
@@ -106,6 +107,37 @@ def test_a_missing_tensor_is_named(folder, shapes):
     error = refused(folder)
     assert name in error.what
     assert error.where == str(folder / "model.safetensors")
+
+
+def test_a_fused_layout_is_named_for_what_it_is(folder, shapes):
+    prefix = "model.layers.0.self_attn."
+    fused = {n: s for n, s in shapes.items() if not n.startswith(prefix) or "o_proj" in n}
+    shard(folder / "model.safetensors", fused | {f"{prefix}qkv_proj.weight": (10, 6)})
+    error = refused(folder)
+    assert f"{prefix}q_proj.weight is missing" in error.what
+    assert f"{prefix}qkv_proj.weight" in error.hint
+    assert "fused" in error.hint
+
+
+def test_experts_in_one_tensor_are_named_for_what_they_are(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    shapes = dict(expected_shapes(ModelConfig.from_folder(tmp_path)))
+    block = "model.layers.0.block_sparse_moe."
+    assert f"{block}experts.2.w3.weight" in shapes
+    fused = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+    shard(tmp_path / "model.safetensors", fused | {f"{block}experts.gate_up_proj": (3, 10, 6)})
+    error = refused(tmp_path)
+    assert f"{block}experts.0.w1.weight is missing" in error.what
+    assert f"{block}experts.gate_up_proj" in error.hint
+
+
+def test_an_experts_gate_and_up_are_one_matrix_in_the_arena(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    shapes = dict(expected_shapes(ModelConfig.from_folder(tmp_path)))
+    shard(tmp_path / "model.safetensors", shapes, "BF16")
+    offsets = weights_layout(Checkpoint.open(tmp_path), "float32").offset_by_name
+    expert = "model.layers.1.block_sparse_moe.experts.1."
+    assert offsets[f"{expert}w3.weight"] == offsets[f"{expert}w1.weight"] + 4 * 5 * 6
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(folder, shapes):

@@ -1,7 +1,9 @@
 """Config keys mean what transformers says they mean, and nonsense is named."""
 
 import contextlib
+import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -75,7 +77,7 @@ def as_transformers_reads(keys):
     num_layers = oracle.num_hidden_layers
     window = getattr(oracle, "sliding_window", None)
     kinds = getattr(oracle, "layer_types", ["sliding_attention"] * num_layers)
-    is_rotated = getattr(oracle, "no_rope_layers", [1] * num_layers)
+    is_rotated = getattr(oracle, "no_rope_layers", [1] * num_layers)[:num_layers]
     thetas = oracle.rope_parameters
     if "rope_theta" in thetas:
         thetas = {"sliding_attention": thetas, "full_attention": thetas}
@@ -155,17 +157,20 @@ def test_an_almost_empty_config_has_the_defaults_of_its_family(tmp_path, family)
     assert_agrees(read(tmp_path, keys), keys)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("missing", EVERY_KEY)
-def test_each_missing_key_defaults_as_in_transformers(tmp_path, family, missing):
+def keys_of(family):
+    """A config in which every key that transformers knows of the family has an unusual value."""
     known = {*AutoConfig.for_model(family).to_dict(), "rope_theta"}
     if family == "gemma3_text":
         known |= {"rope_local_base_freq", "sliding_window_pattern"}
-    keys = {key: value for key, value in EVERY_KEY.items() if key in known}
-    if missing not in keys:
-        pytest.skip(f"{family} has no such key")
+    return {key: value for key, value in EVERY_KEY.items() if key in known}
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"), [(family, key) for family in FAMILIES for key in keys_of(family)]
+)
+def test_each_missing_key_defaults_as_in_transformers(tmp_path, family, missing):
+    keys = keys_of(family) | {"model_type": family}
     del keys[missing]
-    keys["model_type"] = family
     assert_agrees(read(tmp_path, keys), keys)
 
 
@@ -269,7 +274,69 @@ def test_yarn_scales_attention_with_the_stretch(tmp_path):
 
 
 def test_absent_scaling_is_plain_rope(tmp_path):
-    assert rope_of(read(tmp_path, LLAMA | {"rope_scaling": None})) == RopeConfig("default", 10000.0, 128)
+    assert rope_of(read(tmp_path, LLAMA | {"rope_scaling": None})) == RopeConfig(
+        "default", 10000.0, 128
+    )
+
+
+def test_gemma_3_rotates_windowed_layers_without_scaling(tmp_path):
+    keys = {"model_type": "gemma3_text", "num_hidden_layers": 2, "sliding_window_pattern": 2}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    plain = RopeConfig("default", 10000.0, 256)
+    assert read(tmp_path, keys | {"rope_scaling": scaling}).ropes == (
+        plain,
+        RopeConfig("linear", 1e6, 256, factor=8.0),
+    )
+    newer = {
+        "full_attention": scaling | {"rope_theta": 3e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    assert read(tmp_path, keys | {"rope_parameters": newer}).ropes == (
+        RopeConfig("default", 500.0, 256),
+        RopeConfig("linear", 3e5, 256, factor=8.0),
+    )
+
+
+def test_a_seeing_gemma_is_its_text_section(tmp_path):
+    text = {"hidden_size": 640, "num_hidden_layers": 12, "sliding_window": 512, "vocab_size": 500}
+    keys = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "hidden_size": 7,
+        "text_config": text | {"model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 1152},
+    }
+    config = read(tmp_path, keys)
+    alone = read(tmp_path, text | {"model_type": "gemma3_text", "eos_token_id": [1, 106]})
+    alone = dataclasses.replace(alone, family=config.family, stored_dtype="bfloat16")
+    assert config == alone
+    assert config.family.prefix == "language_model."
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read(tmp_path, keys | {"text_config": text | {"quantization_config": {"bits": 8}}})
+
+
+LONGROPE = {"type": "su", "short_factor": [1.0] * 36, "long_factor": [2.0] * 36}
+PHI = {"model_type": "phi3", "partial_rotary_factor": 0.75, "max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi_calls_its_scaling_by_three_names(tmp_path, kind):
+    keys = PHI | {"rope_scaling": LONGROPE | {"type": kind}}
+    rope = rope_of(read(tmp_path, keys))
+    assert (rope.kind, rope.rotary_dim, rope.original_max_position_embeddings) == (
+        "longrope",
+        72,
+        4096,
+    )
+    assert rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+    assert (rope.short_factors, rope.long_factors) == ((1.0,) * 36, (2.0,) * 36)
+
+
+def test_wide_heads_make_wide_blocks(tmp_path):
+    config = read(tmp_path, {"model_type": "gemma2"})
+    assert config.kv_block_bytes(64, "float32") == 26 * 2 * 64 * 4 * 256 * 4
 
 
 def test_kv_block_bytes_cover_all_layers(tmp_path):
@@ -314,6 +381,31 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         (LLAMA | {"rope_theta": 1}, "rope_theta"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "Gemma3n"),
+        ({"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}, "PhiMoE"),
+        ({"architectures": ["Phi3SmallForCausalLM"]}, "Phi3Small"),
+        ({"architectures": ["Phi4MMForCausalLM"]}, "Phi4MM"),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "Olmo3"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2Moe"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma2", "hidden_activation": "relu"}, "hidden_activation"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        (
+            {"model_type": "gemma2", "sliding_window": None, "layer_types": ["x"] * 26},
+            "layer_types",
+        ),
+        ({"model_type": "gemma3", "text_config": "gemma3_text"}, "text_config"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 2}, "partial_rotary_factor"),
+        (PHI | {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factor"),
+        (PHI | {"rope_scaling": LONGROPE | {"long_factor": [0] * 36}}, "long_factor"),
+        (PHI | {"rope_scaling": {"type": "longrope"}}, "short_factor"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [2] * 36}, "no_rope_layers"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types"),
         (
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
@@ -349,7 +441,9 @@ json_values = st.recursive(
 @given(
     st.sampled_from(FAMILIES),
     st.dictionaries(
-        st.sampled_from([*EVERY_KEY, "rope_scaling", "rope_parameters", "architectures", "layer_types"]),
+        st.sampled_from(
+            [*EVERY_KEY, "rope_scaling", "rope_parameters", "architectures", "layer_types"]
+        ),
         json_values,
         max_size=3,
     ),
