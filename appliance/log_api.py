@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from appliance.log_query import event_query, row_query, usage_query
 from appliance.wire import appliance_of, json_response
-from engine.errors import PenstockError, Unavailable
 
 MAX_READERS = 2
 
@@ -54,9 +53,5 @@ class _LogApi:
 
     async def _reply(self, read: Callable[[], list[dict[str, object]]]) -> Response:
         async with self._turns:
-            try:
-                rows = await asyncio.to_thread(read)
-            except PenstockError as error:
-                advice = f"; {error.hint}" if error.hint else ""
-                raise Unavailable(f"{error.what}{advice}", code="log_unreadable") from error
+            rows = await asyncio.to_thread(read)
         return json_response({"object": "list", "data": rows})

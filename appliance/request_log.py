@@ -15,15 +15,18 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from appliance.log_file import abandon, file_id, open_log, remove_backups
+from appliance.log_insert import Event, boot_id, insert_events, insert_row, insert_run
 from appliance.log_query import EventQuery, RowQuery, UsageQuery
 from appliance.log_reader import read_events, read_row, read_rows, read_usage
 from appliance.log_retention import Limits, Pruned, Upkeep
 from appliance.log_row import LogRow
 from appliance.protocol import utc_now
-from engine.errors import ConfigError, PenstockError
+from engine.errors import ConfigError, PenstockError, Unavailable
 
 _LOG = logging.getLogger("penstock.request_log")
 
@@ -32,8 +35,8 @@ COMMIT_ROWS = 50
 COMMIT_INTERVAL_S = 0.25
 RETRY_INTERVAL_S = 1.0
 
-_Event = tuple[str, str, str, str, str | None]
-"""At, severity, code, message, actor."""
+_Query = TypeVar("_Query")
+_Found = TypeVar("_Found")
 
 
 class RequestLog:
@@ -43,7 +46,7 @@ class RequestLog:
         self.path = path
         self._rows_lost = 0
         self._rows: deque[LogRow] = deque()
-        self._events: deque[_Event] = deque()
+        self._events: deque[Event] = deque()
         self._wake = threading.Condition()
         self._num_accepted = 0
         self._num_settled = 0
@@ -74,7 +77,7 @@ class RequestLog:
             PenstockError: the file cannot be written.
         """
         self._run = {
-            "boot_id": _boot_id(),
+            "boot_id": boot_id(),
             "started_at": utc_now(),
             "version": version,
             "model": model,
@@ -83,7 +86,7 @@ class RequestLog:
             "transport": transport,
         }
         try:
-            self._run_id = _insert_run(self._connection, self._run)
+            self._run_id = insert_run(self._connection, self._run)
         except sqlite3.Error as error:
             raise PenstockError(f"cannot write: {error}", where=str(self.path)) from error
         self._writer.start()
@@ -145,25 +148,29 @@ class RequestLog:
         """Requests, also those just recorded; blocking, as all that reads. See log_reader.
 
         Raises:
-            PenstockError: the file is gone or unreadable, or the query took too long.
+            Unavailable: the file is gone or unreadable, or the query took too long.
         """
-        self.flush()
-        return read_rows(self.path, query)
+        return self._read(read_rows, query)
 
     def row(self, rid: str) -> dict[str, object] | None:
         """The row of one request; None if there is none. Raises as rows()."""
-        self.flush()
-        return read_row(self.path, rid)
+        return self._read(read_row, rid)
 
     def events(self, query: EventQuery) -> list[dict[str, object]]:
         """Events, also those just recorded; raises as rows()."""
-        self.flush()
-        return read_events(self.path, query)
+        return self._read(read_events, query)
 
     def usage(self, query: UsageQuery) -> list[dict[str, object]]:
         """Sums by user, model or day; raises as rows()."""
+        return self._read(read_usage, query)
+
+    def _read(self, read: Callable[[Path, _Query], _Found], query: _Query) -> _Found:
         self.flush()
-        return read_usage(self.path, query)
+        try:
+            return read(self.path, query)
+        except PenstockError as error:
+            advice = f"; {error.hint}" if error.hint else ""
+            raise Unavailable(f"{error.what}{advice}", code="log_unreadable") from error
 
     def _make_room(self) -> None:
         if len(self._rows) + len(self._events) < MAX_QUEUED_ROWS:
@@ -204,7 +211,7 @@ class RequestLog:
                 )
             return bool(self._rows or self._events) or not self._is_closing
 
-    def _take_batch(self) -> tuple[list[LogRow], list[_Event]]:
+    def _take_batch(self) -> tuple[list[LogRow], list[Event]]:
         with self._wake:
             batch = list(self._rows), list(self._events)
             self._rows.clear()
@@ -217,14 +224,14 @@ class RequestLog:
             self._wake.wait_for(lambda: self._is_closing, RETRY_INTERVAL_S)
 
     def _commit(
-        self, rows: list[LogRow], events: list[_Event], stop_reason: str | None = None
+        self, rows: list[LogRow], events: list[Event], stop_reason: str | None = None
     ) -> bool:
         """Write one batch in one transaction; False if the disk refused and it can be retried."""
         try:
             self._follow_file()
             with self._connection as db:
-                num_refused = sum(not _insert_row(db, self._run_id, row) for row in rows)
-                _insert_events(db, self._run_id, events)
+                num_refused = sum(not insert_row(db, self._run_id, row) for row in rows)
+                insert_events(db, self._run_id, events)
                 if stop_reason:
                     db.execute(
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
@@ -251,7 +258,7 @@ class RequestLog:
         self._upkeep.reset()
         abandon(self._connection)
         self._connection = open_log(self.path)
-        self._run_id = _insert_run(self._connection, self._run)
+        self._run_id = insert_run(self._connection, self._run)
         self._file_id = file_id(self.path)
         self._say(
             "warning", "log.replaced", "the log file was deleted or replaced under the daemon"
@@ -276,50 +283,3 @@ class RequestLog:
         """An event of the log's own, also in the journal."""
         _LOG.log(logging.getLevelNamesMapping()[severity.upper()], "%s: %s", self.path, message)
         self.event(severity, code, message)
-
-
-def _insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
-    """Begin a run, and say of one that never stopped that it crashed; returns its run_id."""
-    with connection as db:
-        db.execute(
-            "UPDATE runs SET stopped_at = ?, stop_reason = 'crash' WHERE stopped_at IS NULL",
-            (utc_now(),),
-        )
-        names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
-        inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
-    return inserted.lastrowid or 0
-
-
-def _insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
-    columns = {name: _storable(getattr(row, name)) for name in row.__struct_fields__}
-    prompt = columns.pop("prompt")
-    columns["run_id"] = run_id
-    names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
-    try:
-        inserted = db.execute(f"INSERT INTO requests ({names}) VALUES ({marks})", columns)
-    except (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError) as error:
-        # Trying this row again would hold up all that follow it.
-        _LOG.error("request %s is not logged: %s", row.rid, error)
-        return False
-    if prompt is not None:
-        db.execute("INSERT INTO request_text VALUES (?, ?)", (inserted.lastrowid, prompt))
-    return True
-
-
-def _insert_events(db: sqlite3.Connection, run_id: int, events: list[_Event]) -> None:
-    db.executemany(
-        "INSERT INTO events (run_id, at, severity, code, message, actor) VALUES (?, ?, ?, ?, ?, ?)",
-        [(run_id, *map(_storable, event)) for event in events],
-    )
-
-
-def _storable(value: object) -> object:
-    """Half of a surrogate pair, which JSON can carry and UTF-8 cannot, becomes a question mark."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-def _boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None

@@ -21,6 +21,7 @@ class LoggingAppliance(FakeAppliance):
     def __init__(self, log: RequestLog) -> None:
         super().__init__(Tokenizer(byte_level()))
         self.log_rows, self.log_events, self.log_usage = log.rows, log.events, log.usage
+        self.logged_frame = log.row
 
 
 @pytest.fixture
@@ -87,8 +88,8 @@ async def test_a_log_that_is_gone_is_unavailable_until_the_next_row(
     served: Served, log: RequestLog
 ) -> None:
     log.path.unlink()
-    for path in ("log", "events", "usage"):
-        reply = await served.http.get(f"/v1/penstock/{path}")
+    for path in ("penstock/log", "penstock/events", "penstock/usage", "requests/cmpl-0"):
+        reply = await served.http.get(f"/v1/{path}")
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "log_unreadable")
     log.record(row("cmpl-1"))
     assert rids(await get(served, "log")) == ["cmpl-1"]

@@ -15,6 +15,7 @@ from sqlite_utils import Database
 
 from appliance import log_file, request_log
 from appliance.latency import Stages, stages
+from appliance.log_insert import insert_row
 from appliance.log_query import RowQuery
 from appliance.log_reader import read_rows
 from appliance.log_row import LogRow
@@ -83,7 +84,7 @@ def test_the_view_cuts_stages_as_latency_does(
             "INSERT INTO runs (run_id, started_at, version, model, dtype, roles)"
             " VALUES (1, '', '', '', '', '')"
         )
-        assert request_log._insert_row(db, 1, LogRow.from_request(request("cmpl-1", one)))
+        assert insert_row(db, 1, LogRow.from_request(request("cmpl-1", one)))
         db.row_factory = sqlite3.Row
         found = db.execute("SELECT * FROM v_requests").fetchone()
         expected = stages(one.stamps, num_tokens)
