@@ -38,8 +38,8 @@ class Limits:
     """Of pages in use; pages that are free for new rows and the write-ahead log do not count."""
 
     def describe(self) -> str:
-        """As in `beyond 30 days and 2048 MiB`."""
-        days = None if self.keep_days is None else f"{self.keep_days} days"
+        """As in `beyond 30 d and 2048 MiB`."""
+        days = None if self.keep_days is None else f"{self.keep_days} d"
         size = None if self.max_bytes is None else f"{self.max_bytes / 2**20:.0f} MiB"
         return " and ".join(bound for bound in (days, size) if bound)
 
