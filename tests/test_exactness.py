@@ -1,12 +1,11 @@
 """Greedy float32 tokens through the daemon equal transformers' generate, token for token."""
 
-import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.checkpoints import FAMILIES, load_oracle, make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ARMS, Daemon
 
 MAX_MARGIN = 1e-4
@@ -28,41 +27,30 @@ OPTIONS = {
     "mistral": {"sliding_window": 48, "num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "rope_parameters": YARN},
-    # its model length, set below, keeps every request to the short factors
+    # stretched to 2048, but served up to 1024: by the short factors
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
 }
-SERVE_OPTIONS = {"phi3": ["--max-model-len", "1024"]}
-EVERYWHERE = ("llama", "mistral", "qwen2", "qwen3")
-"""Served in all arms; the others, which differ in the model alone, in one."""
 
 
-@pytest.fixture(scope="module")
-def served_by_family(tmp_path_factory):
-    """A function from a family to its checkpoint and oracle, made once."""
-
-    @functools.cache
-    def make(family):
-        options = dict(OPTIONS.get(family, {}))
-        if "rope_parameters" in options:
-            options["rope_parameters"] = {"rope_theta": 10000.0, **options["rope_parameters"]}
-        folder = tmp_path_factory.mktemp(family) / "model"
-        make_checkpoint(folder, family, max_position_embeddings=2048, **options)
-        return folder, load_oracle(folder)
-
-    return make
+def make_served(tmp_path_factory, family):
+    """A checkpoint of the family and its oracle."""
+    options = dict(OPTIONS.get(family, {}))
+    if "rope_parameters" in options:
+        options["rope_parameters"] = {"rope_theta": 10000.0, **options["rope_parameters"]}
+    folder = tmp_path_factory.mktemp(family) / "model"
+    make_checkpoint(folder, family, max_position_embeddings=2048, **options)
+    return folder, load_oracle(folder)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(f, arm) for f in FAMILIES for arm in (ARMS if f in EVERYWHERE else ["shm"])],
-    ids="-".join,
-)
-def running(request, served_by_family, tmp_path_factory):
-    """A daemon that serves a checkpoint of the family, and its oracle."""
-    family, arm = request.param
-    folder, oracle = served_by_family(family)
-    options = ARMS[arm] + SERVE_OPTIONS.get(family, [])
-    daemon = Daemon(tmp_path_factory.mktemp(arm), *options, model=folder)
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+def served(request, tmp_path_factory):
+    return make_served(tmp_path_factory, request.param)
+
+
+@pytest.fixture(scope="module", params=list(ARMS))
+def running(request, served, tmp_path_factory):
+    folder, oracle = served
+    daemon = Daemon(tmp_path_factory.mktemp(request.param), *ARMS[request.param], model=folder)
     daemon.wait_ready()
     yield daemon, oracle
     daemon.assert_all_free()
@@ -107,6 +95,20 @@ def prompts(lengths, seed=0):
     return [[rng.randrange(290) for _ in range(n)] for n in lengths]
 
 
+def assert_all_same(daemon, oracle, cases):
+    """Prompts with their max_tokens, six under way at a time."""
+
+    def one(case):
+        prompt, max_tokens = case
+        reply = daemon.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
+        return reply["choices"][0]["token_ids"]
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(one, cases))
+    for (prompt, max_tokens), got in zip(cases, results, strict=True):
+        assert_same(prompt, got, oracle, max_tokens)
+
+
 def test_single_prompts_across_block_and_chunk_borders(running):
     daemon, oracle = running
     for prompt in prompts([1, 2, 63, 64, 65, 128, 511, 512, 513, 700]):
@@ -125,15 +127,7 @@ def test_many_prompts_at_once_with_others_joining_and_leaving(running):
         )
     ]
 
-    def one(case):
-        prompt, max_tokens = case
-        reply = daemon.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
-        return reply["choices"][0]["token_ids"]
-
-    with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(one, cases))
-    for (prompt, max_tokens), got in zip(cases, results, strict=True):
-        assert_same(prompt, got, oracle, max_tokens)
+    assert_all_same(daemon, oracle, cases)
 
 
 def test_a_list_of_prompts_in_one_request(running):
@@ -165,3 +159,17 @@ def test_logprobs_agree_with_the_reference(running):
     for i, token_id in enumerate(tokens):
         ours = choice["logprobs"]["token_logprobs"][i]
         assert ours == pytest.approx(float(expected[i, token_id]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "gemma3_text", "phi3", "smollm3", "granite", "olmo2", "mixtral", "qwen3_moe"],
+)
+def test_families_that_differ_in_the_model_alone(family, tmp_path_factory):
+    folder, oracle = make_served(tmp_path_factory, family)
+    options = [*ARMS["shm"], "--max-model-len", "1024"]
+    daemon = Daemon(tmp_path_factory.mktemp(family), *options, model=folder).wait_ready()
+    cases = zip(prompts([5, 64, 65, 300, 600], seed=5), [30, 9, 20, 12, 4], strict=True)
+    assert_all_same(daemon, oracle, list(cases))
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
