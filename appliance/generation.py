@@ -1,7 +1,7 @@
-"""The two POSTs that generate: from a body to an accepted request to its reply.
+"""A reply that generates, and the two POSTs of OpenAI: from a body to a request's one end.
 
-Owns: the order of admission, the watch for a client that hangs up, and the request's one end.
-Called by: api, which routes to `complete` and `chat`.
+Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
+Called by: api, which routes to `complete` and `chat`; other endpoints bring a shape of their own.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
 Never: keeps a client waiting for its headers once a stream is accepted.
 """
@@ -10,137 +10,90 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from appliance.openai import Ask, parse_chat, parse_completion
-from appliance.protocol import utc_now
-from appliance.replies import ReplyShape, error_object, fingerprint
-from appliance.request import Appliance, Peer, Request
+from appliance.admission import Accepted, accept, receive
+from appliance.ask import Ask
+from appliance.openai import chat_ask, completion_ask
+from appliance.replies import ReplyShape, fingerprint
 from appliance.stream import Delta, Reply
-from appliance.wire import (
-    appliance_of,
-    client_request_id,
-    error_response,
-    json_response,
-    read_body,
-    reply_headers,
-)
+from appliance.wire import appliance_of, error_response, json_response, reply_headers
 from engine.errors import RequestError, Unavailable
-from engine.sequence import FinishReason, Sequence, Stamps
+from engine.sequence import FinishReason
 
-MAX_INLINE_CHARS = 4096
-"""Longer texts are tokenized in a thread, so that the loop does not stand still for them."""
 KEEP_ALIVE_S = 10.0
 CLIENT_CLOSED_REQUEST = 499
+MAX_IGNORED = 20
+"""Names in the header that tells which fields had no effect."""
 
 _log = logging.getLogger(__name__)
 
 
+class Shape(Protocol):
+    """How a reply looks to its client, whole or as server-sent events."""
+
+    def whole(self, deltas: Iterable[Delta]) -> dict[str, object]:
+        """The reply in one piece; one delta per sequence."""
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before anything is generated."""
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta; may be nothing."""
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with instead if it fails."""
+
+
 async def complete(http: HttpRequest) -> Generation:
     """POST /v1/completions."""
-    return await _admit(http, is_chat=False)
+    fields, appliance = await receive(http, "cmpl"), appliance_of(http)
+    return await _generation(http, completion_ask(fields, appliance.model, appliance.max_queued))
 
 
 async def chat(http: HttpRequest) -> Generation:
     """POST /v1/chat/completions."""
-    return await _admit(http, is_chat=True)
+    fields = await receive(http, "chatcmpl")
+    return await _generation(http, chat_ask(fields, appliance_of(http).model))
 
 
-async def _admit(http: HttpRequest, *, is_chat: bool) -> Generation:
-    """Everything that can refuse a request before the router sees it."""
-    arrived_ns = time.monotonic_ns()
-    received_at = utc_now()
-    request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-    http.scope["state"] |= {"request_id": request_id, "arrived_ns": arrived_ns}
-    appliance = appliance_of(http)
-    body = await read_body(http)
-    appliance.check_available()
-    model = appliance.model
-    ask = (
-        parse_chat(body, model) if is_chat else parse_completion(body, model, appliance.max_queued)
+async def _generation(http: HttpRequest, ask: Ask) -> Generation:
+    appliance, accepted = appliance_of(http), await accept(http, ask)
+    shape = ReplyShape(
+        ask=ask,
+        request=accepted.request,
+        tokenizer=appliance.tokenizer,
+        created=int(time.time()),
+        fingerprint=fingerprint(appliance.model),
     )
-    prompt_text, prompts = await _tokenize(appliance, ask)
-    _check_vocabulary(prompts, model.vocab_size)
-    tokenized_ns = time.monotonic_ns()
-    sequences = [
-        Sequence(
-            seq_id=appliance.next_seq_id(),
-            request_id=request_id,
-            index=index,
-            prompt_token_ids=token_ids,
-            sampling=ask.sampling(len(token_ids), model.max_model_len),
-            stamps=Stamps(arrived_ns=arrived_ns, tokenized_ns=tokenized_ns),
-        )
-        for index, token_ids in enumerate(prompts)
-    ]
-    request = Request(
-        request_id=request_id,
-        endpoint=http.url.path,
-        model=model.model_id,
-        peer=http.scope["state"].get("peer") or Peer(),
-        is_stream=ask.is_stream,
-        received_at=received_at,
-        sequences=sequences,
-        prompt_text=prompt_text,
-        client_request_id=client_request_id(http),
-    )
-    return Generation(http, ask, request)
-
-
-async def _tokenize(appliance: Appliance, ask: Ask) -> tuple[str | None, list[list[int]]]:
-    """The prompts' text, None where they came as ids, and their token ids."""
-    tokenizer = appliance.tokenizer
-
-    def tokenize() -> tuple[str | None, list[list[int]]]:
-        prompts = [tokenizer.render_chat(ask.messages)] if ask.is_chat else ask.prompts
-        for prompt in prompts:
-            ask.check_length(prompt, tokenizer.max_token_chars, appliance.model.max_model_len)
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        ids = [
-            tokenizer.encode(prompt, not ask.is_chat) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        return "\n".join(texts) or None, ids
-
-    if ask.num_chars <= MAX_INLINE_CHARS:
-        return tokenize()
-    return await asyncio.to_thread(tokenize)
-
-
-def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:
-    """Refuse what the tokenizer knows and the model does not: an id without an embedding."""
-    for token_ids in prompts:
-        if max(token_ids, default=0) >= vocab_size:
-            raise RequestError(
-                f"the prompt has token {max(token_ids)}, the model has {vocab_size} tokens",
-                code="invalid_value",
-                param="prompt",
-                hint="the tokenizer does not fit the model",
-            )
+    return Generation(http, accepted, shape)
 
 
 class Generation:
-    """A reply that generates; starlette calls it as it calls any response."""
+    """A reply that generates; starlette calls it as it calls any response.
 
-    def __init__(self, http: HttpRequest, ask: Ask, request: Request) -> None:
+    Args:
+        http: what it answers.
+        accepted: what is to be submitted.
+        shape: how the reply looks.
+    """
+
+    def __init__(self, http: HttpRequest, accepted: Accepted, shape: Shape) -> None:
         self._http = http
         self._appliance = appliance_of(http)
-        self._ask = ask
-        self._request = request
-        self._reply = Reply(self._appliance, request, ask.stop, is_continuation=not ask.is_chat)
-        self._shape = ReplyShape(
-            ask=ask,
-            request=request,
-            tokenizer=self._appliance.tokenizer,
-            created=int(time.time()),
-            fingerprint=fingerprint(self._appliance.model),
-        )
+        self._ask = accepted.ask
+        self._request = accepted.request
+        self._reply = Reply(self._appliance, accepted.request, accepted.ask, accepted.echoes)
+        self._shape = shape
         self._has_hung_up = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,9 +130,7 @@ class Generation:
                 whole[delta.sequence.seq_id].add(delta)
         failure = self._failure(list(whole.values()))
         if failure is None:
-            response = json_response(
-                self._shape.whole(whole.values()), headers=reply_headers(self._http)
-            )
+            response = json_response(self._shape.whole(whole.values()), headers=self._headers())
         else:
             response = error_response(self._http, failure)
             # Tokens were spent on it: a client that repeats it by itself doubles the load.
@@ -189,47 +140,48 @@ class Generation:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Server-sent events: headers at once, then one write for whatever is ready."""
-        headers = reply_headers(self._http) | {
+        headers = self._headers() | {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
-            async for piece in self._events():
+            async for piece in self._pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception:  # noqa: BLE001 - the border of one reply
             # The status is out already: an event is the only way left to say it.
             _log.exception("request %s failed", self._request.request_id)
-            event = _event(error_object(_internal("internal error")))
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            last = self._shape.failure(_internal("internal error"))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
         return 200
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
-        shape, ask = self._shape, self._ask
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """One write for whatever is ready."""
+        if opening := self._shape.opening():
+            yield opening
         async for deltas in self._reply.deltas(KEEP_ALIVE_S):
-            if not deltas:
-                yield b": keep-alive\n\n"
-                continue
             failure = self._failure(deltas)
             if failure is not None:
-                yield _event(error_object(failure))
+                yield self._shape.failure(failure)
                 return
-            events = []
-            for delta in deltas:
-                if not (delta.text or delta.finish_reason or ask.wants_tokens):
-                    continue  # its text is held back
-                is_first = delta.sequence.index not in begun
-                begun.add(delta.sequence.index)
-                if is_first and ask.is_chat:
-                    events.append(_event(shape.role_chunk(delta.sequence)))
-                events.append(_event(shape.chunk(delta, is_first)))
-            if events:
-                yield b"".join(events)
-        if ask.include_usage:
-            yield _event(shape.usage_chunk())
+            piece = b"".join(map(self._shape.events, deltas)) if deltas else self._keep_alive()
+            if piece:
+                yield piece
+        yield self._shape.closing()
+
+    def _keep_alive(self) -> bytes:
+        """A comment, which clients skip; of a request that waits it tells the place."""
+        place = self._appliance.queue_place(self._request)
+        return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
+
+    def _headers(self) -> dict[str, str]:
+        headers = reply_headers(self._http)
+        if names := self._ask.ignored[:MAX_IGNORED]:
+            clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names]
+            headers["x-penstock-ignored"] = ", ".join(filter(None, clean))
+        return headers
 
     def _failure(self, deltas: list[Delta]) -> RequestError | None:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
@@ -244,7 +196,3 @@ class Generation:
 
 def _internal(what: str) -> RequestError:
     return RequestError(what, code="internal", status=500, kind="server_error")
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"

@@ -1,215 +1,197 @@
-"""What clients ask, in OpenAI's words: bodies of /v1/completions and /v1/chat/completions.
+"""What clients ask, in OpenAI's words: the fields of completions and chats.
 
 Owns: which fields there are, their types, ranges, defaults, and what is refused by name.
-Called by: api, before anything is tokenized, and again when the prompt's length is known.
-Invariant: any bytes at all give an Ask or a RequestError that names the field.
-Never: tokenizes, or keeps state. Fields that nobody knows are ignored; fields that are known and
-not supported are refused unless they ask for nothing.
+Called by: generation and the api, before anything is tokenized.
+Invariant: any object at all gives an Ask or a RequestError that names the field.
+Never: tokenizes, or keeps state. Fields that nobody knows are ignored, and told; fields that are
+known and not supported are refused unless they ask for nothing.
 """
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
 from typing import Any
 
-from appliance.fields import Fields, integer, invalid_type, invalid_value
+from appliance.ask import MAX_SEED, Ask, Chat
+from appliance.constraints import read_constraint
+from appliance.fields import Fields, integer, invalid_type, invalid_value, number, unsupported
+from appliance.messages import read_messages
 from appliance.request import ModelInfo
+from appliance.tools import read_tools
 from engine.errors import RequestError
 from engine.sequence import SamplingParams
 
-COMPLETION_MAX_TOKENS = 16
-CHAT_MAX_TOKENS = 2048
+MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
+MAX_BIASES = 300
 MAX_LOGPROBS = 20
-INT64_MAX = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 
-ROLES = {
-    "system": "system",
-    "developer": "system",  # OpenAI's newer word; open models were trained with `system`
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+Neutral = dict[str, tuple[object, ...]]
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+NEUTRAL: Neutral = {
     "length_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
     "use_beam_search": (False,),
     "prompt_embeds": (),
-    "audio": (),
-    "prediction": (),
-    "structured_outputs": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "priority": (0,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
 }
 """Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
 
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A validated body. Lengths are checked later, when the prompts are token ids."""
+CHAT_NEUTRAL: Neutral = NEUTRAL | {
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "documents": ([],),
+    "chat_template": (),
+}
 
-    is_chat: bool
-    prompts: list[str | list[int]]
-    """Of completions; empty for a chat."""
-    messages: list[dict[str, str]]
-    """Of a chat, contents joined to strings; empty for completions."""
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    num_logprobs: int | None
-    is_stream: bool
-    include_usage: bool
-    return_token_ids: bool
-
-    @property
-    def num_chars(self) -> int:
-        """Characters to tokenize; token ids count as none."""
-        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
-        return sum(map(len, texts)) + sum(len(message["content"]) for message in self.messages)
-
-    @property
-    def wants_tokens(self) -> bool:
-        """True if each token is to be reported, also one whose text comes later or never."""
-        return self.num_logprobs is not None or self.return_token_ids
-
-    def check_length(
-        self, prompt: str | list[int], max_token_chars: int, max_model_len: int
-    ) -> None:
-        """Refuse what cannot fit, before it costs the time to tokenize it.
-
-        Raises:
-            RequestError: `context_length_exceeded`.
-        """
-        per_token = max_token_chars if isinstance(prompt, str) else 1
-        if len(prompt) > max_model_len * per_token:
-            raise self._too_long(max_model_len, f"at least {len(prompt) // per_token}")
-
-    def sampling(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """Sampling for one prompt; max_tokens fitted to what its length leaves.
-
-        Raises:
-            RequestError: `context_length_exceeded`, or a prompt without tokens.
-        """
-        if not num_prompt_tokens:
-            raise invalid_value(self._prompt_param, "has no tokens")
-        room = max_model_len - num_prompt_tokens
-        if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
-            raise self._too_long(max_model_len, str(num_prompt_tokens))
-        default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
-        return SamplingParams(
-            max_tokens=self.max_tokens or min(room, default),
-            seed=secrets.randbits(63) if self.seed is None else self.seed & INT64_MAX,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.num_logprobs,
-        )
-
-    @property
-    def _prompt_param(self) -> str:
-        return "messages" if self.is_chat else "prompt"
-
-    def _too_long(self, max_model_len: int, prompt_tokens: str) -> RequestError:
-        output_tokens = "at least 1" if self.max_tokens is None else str(self.max_tokens)
-        return RequestError(
-            f"the model's context is {max_model_len} tokens; this request needs more: "
-            f"{prompt_tokens} for the prompt and {output_tokens} for the completion",
-            code="context_length_exceeded",
-            param=self._prompt_param,
-        )
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-def parse_completion(body: bytes, model: ModelInfo, max_prompts: int) -> Ask:
+def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
     """Validate a body of /v1/completions.
 
     Args:
-        body: as it came over the wire.
+        fields: the body.
         model: for the id, and the range of token ids.
         max_prompts: more prompts than the queue holds could never be accepted.
     """
-    fields = Fields.of_body(body)
+    refuse_unsupported(fields, COMPLETION_NEUTRAL)
+    is_echo = fields.boolean("echo")
+    num_logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     return _ask(
         fields,
         model,
+        num_logprobs,
+        num_prompt_logprobs=num_logprobs if is_echo else None,
+        chat=None,
         prompts=_prompts(fields.required("prompt"), model, max_prompts),
-        messages=[],
-        max_tokens=fields.integer("max_tokens", 1, INT64_MAX),
-        num_logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        max_tokens=fields.integer("max_tokens", 0 if is_echo else 1, MAX_INTEGER),
+        is_echo=is_echo,
     )
 
 
-def parse_chat(body: bytes, model: ModelInfo) -> Ask:
-    """Validate a body of /v1/chat/completions."""
-    fields = Fields.of_body(body)
-    max_tokens = fields.integer("max_tokens", 1, INT64_MAX)
-    newer = fields.integer("max_completion_tokens", 1, INT64_MAX)
+def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
+    """Validate a body of /v1/chat/completions, or one that was brought into its form."""
+    refuse_unsupported(fields, CHAT_NEUTRAL)
+    max_tokens = fields.integer("max_tokens", 1, MAX_INTEGER)
+    newer = fields.integer("max_completion_tokens", 1, MAX_INTEGER)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top_logprobs is not None and not wants_logprobs:
+    if top_logprobs and not wants_logprobs:
         raise invalid_value("top_logprobs", "needs `logprobs` to be true")
-    return _ask(
+    ask = _ask(
         fields,
         model,
+        (top_logprobs or 0) if wants_logprobs else None,
+        chat=read_chat(fields),
         prompts=[],
-        messages=_messages(fields.required("messages")),
         max_tokens=max_tokens if newer is None else newer,
-        num_logprobs=(top_logprobs or 0) if wants_logprobs else None,
+        is_echo=False,
+    )
+    if ask.constraint and ask.tools:
+        raise unsupported(ask.constraint.param, "is not supported together with `tools`")
+    return ask
+
+
+def read_chat(fields: Fields) -> Chat:
+    """The conversation, and how its template is to be rendered."""
+    messages = read_messages(fields.required("messages"))
+    continues = fields.boolean("continue_final_message")
+    begins = fields.boolean("add_generation_prompt", default=not continues)
+    if continues and begins:
+        raise invalid_value(
+            "continue_final_message", "cannot be together with `add_generation_prompt`"
+        )
+    variables = fields.get("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
+        raise invalid_type("chat_template_kwargs", "an object", variables)
+    for name in _OWN_VARIABLES:
+        if name in (variables or {}):
+            raise invalid_value(f"chat_template_kwargs.{name}", "has a field of its own")
+    return Chat(
+        messages=messages,
+        tools=read_tools(fields),
+        variables=variables or {},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
     )
 
 
-def _ask(fields: Fields, model: ModelInfo, **own: Any) -> Ask:
+def _ask(
+    fields: Fields,
+    model: ModelInfo,
+    num_logprobs: int | None,
+    *,
+    num_prompt_logprobs: int | None = None,
+    **own: Any,
+) -> Ask:
     """The fields that both endpoints have, checked, together with an endpoint's `own`."""
     check_model(fields.get("model"), model)
-    _refuse_unsupported(fields)
     is_stream = fields.boolean("stream")
+    include_usage, has_running_usage = _stream_options(fields, is_stream)
+    common: dict[str, Any] = {
+        "num_choices": _num_choices(fields),
+        "seed": fields.integer("seed", -MAX_SEED - 1, MAX_SEED),
+        "base": _base(fields, model.vocab_size, num_logprobs, num_prompt_logprobs),
+        "stop": _stops(fields.get("stop")),
+        "constraint": read_constraint(fields),
+        "is_stream": is_stream,
+        "include_usage": include_usage,
+        "has_running_usage": has_running_usage,
+        "return_token_ids": fields.boolean("return_token_ids"),
+    }
+    return Ask(**common, **own, ignored=fields.ignored)
+
+
+def _base(
+    fields: Fields, vocab_size: int, num_logprobs: int | None, num_prompt_logprobs: int | None
+) -> SamplingParams:
+    """The sampling parameters that are known before the prompt's length is."""
     top_p = fields.number("top_p", 0, 1, default=1.0)
     if top_p == 0:
         raise invalid_value("top_p", "must be greater than 0")
-    return Ask(
-        is_chat=bool(own["messages"]),
+    repetition_penalty = fields.number("repetition_penalty", 0, 2, default=1.0)
+    if repetition_penalty == 0:
+        raise invalid_value("repetition_penalty", "must be greater than 0")
+    return SamplingParams(
+        max_tokens=1,
+        seed=0,
         temperature=fields.number("temperature", 0, 2, default=1.0),
         top_p=top_p,
-        top_k=max(fields.integer("top_k", -1, INT64_MAX) or 0, 0),
+        top_k=max(fields.integer("top_k", -1, MAX_INTEGER) or 0, 0),
         min_p=fields.number("min_p", 0, 1, default=0.0),
-        seed=fields.integer("seed", -INT64_MAX - 1, INT64_MAX),
-        stop=_stops(fields.get("stop")),
-        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), model.vocab_size),
+        presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(fields.nested("logit_bias"), vocab_size),
+        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
-        is_stream=is_stream,
-        include_usage=_include_usage(fields.get("stream_options"), is_stream),
-        return_token_ids=fields.boolean("return_token_ids"),
-        **own,
+        min_tokens=fields.integer("min_tokens", 0, MAX_INTEGER) or 0,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
     )
 
 
 def check_model(asked: object, model: ModelInfo) -> None:
+    """Refuse another model than the one that is served; no name is the served one's."""
     """Refuse another model than the one that is served; no name is the served one's."""
     if asked in (None, "", model.model_id):  # clients that must name one may leave it empty
         return
@@ -218,16 +200,12 @@ def check_model(asked: object, model: ModelInfo) -> None:
     raise model_not_found(asked, model.model_id)
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    for name, neutral in NEUTRAL.items():
+def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
+    for name, accepted in neutral.items():
         value = fields.get(name)
-        if value is None or any(_is_same(value, one) for one in neutral):
+        if value is None or any(_is_same(value, one) for one in accepted):
             continue
-        raise RequestError(
-            f"`{name}` is not supported" + (" with this value" if neutral else ""),
-            code="unsupported_parameter",
-            param=name,
-        )
+        raise unsupported(name, "is not supported" + (" with this value" if accepted else ""))
 
 
 def _is_same(value: object, neutral: object) -> bool:
@@ -235,17 +213,38 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _include_usage(options: object, is_stream: bool) -> bool:
+def _num_choices(fields: Fields) -> int:
+    num_choices = fields.integer("n", 1, MAX_CHOICES) or 1
+    best_of = fields.integer("best_of", 1, MAX_INTEGER)
+    if best_of not in (None, num_choices):
+        raise unsupported("best_of", "is not supported unless it equals `n`")
+    return num_choices
+
+
+def _stream_options(fields: Fields, is_stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each chunk has it."""
+    options = fields.nested("stream_options")
     if options is None:
-        return False
-    if not isinstance(options, dict):
-        raise invalid_type("stream_options", "an object", options)
+        return False, False
     if not is_stream:
         raise invalid_value("stream_options", "is only allowed when `stream` is true")
-    value = options.get("include_usage")
-    if not isinstance(value, bool | None):
-        raise invalid_type("stream_options.include_usage", "a boolean", value)
-    return bool(value)
+    include_usage = options.boolean("include_usage")
+    return include_usage, options.boolean("continuous_usage_stats") and include_usage
+
+
+def _logit_bias(biases: Fields | None, vocab_size: int) -> dict[int, float]:
+    """Token ids, which are strings in JSON, and what is added to their logits."""
+    if biases is None:
+        return {}
+    keys = biases.ignored
+    if len(keys) > MAX_BIASES:
+        raise invalid_value("logit_bias", f"has more than {MAX_BIASES} tokens")
+    for key in keys:
+        # isdecimal alone lets other scripts' digits through, and int() long ones
+        is_id = key.isascii() and key.isdecimal() and len(key) < 10
+        if not is_id or int(key) >= vocab_size:
+            raise invalid_value("logit_bias", f"must have token ids below {vocab_size} as keys")
+    return {int(key): number(biases.get(key), "logit_bias", -100, 100) for key in keys}
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -303,55 +302,6 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
             )
         return [integer(token_id, "prompt", 0, model.vocab_size - 1) for token_id in value]
     return value
-
-
-def _messages(value: object) -> list[dict[str, str]]:
-    if not isinstance(value, list):
-        raise invalid_type("messages", "a list of messages", value)
-    if not value:
-        raise invalid_value("messages", "is empty")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def _message(value: object, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise invalid_type(where, "an object", value)
-    role = value.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid_value(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    for name in ("tool_calls", "function_call"):
-        if value.get(name):
-            param = f"{where}.{name}"
-            raise RequestError(
-                f"`{param}` is not supported", code="unsupported_parameter", param=param
-            )
-    message = {"role": ROLES[role], "content": _content(value.get("content"), role, where)}
-    for name in ("name", "tool_call_id"):
-        if isinstance(value.get(name), str):
-            message[name] = value[name]
-    return message
-
-
-def _content(value: object, role: str, where: str) -> str:
-    param = f"{where}.content"
-    if value is None and role == "assistant":
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_type(param, "a string or a list of text parts", value)
-    texts: list[str] = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RequestError(
-                "only parts of type `text` are supported",
-                code="unsupported_parameter",
-                param=f"{param}[{index}]",
-            )
-        if not isinstance(part.get("text"), str):
-            raise invalid_type(f"{param}[{index}].text", "a string", part.get("text"))
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def model_not_found(asked: str, served: str) -> RequestError:

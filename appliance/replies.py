@@ -1,4 +1,4 @@
-"""What clients read, in OpenAI's words: completions, chunks, logprobs, usage and error objects.
+"""What clients read, in OpenAI's words: completions, chats, their chunks, and error objects.
 
 Owns: the shapes of replies. Called by: generation, wire, api, server.
 Invariant: a streamed reply's chunks add up to the whole reply.
@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from appliance.openai import Ask
+import msgspec
+
+from appliance.ask import Ask
+from appliance.logprobs import chat_logprobs, completion_logprobs
 from appliance.request import ModelInfo, Request
 from appliance.stream import Delta
+from appliance.tool_calls import CallDelta
 from engine.errors import RequestError
-from engine.sequence import Sequence, TokenLogprob
+from engine.sequence import FinishReason, Sequence
 from engine.tokenizer import Tokenizer
 
 Json = dict[str, object]
 
+_DONE = b"data: [DONE]\n\n"
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The shape of one request's reply."""
+    """The shape of one request's reply: whole, or as server-sent events."""
 
     ask: Ask
     request: Request
@@ -31,6 +37,8 @@ class ReplyShape:
     created: int
     """Unix seconds."""
     fingerprint: str
+    _begun: set[int] = field(default_factory=set)
+    """Choices of which a stream has told something."""
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """The reply in one piece; one delta per sequence."""
@@ -38,11 +46,7 @@ class ReplyShape:
         for delta in deltas:
             choice = self._choice(delta)
             if self.ask.is_chat:
-                choice["message"] = {
-                    "role": "assistant",
-                    "content": delta.text,
-                    "refusal": None,
-                }
+                choice["message"] = _message(delta)
             else:
                 choice["text"] = delta.text
             if self.ask.return_token_ids:
@@ -50,29 +54,50 @@ class ReplyShape:
             choices.append(choice)
         return self._object("chat.completion", choices) | {"usage": self._usage()}
 
-    def chunk(self, delta: Delta, is_first: bool) -> Json:
-        """A part of a streamed reply."""
+    def opening(self) -> bytes:
+        """What a stream begins with, before anything is generated."""
+        return b""
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta; nothing while its text is held back."""
+        has_news = delta.text or delta.calls or delta.finish_reason or self.ask.wants_tokens
+        if not has_news:
+            return b""
+        is_first = delta.sequence.index not in self._begun
+        self._begun.add(delta.sequence.index)
+        role = event(self._role_chunk(delta.sequence)) if is_first and self.ask.is_chat else b""
+        return role + event(self._delta_chunk(delta, is_first))
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+        if not self.ask.include_usage:
+            return _DONE
+        return event(self._object("chat.completion.chunk", []) | {"usage": self._usage()}) + _DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with if it fails: its status is out already."""
+        return event(error_object(error)) + _DONE
+
+    def _delta_chunk(self, delta: Delta, is_first: bool) -> Json:
         choice = self._choice(delta)
         if self.ask.is_chat:
-            choice["delta"] = {"content": delta.text} if delta.text or delta.token_ids else {}
+            choice["delta"] = _chat_delta(delta)
         else:
             choice["text"] = delta.text
         if self.ask.return_token_ids and is_first:
             choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
-        return self._chunk([choice])
+        return self._chunk(choice, delta.sequence, delta.num_tokens)
 
-    def role_chunk(self, sequence: Sequence) -> Json:
-        """What a chat's stream begins with."""
-        delta = {"role": "assistant", "content": ""}
+    def _role_chunk(self, sequence: Sequence) -> Json:
+        """What a chat's stream begins with; it may have no content if there are calls."""
+        delta = {"role": "assistant", "content": None if self.ask.tools else ""}
         choice: Json = {"index": sequence.index, "delta": delta, "finish_reason": None}
-        return self._chunk([choice | {"logprobs": None}])
+        return self._chunk(choice | {"logprobs": None}, sequence, 0)
 
-    def usage_chunk(self) -> Json:
-        """What a stream ends with if the client asked for usage."""
-        return self._chunk([]) | {"usage": self._usage()}
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk = self._object("chat.completion.chunk", choices)
+    def _chunk(self, choice: Json, sequence: Sequence, num_tokens: int) -> Json:
+        chunk = self._object("chat.completion.chunk", [choice])
+        if self.ask.has_running_usage:
+            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens)}
         # Asked for usage, clients find the key in every chunk, null until the last.
         return chunk | {"usage": None} if self.ask.include_usage else chunk
 
@@ -87,9 +112,10 @@ class ReplyShape:
         }
 
     def _choice(self, delta: Delta) -> Json:
+        has_called = delta.has_called and delta.finish_reason is FinishReason.STOP
         choice: Json = {
             "index": delta.sequence.index,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if has_called else delta.finish_reason,
             "logprobs": self._logprobs(delta),
         }
         if self.ask.return_token_ids:
@@ -97,74 +123,61 @@ class ReplyShape:
         return choice
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        if self.ask.num_logprobs is None or not delta.token_ids:
+        if self.ask.base.logprobs is None or not (delta.token_ids or delta.echo):
             return None
-        if not self.ask.is_chat:
-            return completion_logprobs(self.tokenizer, delta)
-        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-        entries = [chat_logprob(self.tokenizer, token_id, entry) for token_id, entry in pairs]
-        return {"content": entries, "refusal": None}
+        spell = chat_logprobs if self.ask.is_chat else completion_logprobs
+        return spell(self.tokenizer, delta)
 
     def _usage(self) -> Json:
-        num_prompt = sum(sequence.num_prompt_tokens for sequence in self.request.sequences)
-        num_output = sum(sequence.num_output_tokens for sequence in self.request.sequences)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
+        """Each prompt counts once, also where it has several choices."""
+        sequences = self.request.sequences
+        num_output = sum(sequence.num_output_tokens for sequence in sequences)
+        return usage(
+            sum(one.num_prompt_tokens for one in sequences[:: self.ask.num_choices]),
+            0 if self.ask.max_tokens == 0 else num_output,
+        )
 
 
-def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
-    """Log-probabilities as /v1/completions has them: columns, alternatives by their text."""
+def _message(delta: Delta) -> Json:
+    message: Json = {
+        "role": "assistant",
+        "content": None if delta.calls and not delta.text else delta.text,
+        "refusal": None,
+    }
+    if delta.calls:
+        message["tool_calls"] = [_call(call) for call in delta.calls]
+    return message
+
+
+def _chat_delta(delta: Delta) -> Json:
+    said: Json = {}
+    if delta.text or (delta.token_ids and not delta.calls and not delta.has_called):
+        said["content"] = delta.text
+    if delta.calls:
+        said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+    return said
+
+
+def _call(call: CallDelta) -> Json:
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def usage(num_prompt_tokens: int, num_output_tokens: int) -> Json:
+    """Tokens used; what is not counted, such as cached tokens, is not there."""
     return {
-        "text_offset": delta.text_offsets,
-        "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
-        "tokens": [token_key(tokenizer, token_id) for token_id in delta.token_ids],
-        "top_logprobs": [
-            {
-                token_key(tokenizer, other): finite(logprob)
-                for other, logprob in [
-                    *zip(entry.top_ids, entry.top_logprobs, strict=True),
-                    (token_id, entry.logprob),
-                ]
-            }
-            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
-        ],
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
     }
 
 
-def chat_logprob(tokenizer: Tokenizer, token_id: int, entry: TokenLogprob) -> Json:
-    """Log-probabilities of one position as /v1/chat/completions has them."""
-    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return _token(tokenizer, token_id, entry.logprob) | {
-        "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in top]
-    }
-
-
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
-    raw = tokenizer.token_bytes(token_id)
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": finite(logprob),
-        "bytes": None if raw is None else list(raw),
-    }
-
-
-def token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes spelled out where it is only part of a character."""
-    raw = tokenizer.token_bytes(token_id)
-    if raw is None:
-        return f"token_id:{token_id}"
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
-    return max(logprob, -9999.0)
+def event(content: object, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def fingerprint(model: ModelInfo) -> str:

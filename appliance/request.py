@@ -143,6 +143,9 @@ class Appliance(Protocol):
         Only the first `num_kept_tokens` output tokens count. No TokensEmitted follows.
         """
 
+    def queue_place(self, request: Request) -> int | None:
+        """Sequences that wait, up to its own, in the order of arrival; None if none of its does."""
+
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""
 

@@ -56,7 +56,8 @@ class Service:
         self._supervisor = supervisor
         self._tokenizer = tokenizer
         self._log = request_log
-        self._keeps_text = keeps_text
+        self.keeps_text = keeps_text
+        """Whether prompts go into the log; may change at any time."""
         self._model = _model_info(plan)
         self._telemetry = Telemetry()
         self._frames = Frames(plan, self._model, router, supervisor, self._telemetry)
@@ -139,6 +140,12 @@ class Service:
         sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
         self._router.dispatch(now_ns)
 
+    def queue_place(self, request: Request) -> int | None:
+        """Sequences that wait, up to its own, in the order of arrival; None if none of its does."""
+        own = {sequence.seq_id for sequence in request.sequences}
+        waiting = sorted(sequence.seq_id for sequence in self._router.queue)
+        return next((place for place, one in enumerate(waiting, 1) if one in own), None)
+
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""
         request = self._live.get(request_id)
@@ -173,7 +180,7 @@ class Service:
         self._telemetry.finished(request, now_ns)
         frame = self._frames.of_request(request, now_ns)
         self._recent.appendleft(msgspec.to_builtins(frame))
-        self._log.record(LogRow.from_request(request, with_text=self._keeps_text))
+        self._log.record(LogRow.from_request(request, with_text=self.keeps_text))
         if not self._live:
             self._idle.set()
 

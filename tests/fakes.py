@@ -91,6 +91,10 @@ class FakeAppliance:
         del sequence.output_token_ids[num_kept_tokens:]
         self._finish(sequence, FinishReason.STOP)
 
+    def queue_place(self, request: Request) -> int | None:
+        waiting = [] if self.gate.is_set() else list(self.live)
+        return waiting.index(request.request_id) + 1 if waiting else None
+
     def owner_of(self, request_id: str) -> str | None:
         request = self.live.get(request_id)
         return None if request is None else request.peer.name

@@ -218,7 +218,7 @@ async def test_a_waiting_stream_has_its_headers_and_is_kept_alive(served, applia
     ) as reply:
         assert reply.headers["x-request-id"] in appliance.live
         lines = reply.aiter_lines()
-        assert [await anext(lines) for _ in range(2)] == [": keep-alive", ""]
+        assert [await anext(lines) for _ in range(2)] == [": keep-alive queue=1", ""]
         appliance.gate.set()
         rest = [line async for line in lines]
     assert rest[-2:] == ["data: [DONE]", ""]

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.openai import NEUTRAL, Ask, parse_chat, parse_completion
+from appliance.ask import Ask
+from appliance.fields import Fields
+from appliance.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 
@@ -15,12 +17,26 @@ MODEL = ModelInfo("served", 100, 50, (), None, 0)
 USER = {"role": "user", "content": "hi"}
 
 
+def calling(arguments: str) -> dict:
+    """An assistant's message with a call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 def completion(**fields) -> Ask:
-    return parse_completion(json.dumps({"prompt": "hi", **fields}).encode(), MODEL, max_prompts=4)
+    return parse_completion(json.dumps({"prompt": "hi", **fields}).encode())
 
 
 def chat(**fields) -> Ask:
-    return parse_chat(json.dumps({"messages": [USER], **fields}).encode(), MODEL)
+    return parse_chat(json.dumps({"messages": [USER], **fields}).encode())
+
+
+def parse_completion(body: bytes) -> Ask:
+    return completion_ask(Fields.of_body(body), MODEL, max_prompts=4)
+
+
+def parse_chat(body: bytes) -> Ask:
+    return chat_ask(Fields.of_body(body), MODEL)
 
 
 def refusal(parse, **fields) -> RequestError:
@@ -134,6 +150,21 @@ def test_prompts_that_cannot_be_are_refused(prompt, code):
         ("stream_options", {"include_usage": True}, "invalid_value"),
         ("stream_options", [], "invalid_type"),
         ("model", 3, "invalid_type"),
+        ("n", 0, "invalid_value"),
+        ("n", 129, "invalid_value"),
+        ("n", True, "invalid_type"),
+        ("presence_penalty", 2.1, "invalid_value"),
+        ("frequency_penalty", -2.1, "invalid_value"),
+        ("repetition_penalty", 0, "invalid_value"),
+        ("repetition_penalty", "1", "invalid_type"),
+        ("min_tokens", -1, "invalid_value"),
+        ("logit_bias", [], "invalid_type"),
+        ("logit_bias", {"50": 1}, "invalid_value"),
+        ("logit_bias", {"-1": 1}, "invalid_value"),
+        ("logit_bias", {"\u0663": 1}, "invalid_value"),
+        ("logit_bias", {"1": 101}, "invalid_value"),
+        ("logit_bias", {"1": "1"}, "invalid_type"),
+        ("logit_bias", {f"{'0' * i}1": 1 for i in range(301)}, "invalid_value"),
     ],
 )
 @pytest.mark.parametrize("parse", [completion, chat])
@@ -144,14 +175,14 @@ def test_a_refusal_names_the_field(parse, name, value, code):
 
 @pytest.mark.parametrize("value", [21, -1, True, 1.0])
 def test_logprobs_of_completions_are_a_count(value):
-    assert completion(logprobs=0).num_logprobs == 0
+    assert completion(logprobs=0).base.logprobs == 0
     assert refusal(completion, logprobs=value).param == "logprobs"
 
 
 def test_logprobs_of_chats_are_a_switch_and_a_count():
-    assert chat(logprobs=True).num_logprobs == 0
-    assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
-    assert chat(logprobs=False).num_logprobs is None
+    assert chat(logprobs=True).base.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).base.logprobs == 20
+    assert chat(logprobs=False).base.logprobs is None
     assert refusal(chat, logprobs=1).param == "logprobs"
     assert refusal(chat, top_logprobs=3).param == "top_logprobs"
     assert refusal(chat, logprobs=True, top_logprobs=21).param == "top_logprobs"
@@ -173,37 +204,99 @@ def test_a_negative_seed_becomes_one_that_workers_take():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.parametrize(
+    ("parse", "neutral"), [(completion, COMPLETION_NEUTRAL), (chat, CHAT_NEUTRAL)]
+)
+def test_values_that_ask_for_nothing_are_accepted(parse, neutral):
+    for name, values in neutral.items():
+        for value in (*values, None):
+            assert parse(**{name: value}).ignored == ()
+    assert parse(top_k=-1).base.top_k == 0
+
+
 @pytest.mark.parametrize("parse", [completion, chat])
-def test_values_that_ask_for_nothing_are_accepted(parse):
-    for name, neutral in NEUTRAL.items():
-        for value in (*neutral, None):
-            assert parse(**{name: value}) is not None
-    assert parse(user="me", store=True, metadata={}, nobody_knows=[1]) is not None
-    assert parse(top_k=-1).top_k == 0
+def test_fields_that_nobody_knows_are_ignored_and_told(parse):
+    ask = parse(user="me", store=True, metadata={}, nobody_knows=[1], nothing=None)
+    assert ask.ignored == ("user", "store", "metadata", "nobody_knows")
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("parse", "name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("best_of", 3),
-        ("echo", True),
-        ("suffix", "x"),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function"}]),
-        ("functions", [{}]),
-        ("tool_choice", "required"),
+        (completion, "suffix", "x"),
+        (completion, "tools", [{"type": "function"}]),
+        (completion, "best_of", 3),
+        (completion, "use_beam_search", True),
+        (completion, "length_penalty", True),
+        (chat, "functions", [{}]),
+        (chat, "function_call", {"name": "f"}),
+        (chat, "echo", True),
+        (chat, "priority", 1),
+        (chat, "audio", {}),
+        (chat, "modalities", ["audio"]),
     ],
 )
-@pytest.mark.parametrize("parse", [completion, chat])
 def test_what_is_known_and_not_supported_is_refused_by_name(parse, name, value):
     error = refusal(parse, **{name: value})
-    assert (error.code, error.param) == ("unsupported_parameter", name)
+    assert (error.code, error.param, error.status) == ("unsupported_parameter", name, 400)
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_penalties_biases_and_minimum_reach_the_sampler(parse):
+    ask = parse(
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"7": -100, "49": 0.5},
+        min_tokens=3,
+        max_tokens=4,
+    )
+    sampling = ask.sampling(10, 100)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == {7: -100.0, 49: 0.5}
+    assert sampling.min_tokens == 3
+    assert refusal(lambda: parse(min_tokens=17, max_tokens=16).sampling(1, 100)).param == (
+        "min_tokens"
+    )
+
+
+def test_choices_have_seeds_of_their_own_that_repeat():
+    ask = completion(n=3, seed=5)
+    assert ask.num_choices == 3
+    assert [ask.sampling(1, 100, choice=i).seed for i in range(3)] == [5, 6, 7]
+    assert completion(n=2, best_of=2).num_choices == 2
+    last = completion(n=2, seed=2**63 - 1)
+    assert last.sampling(1, 100, choice=1).seed == 0
+
+
+def test_an_echo_asks_for_the_prompts_logprobs_and_may_write_nothing():
+    assert completion(echo=True).sampling(1, 100).prompt_logprobs is None
+    assert completion(echo=True, logprobs=2).sampling(1, 100).prompt_logprobs == 2
+    assert completion(logprobs=2).sampling(1, 100).prompt_logprobs is None
+    assert completion(echo=True, max_tokens=0).max_tokens == 0
+    assert refusal(completion, max_tokens=0).param == "max_tokens"
+
+
+def test_usage_in_every_chunk_comes_with_usage_at_the_end():
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    ask = chat(stream=True, stream_options=both)
+    assert (ask.include_usage, ask.has_running_usage) == (True, True)
+    ask = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (ask.include_usage, ask.has_running_usage) == (False, False)
+    error = refusal(chat, stream=True, stream_options={"include_usage": 1})
+    assert error.param == "stream_options.include_usage"
+
+
+def test_templates_take_switches_and_may_continue_the_last_message():
+    ask = chat(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
+    assert ask.chat.variables == {"enable_thinking": False}
+    assert (ask.chat.continue_final_message, ask.chat.add_generation_prompt) == (True, False)
+    assert ask.is_continuation
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refusal(chat, **both).param == "continue_final_message"
+    error = refusal(chat, chat_template_kwargs={"messages": []})
+    assert error.param == "chat_template_kwargs.messages"
 
 
 def test_another_model_does_not_exist():
@@ -218,13 +311,30 @@ def test_messages_become_roles_and_text():
         {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
         {"role": "assistant", "content": None},
         {"role": "tool", "content": "d", "tool_call_id": "7"},
+        {"role": "function", "content": "e", "name": "f"},
     ]
-    assert chat(messages=messages).messages == [
+    assert chat(messages=messages).chat.messages == [
         {"role": "system", "content": "a"},
         {"role": "user", "content": "b\nc"},
         {"role": "assistant", "content": ""},
         {"role": "tool", "content": "d", "tool_call_id": "7"},
+        {"role": "tool", "content": "e", "name": "f"},
     ]
+
+
+def test_calls_of_earlier_turns_have_their_arguments_as_objects():
+    function = {"name": "f", "arguments": '{"a": [1]}'}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    (message,) = chat(
+        messages=[{"role": "assistant", "content": None, "tool_calls": calls}]
+    ).chat.messages
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+        ],
+    }
 
 
 @pytest.mark.parametrize(
@@ -242,7 +352,13 @@ def test_messages_become_roles_and_text():
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([calling("{")], "messages[0].tool_calls[0].function.arguments"),
+        ([calling("[]")], "messages[0].tool_calls[0].function.arguments"),
+        ([calling('{"a":' * 90 + "1" + "}" * 90)], "messages[0].tool_calls[0].function.arguments"),
+        ([{**calling("{}"), "role": "user", "content": ""}], "messages[0].tool_calls"),
     ],
 )
 def test_a_message_that_cannot_be_is_named_by_its_place(messages, param):
@@ -268,15 +384,15 @@ def test_a_message_that_cannot_be_is_named_by_its_place(messages, param):
     ],
 )
 def test_what_is_not_json_is_refused(body):
-    for parse in (lambda: parse_completion(body, MODEL, 4), lambda: parse_chat(body, MODEL)):
+    for parse in (parse_completion, parse_chat):
         with pytest.raises(RequestError) as error:
-            parse()
+            parse(body)
         assert error.value.status == 400
 
 
 def test_of_duplicate_keys_the_last_counts():
     body = b'{"prompt": "a", "prompt": "b"}'
-    assert parse_completion(body, MODEL, 4).prompts == ["b"]
+    assert parse_completion(body).prompts == ["b"]
 
 
 JSON = st.recursive(
@@ -285,10 +401,14 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES = [
-    *NEUTRAL,
+    *CHAT_NEUTRAL,
+    *COMPLETION_NEUTRAL,
     *("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs"),
-    *("stream", "stream_options", "return_token_ids", "user"),
+    *("stream", "stream_options", "return_token_ids", "user", "n", "best_of", "echo", "min_tokens"),
+    *("presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
+    *("structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar"),
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"),
 ]
 
 
@@ -298,15 +418,15 @@ def test_any_object_is_an_ask_or_a_refusal(fields, has_prompt):
     if has_prompt:
         fields |= {"prompt": "hi", "messages": [USER]}
     body = json.dumps(fields).encode("utf-8", "surrogatepass")
-    for parse in (lambda: parse_completion(body, MODEL, 4), lambda: parse_chat(body, MODEL)):
+    for parse in (parse_completion, parse_chat):
         with contextlib.suppress(RequestError):  # and nothing else may be raised
-            ask = parse()
+            ask = parse(body)
             assert ask.is_chat != bool(ask.prompts)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_refused_or_read(body):
-    for parse in (lambda: parse_completion(body, MODEL, 4), lambda: parse_chat(body, MODEL)):
+    for parse in (parse_completion, parse_chat):
         with pytest.raises(RequestError):
-            parse()
+            parse(body)

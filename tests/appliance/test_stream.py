@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.request import Peer, Request, TokensEmitted
+from appliance.ask import Ask
+from appliance.fields import Fields
+from appliance.openai import chat_ask
+from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from appliance.stream import Delta, Reply, StopMatcher
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -50,6 +53,12 @@ def request_of(num_sequences: int = 1) -> Request:
     return Request("cmpl-1", "/v1/completions", "m", Peer(), True, "", sequences)
 
 
+def asking(stop=(), **fields) -> Ask:
+    """A chat, whose answer begins a text of its own."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stop": list(stop), **fields}
+    return chat_ask(Fields(body), ModelInfo("m", 100, 300, (), None, 0))
+
+
 def emit(request, token_ids, *, index=0, reason=None, logprobs=()):
     sequence = request.sequences[index]
     sequence.output_token_ids += token_ids
@@ -69,7 +78,7 @@ def told(deltas: list[Delta], index: int = 0) -> str:
 async def spoken(appliance, chunks, *, stop=(), reason=FinishReason.LENGTH) -> list[Delta]:
     """The deltas of one sequence that emits these chunks of ids, each read before the next."""
     request = request_of()
-    reply = Reply(appliance, request, stop, is_continuation=False)
+    reply = Reply(appliance, request, asking(stop))
     deltas: list[Delta] = []
     stream = reply.deltas()
     for number, ids in enumerate(chunks):
@@ -92,7 +101,7 @@ async def test_tokens_become_text_and_the_last_delta_says_why_it_ended(appliance
 
 async def test_whatever_waits_is_taken_at_once(appliance):
     request = request_of(2)
-    reply = Reply(appliance, request, (), is_continuation=False)
+    reply = Reply(appliance, request, asking())
     ids = appliance.tokenizer.encode("hello", False)
     for token_id in ids:
         emit(request, [token_id], index=0)
@@ -109,7 +118,7 @@ async def test_whatever_waits_is_taken_at_once(appliance):
 
 async def test_silence_is_reported_and_loses_nothing(appliance):
     request = request_of()
-    stream = Reply(appliance, request, (), is_continuation=False).deltas(0.01)
+    stream = Reply(appliance, request, asking()).deltas(0.01)
     assert await anext(stream) == []
     assert await anext(stream) == []
     emit(request, appliance.tokenizer.encode("hello", False), reason=FinishReason.LENGTH)
@@ -140,7 +149,7 @@ async def test_at_the_end_what_was_held_back_is_sent(appliance):
 
 async def test_tokens_that_come_after_a_stop_are_dropped(appliance):
     request = request_of(2)
-    reply = Reply(appliance, request, ("b",), is_continuation=False)
+    reply = Reply(appliance, request, asking(("b",)))
     emit(request, appliance.tokenizer.encode("abab", False), index=0)
     emit(request, appliance.tokenizer.encode("aaaa", False), index=0)
     emit(request, appliance.tokenizer.encode("cc", False), index=1, reason=FinishReason.LENGTH)
@@ -167,7 +176,7 @@ async def test_the_id_that_ends_a_sequence_is_no_text(appliance):
 
 async def test_logprobs_stay_with_their_tokens_and_know_where_the_text_begins(appliance):
     request = request_of()
-    reply = Reply(appliance, request, ("c",), is_continuation=False)
+    reply = Reply(appliance, request, asking(("c",)))
     ids = appliance.tokenizer.encode("aäbcd", False)
     logprobs = [TokenLogprob(-float(i), [], []) for i in range(len(ids))]
     emit(request, ids, reason=FinishReason.LENGTH, logprobs=logprobs)
