@@ -16,13 +16,15 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 
 from appliance.access import AccessPolicy
 from appliance.api import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
-from appliance.config import ServeConfig
-from appliance.listeners import SocketFile, bind_socket, bind_tcp
+from appliance.config import ServeConfig, changes, prepare_directories, take_over
+from appliance.listeners import Closer, bind_socket, bind_tcp
 from appliance.log_retention import Limits
 from appliance.notify import notify
 from appliance.request_log import RequestLog
@@ -46,8 +48,11 @@ REPLY_GRACE_S = 3.0
 """Between aborting what is live and closing the connections."""
 
 
-def serve(config: ServeConfig) -> int:
+def serve(load_config: Callable[[], ServeConfig]) -> int:
     """Run the daemon until it is told to stop; the exit code.
+
+    Args:
+        load_config: called now, and again for each SIGHUP.
 
     Raises:
         PenstockError: it could not start.
@@ -56,9 +61,11 @@ def serve(config: ServeConfig) -> int:
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
     log.setLevel(logging.INFO)
+    config = load_config()
+    prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, make_plan(config)).run())
+        return asyncio.run(_Daemon(config, load_config, make_plan(config)).run())
     finally:
         os.close(lock_fd)
 
@@ -74,10 +81,14 @@ def _address(listener: socket.socket) -> str:
 class _Daemon:
     """One run; built in the order in which it starts."""
 
-    def __init__(self, config: ServeConfig, plan: Plan) -> None:
+    def __init__(
+        self, config: ServeConfig, load_config: Callable[[], ServeConfig], plan: Plan
+    ) -> None:
         self._config = config
+        self._load_config = load_config
         self._plan = plan
         self._num_signals = 0
+        self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -88,10 +99,11 @@ class _Daemon:
             loop.add_signal_handler(number, self._on_signal)
         async with contextlib.AsyncExitStack() as stack:
             policy = AccessPolicy.from_config(self._config)
-            request_log = self._open_log()
+            request_log = self._request_log = self._open_log()
             stack.push_async_callback(asyncio.to_thread, request_log.close)
             listeners = self._bind()
-            stack.callback(SocketFile(self._config.socket).remove)
+            for listener in listeners:
+                stack.callback(Closer(listener).close)
             self._supervisor = Supervisor(
                 self._plan.workers,
                 self._plan.inherited_fds,
@@ -110,9 +122,10 @@ class _Daemon:
                 request_log,
                 keeps_text=self._config.log_text,
             )
-            server = ApiServer(build_app(self._service), listeners, policy)
+            server = self._server = ApiServer(build_app(self._service), listeners, policy)
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
             frames = asyncio.create_task(self._make_frames())
             stack.callback(frames.cancel)
             await self._serve()
@@ -153,6 +166,7 @@ class _Daemon:
                 self._service.make_frame()
                 self._announce()
                 notify(READY="1", STATUS="ready")
+                self._is_ready = True
                 await stopping
         finally:
             for task in (loading, stopping):
@@ -171,6 +185,33 @@ class _Daemon:
     def _on_signal(self) -> None:
         self._num_signals += 1
         (self._drain if self._num_signals == 1 else self._stop_now).set()
+
+    def _reload(self) -> None:
+        """SIGHUP: take over what a running daemon can, and say what it cannot."""
+        if self._is_ready:  # before that systemd would take the READY below for the start's
+            notify(RELOADING="1", MONOTONIC_USEC=time.monotonic_ns() // 1000)
+        try:
+            wanted = self._load_config()
+            policy = AccessPolicy.from_config(wanted)
+        except PenstockError as error:
+            self._service.event("error", "config.refused", f"nothing is reloaded: {error}")
+        else:
+            self._take_over(wanted, policy)
+        if self._is_ready:
+            notify(READY="1", STATUS="ready")
+
+    def _take_over(self, wanted: ServeConfig, policy: AccessPolicy) -> None:
+        changed, fixed = changes(self._config, wanted)
+        config = self._config = take_over(self._config, wanted)
+        self._server.policy = policy
+        self._service.set_queue_limits(config.max_queued, config.max_queued_tokens)
+        self._service.keeps_text = config.log_text
+        self._request_log.set_limits(Limits(config.log_keep_days, config.log_max_bytes))
+        about = f"configuration reloaded ({', '.join(changed) or 'no setting changed'}), keys too"
+        self._service.event("info", "config.reloaded", about)
+        if fixed:
+            about = f"{', '.join(fixed)}: only a restart changes this"
+            self._service.event("warning", "config.needs_restart", about)
 
     def _on_report(self, worker: str, report: Report) -> None:
         self._service.worker_reported(worker, report)

@@ -107,18 +107,25 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-class SocketFile:
-    """The file of a bound Unix socket, to be removed by the daemon that made it."""
+class Closer:
+    """Closes a listener, and removes the file of a Unix socket unless it is another's by now."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = _inode(path)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        is_unix = listener.family == socket.AF_UNIX
+        self._path = Path(listener.getsockname()) if is_unix else None
+        self._inode = None if self._path is None else _inode(self._path)
 
-    def remove(self) -> None:
-        """Remove it, unless it is gone or another daemon's by now."""
-        with contextlib.suppress(OSError, PenstockError), _locked(self._path.parent):
-            if self._inode is not None and _inode(self._path) == self._inode:
-                self._path.unlink()
+    def close(self) -> None:
+        """Nothing happens the second time."""
+        if self._listener.fileno() < 0:
+            return
+        # The file goes first: its inode cannot be another file's while the socket is open.
+        if self._path is not None:
+            with contextlib.suppress(OSError, PenstockError), _locked(self._path.parent):
+                if _inode(self._path) == self._inode:
+                    self._path.unlink()
+        self._listener.close()
 
 
 class Acceptor:
@@ -134,11 +141,10 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more; what waits in the backlog is refused by the kernel."""
+        """Accept no more; the listener stays open."""
         if self._resume is not None:
             self._resume.cancel()
         self._loop.remove_reader(self._listener)
-        self._listener.close()
 
     def _listen(self) -> None:
         self._resume = None

@@ -14,7 +14,6 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -24,7 +23,7 @@ from starlette.applications import Starlette
 from appliance.access import AccessPolicy, Credentials, credentials_of
 from appliance.gate import Gate
 from appliance.http_protocol import ClientProtocol, Limits
-from appliance.listeners import Acceptor, SocketFile
+from appliance.listeners import Acceptor, Closer
 from appliance.replies import error_object
 from appliance.request import Role
 from engine.errors import Unavailable
@@ -39,7 +38,7 @@ MAX_HEAD_BYTES = 16 << 10
 
 
 class ApiServer:
-    """Serves an application on bound sockets until stopped; then the socket's file is gone."""
+    """Serves an application on bound sockets until stopped."""
 
     def __init__(
         self,
@@ -58,11 +57,7 @@ class ApiServer:
         """
         self._app = app
         self._listeners = listeners
-        self._files = [
-            SocketFile(Path(listener.getsockname()))
-            for listener in listeners
-            if listener.family == socket.AF_UNIX
-        ]
+        self._closers = [Closer(listener) for listener in listeners]
         self._gate = Gate(app, policy or AccessPolicy())
         self._limits = limits or Limits()
         self._config = uvicorn.Config(
@@ -106,8 +101,8 @@ class ApiServer:
         """Accept nothing new, end the frame streams, let replies end, cut what is left."""
         for acceptor in self._acceptors:
             acceptor.close()
-        for listener in self._listeners:
-            listener.close()
+        for closer in self._closers:
+            closer.close()
         if self._arriving:
             await asyncio.wait(self._arriving)
         if self._task is not None:
@@ -116,8 +111,6 @@ class ApiServer:
             self._server.should_exit = True
             await self._task
             await self._cut()
-        for file in self._files:
-            file.remove()
 
     async def _cut(self) -> None:
         """Uvicorn has cancelled the tasks that outlived the grace; see them and theirs out."""

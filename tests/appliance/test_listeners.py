@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from appliance import listeners
-from appliance.listeners import SocketFile, bind_socket, bind_tcp
+from appliance.listeners import Closer, bind_socket, bind_tcp
 from engine.errors import ConfigError, PenstockError
 
 
@@ -135,16 +135,23 @@ def test_a_folder_that_someone_keeps_locked_is_named(tmp_path, monkeypatch):
     assert error.value.where == str(tmp_path)
 
 
-def test_a_socket_file_is_removed_by_its_maker_only(tmp_path):
+def test_a_listener_takes_its_file_with_it(tmp_path):
     path = tmp_path / "api.sock"
+    closer = Closer(bind_socket(path))
+    closer.close()
+    assert not path.exists()
     with bind_socket(path):
-        file = SocketFile(path)
-    with bind_socket(path):
-        file.remove()
+        closer.close()
         assert path.exists()
-        SocketFile(path).remove()
-        assert not path.exists()
-    file.remove()
+
+
+def test_a_file_that_is_anothers_by_now_is_left(tmp_path):
+    path = tmp_path / "api.sock"
+    closer = Closer(bind_socket(path))
+    path.unlink()
+    with bind_socket(path):
+        closer.close()
+        assert path.exists()
 
 
 @pytest.mark.parametrize(("host", "ends"), [("127.0.0.1", 1), ("localhost", 2)])

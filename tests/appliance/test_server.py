@@ -4,7 +4,6 @@ import asyncio
 import os
 import pwd
 import signal
-import socket
 import sys
 
 import pytest
