@@ -85,6 +85,30 @@ def make_plan(config: ServeConfig) -> Plan:
         ConfigError: naming what is wrong.
     """
     folder, note = _model_folder(config)
+    checkpoint, dtype, placement = _placed(config, folder, note)
+    workers, fds = _setups(checkpoint, dtype, placement)
+    return Plan(checkpoint, note, dtype, placement, workers, fds)
+
+
+def check_plan(config: ServeConfig) -> str:
+    """The same without making anything; says what would be served.
+
+    Raises:
+        ConfigError: as make_plan().
+    """
+    if config.model is None:
+        return "the configuration is good; it serves the embedded starter model"
+    checkpoint, dtype, placement = _placed(config, config.model, None)
+    return (
+        f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
+        f"up to {placement.max_model_len} tokens per request"
+    )
+
+
+def _placed(
+    config: ServeConfig, folder: Path, note: str | None
+) -> tuple[Checkpoint, str, Placement]:
+    """The checkpoint, the dtype to serve it in, and where everything goes."""
     checkpoint = Checkpoint.open(folder)
     dtype = choose_dtype(config.dtype, checkpoint)
     if note is not None and config.dtype == "auto":
@@ -112,8 +136,7 @@ def make_plan(config: ServeConfig) -> Plan:
             if placement.max_model_len == checkpoint.config.max_position_embeddings
             else "KV pools",
         )
-    workers, fds = _setups(checkpoint, dtype, placement)
-    return Plan(checkpoint, note, dtype, placement, workers, fds)
+    return checkpoint, dtype, placement
 
 
 def _model_folder(config: ServeConfig) -> tuple[Path, str | None]:

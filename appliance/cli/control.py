@@ -7,6 +7,7 @@ Never: imports the daemon before serve needs it.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -46,14 +47,26 @@ def serve(
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Only say whether all of it could be served.")
+    ] = False,
 ) -> None:
-    """Run the daemon in the foreground; SIGTERM drains it."""
-    flags = {**context.params, "config": config_file}
-    settings = config.load(flags)
-    config.prepare_directories(settings)
+    """Run the daemon in the foreground; SIGTERM drains it, SIGHUP reads its settings again."""
+    load_config = functools.partial(config.load, {**context.params, "config": config_file})
+    if check_config:
+        _check(load_config())
+        return
     from appliance import daemon
 
-    raise typer.Exit(daemon.serve(settings))
+    raise typer.Exit(daemon.serve(load_config))
+
+
+def _check(settings: config.ServeConfig) -> None:
+    from appliance.access import AccessPolicy
+    from appliance.boot import check_plan
+
+    AccessPolicy.from_config(settings)
+    terminal.write(f"{check_plan(settings)}\n")
 
 
 def cancel(

@@ -37,6 +37,7 @@ VERBS: Mapping[str, str] = {
     "usage": "history",
     "models": "models",
     "db": "db",
+    "config": "settings",
     "keys": "control",
     "whoami": "look",
     "version": "look",
