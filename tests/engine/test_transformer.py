@@ -269,8 +269,9 @@ def test_a_mixture_in_bfloat16_is_as_near_to_float32_as_the_oracle_is(tmp_path, 
     assert distance_by_token.median() < 0.1
 
 
-def test_a_sharded_bfloat16_checkpoint_served_in_float32_is_exact(tmp_path):
-    folder = make_checkpoint(tmp_path, "qwen2", "bfloat16", max_shard_size="100KB")
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3", "mixtral"])
+def test_a_sharded_bfloat16_checkpoint_served_in_float32_is_exact(tmp_path, family):
+    folder = make_checkpoint(tmp_path, family, "bfloat16", max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     model, oracle = load(folder), load_oracle(folder)
     generator = torch.Generator().manual_seed(5)
