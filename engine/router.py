@@ -199,26 +199,38 @@ class Router:
             return prefill_key(sequence.num_prompt_tokens, now_ns - sequence.stamps.arrived_ns)
 
         ahead = [
-            (s.num_prompt_tokens - s.num_computed_tokens, key(s))
+            (s.owner, s.num_prompt_tokens - s.num_computed_tokens, key(s))
             for s in self.running.values()
             if s.phase is Phase.PREFILLING
         ]
+
+        def num_ahead(sequence: Sequence) -> int:
+            """Prompt tokens that the worker has to compute first.
+
+            Its owner's older prompts keep their place. Of others' the longer ones are passed, as
+            they will be in the worker's plan: how long they waited was their owners' affair.
+            """
+            owner, num_tokens, own_key = sequence.owner, sequence.num_prompt_tokens, key(sequence)
+            return sum(
+                n
+                for other, n, other_key in ahead
+                if (other_key <= own_key if other == owner else n <= num_tokens)
+            )
+
         pool = self.ledger.pools[self.topology.prefill_pool]
         for sequence in self.queue.in_order(now_ns):
             if len(self.running) >= MAX_RUNNING_SEQUENCES or not pool.num_free:
                 break
             # The worker sees two steps' worth of prompts; the rest waits here, where it can be
             # overtaken by a shorter one and cancelled without a message.
-            own_key = key(sequence)
-            num_ahead = sum(n for n, other in ahead if other <= own_key)
-            if num_ahead >= 2 * self._max_step_tokens or not self.ledger.reserve(
+            if num_ahead(sequence) >= 2 * self._max_step_tokens or not self.ledger.reserve(
                 sequence.seq_id, self._wants(sequence)
             ):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                     break
                 continue
             self.queue.take(sequence, now_ns)
-            ahead.append((sequence.num_prompt_tokens, own_key))
+            ahead.append((sequence.owner, sequence.num_prompt_tokens, key(sequence)))
             self._admit(sequence, self.topology.prefill_worker, now_ns)
 
     def _wants(self, sequence: Sequence) -> dict[str, int]:

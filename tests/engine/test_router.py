@@ -236,6 +236,21 @@ def test_a_flood_of_one_owner_leaves_room_and_turns_to_others():
     assert len(world.ended) == len(flood) + 2
 
 
+def test_a_newcomer_does_not_wait_for_the_old_long_prompt_of_a_flood():
+    world = World("alias", num_blocks=200)
+    flood = [world.sequence(100, 2) for _ in range(5)]
+    for sequence in flood:
+        world.submit(sequence)
+    world.now_ns += 60_000_000_000
+    newcomer = world.sequence(3, 2, owner="her")
+    world.submit(newcomer)
+    assert newcomer.phase is Phase.PREFILLING
+    world.tick()
+    assert newcomer.num_output_tokens
+    assert not any(sequence.num_output_tokens for sequence in flood)
+    world.run()
+
+
 def test_a_flood_passes_what_does_not_fit_for_ten_seconds_only():
     world = World("alias", num_blocks=17)
     flood = [world.sequence(10, 6) for _ in range(30)]
