@@ -26,6 +26,8 @@ from engine.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 65_536
 """Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
+_MAX_LARK_RULES = 256
+"""An error at the end of a chain of rules is told once per rule: time grows with the cube."""
 _COMPILER_STACK_BYTES = 256 << 20
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -70,9 +72,14 @@ def lark_grammar(text: str) -> str:
     """What a client's own grammar says: Lark with a `start` rule, or GBNF with a `root` rule.
 
     Raises:
-        GrammarError: it looks like GBNF and is not.
+        GrammarError: it is too large, or looks like GBNF and is not.
     """
     _check_length(text)
+    num_rules = len(re.findall(r"[\w\]})]\s*:", text))
+    if num_rules > _MAX_LARK_RULES:
+        raise GrammarError(
+            f"the grammar has {num_rules} rules, at most {_MAX_LARK_RULES} are compiled"
+        )
     try:
         return _lark(any_to_lark(text))
     except (GbnfToLarkError, RecursionError, ValueError, LookupError) as error:

@@ -71,10 +71,11 @@ def _penalize(
 ) -> None:
     """Repetition over prompt and output; frequency and presence over the output alone."""
     if params.repetition_penalty != 1.0:
-        ids = torch.tensor([*prompt_ids, *output_ids], device=logits.device)
+        ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64, device=logits.device)
         seen = logits[ids]
         penalty = params.repetition_penalty
         logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-    if output_ids and (params.frequency_penalty or params.presence_penalty):
-        counts = torch.tensor(output_ids).bincount(minlength=len(logits)).to(logits.device)
+    if params.frequency_penalty or params.presence_penalty:
+        ids = torch.tensor(output_ids, dtype=torch.int64)
+        counts = ids.bincount(minlength=len(logits)).to(logits.device)
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)

@@ -1,18 +1,18 @@
 """The worker's loop over a real channel, with a runner that computes nothing."""
 
-import socket
+import threading
+from concurrent.futures import Future
 
 import msgspec
 import pytest
 import torch
 
-from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed
-from engine.messages import Admit, GrantSlots, Load, Loaded, Release, Report, Stepped
+from engine.messages import Admit, GrantSlots, Load, Loaded, Release, Stepped
 from engine.sequence import SamplingParams
-from engine.workers.loop import Worker
 from engine.workers.runner import Sampled
 from engine.workers.transfer import copy_blocks
+from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE = 4
 
@@ -24,6 +24,14 @@ class FakeRunner:
 
     def __init__(self, pool):
         self.pool = pool
+        self.grammars = self
+        self.compilations = []
+        self.errors = {}
+        """By seq_id: what a step says instead of a token."""
+
+    def compile(self, grammar):
+        self.compilations.append(Future())
+        return self.compilations[-1]
 
     def launch(self, planned):
         return planned
@@ -36,62 +44,26 @@ class FakeRunner:
                 block_id = running.block_table[position // BLOCK_SIZE]
                 self.pool[block_id, 0, 0, position % BLOCK_SIZE] = position + 1
             is_sampled = end == running.num_tokens
+            if is_sampled and running.seq_id in self.errors:
+                results.append(Sampled(error=self.errors[running.seq_id]))
+                continue
             results.append(Sampled(100 + running.num_output_tokens if is_sampled else None))
         return results
-
-
-class Harness:
-    def __init__(self, has_ring=False):
-        self.pool = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
-        self.ring = torch.zeros(4, 1, 2, BLOCK_SIZE, 1, 1) if has_ring else None
-        daemon, worker = socket.socketpair()
-        self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
-        self.sockets = (daemon, worker)
-        self.worker = Worker(
-            self.channel,
-            FakeRunner(self.pool),
-            pool=self.pool,
-            ring=self.ring,
-            eos_token_ids=(102,),
-            max_step_tokens=8,
-        )
-
-    def tell(self, *commands):
-        for command in commands:
-            self.worker._apply(command)
-
-    def step(self):
-        """One step; the entries that it reported."""
-        self.worker.step()
-        return self.reported()
-
-    def reported(self):
-        # decoded by hand: the blocking end of a channel expects commands
-        reports = []
-        self.sockets[0].setblocking(False)
-        try:
-            data = self.sockets[0].recv(1 << 20)
-        except BlockingIOError:
-            data = b""
-        while data:
-            end = 4 + int.from_bytes(data[:4], "little")
-            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
-            data = data[end:]
-        return reports
 
 
 @pytest.fixture
 def make():
     harnesses = []
 
-    def make(**options):
-        harnesses.append(Harness(**options))
+    def make(has_ring=False):
+        pool = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
+        ring = torch.zeros(4, 1, 2, BLOCK_SIZE, 1, 1) if has_ring else None
+        harnesses.append(Harness(FakeRunner(pool), pool, ring))
         return harnesses[-1]
 
     yield make
     for harness in harnesses:
-        for sock in harness.sockets:
-            sock.close()
+        harness.close()
 
 
 def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, stored=None, **sampling):
@@ -213,3 +185,47 @@ def test_copy_blocks_copies_whole_blocks_in_order():
     assert target[2].equal(source[1])
     assert num_bytes == 2 * source[0].numel() * 4
     assert not target[[0, 1, 3, 4]].any()
+
+
+def test_a_sequence_waits_for_its_grammar_and_holds_up_no_other(make):
+    harness = make()
+    harness.tell(admit(seq_id=1, num_tokens=2, grammar="g"), admit(seq_id=2, num_tokens=3, until=9))
+    assert [e.seq_id for e in harness.step()[0].entries] == [2]
+    harness.runner.compilations[0].set_result(None)
+    assert [e.seq_id for e in harness.step()[0].entries] == [2, 1]
+
+
+def test_where_there_is_nothing_else_the_step_waits_for_the_grammar(make):
+    harness = make()
+    harness.tell(admit(num_tokens=2, grammar="g"))
+    threading.Timer(0.05, harness.runner.compilations[0].set_result, [None]).start()
+    assert [e.token_id for e in harness.step()[0].entries] == [100]
+
+
+def test_a_sequence_without_a_token_ends_in_an_error_and_the_others_go_on(make):
+    harness = make()
+    harness.runner.errors[1] = "the grammar is too complex"
+    harness.tell(admit(seq_id=1, num_tokens=2), admit(seq_id=2, num_tokens=3))
+    entries = {e.seq_id: e for e in harness.step()[0].entries}
+    assert entries[1].finish_reason == "error"
+    assert entries[1].error == "the grammar is too complex"
+    assert entries[1].token_id is None
+    assert entries[1].is_released
+    assert (entries[2].token_id, entries[2].error) == (100, None)
+
+
+def test_with_a_grammar_an_end_of_text_ends_even_if_it_is_to_be_ignored(make):
+    harness = make()
+    harness.tell(admit(num_tokens=2, max_tokens=9, until=9, grammar="g", ignore_eos=True))
+    harness.runner.compilations[0].set_result(None)
+    entries = harness.run()
+    assert (entries[-1].token_id, entries[-1].finish_reason) == (102, "stop")
+
+
+def test_prompt_tokens_to_be_reported_on_come_in_small_steps(make):
+    harness = make()
+    harness.worker._max_step_tokens = 1000
+    admitted = admit(num_tokens=300, prompt_logprobs=0, ignore_eos=True)
+    harness.tell(msgspec.structs.replace(admitted, block_table=[1] * 80))
+    steps = [harness.step()[0].entries[0].num_scheduled_tokens for _ in range(4)]
+    assert steps == [128, 128, 44, 1]

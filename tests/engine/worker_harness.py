@@ -1,0 +1,63 @@
+"""A worker's loop over a real channel, stepped by hand."""
+
+import socket
+
+import msgspec
+
+from engine.channel import WorkerChannel
+from engine.messages import Report
+from engine.workers.loop import Worker
+
+
+class Harness:
+    """One worker; `tell` it commands and `step` it."""
+
+    def __init__(self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8):
+        self.runner = runner
+        self.pool = pool
+        self.ring = ring
+        self.sockets = socket.socketpair()
+        daemon, worker = self.sockets
+        self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
+        self.worker = Worker(
+            self.channel,
+            runner,
+            pool=pool,
+            ring=ring,
+            eos_token_ids=eos_token_ids,
+            max_step_tokens=max_step_tokens,
+        )
+
+    def tell(self, *commands):
+        for command in commands:
+            self.worker._apply(command)
+
+    def step(self):
+        """One step; the reports that it sent."""
+        self.worker.step()
+        return self.reported()
+
+    def reported(self):
+        # decoded by hand: the blocking end of a channel expects commands
+        reports = []
+        self.sockets[0].setblocking(False)
+        try:
+            data = self.sockets[0].recv(1 << 20)
+        except BlockingIOError:
+            data = b""
+        while data:
+            end = 4 + int.from_bytes(data[:4], "little")
+            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+            data = data[end:]
+        return reports
+
+    def run(self):
+        """Step until nothing is left; all entries."""
+        entries = []
+        while self.worker._running:
+            entries += [e for report in self.step() for e in report.entries]
+        return entries
+
+    def close(self):
+        for sock in self.sockets:
+            sock.close()
