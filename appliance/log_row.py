@@ -115,7 +115,6 @@ def frame_of_row(row: dict[str, Any]) -> RequestFrame:
     return RequestFrame(
         id=row["rid"],
         phase="finished",
-        user=row["user"],
         computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
         output_tokens=row["completion_tokens"],
         num_blocks=0,
