@@ -41,6 +41,7 @@ def stats(
     from appliance import log_store
 
     content = log_store.stats(_path(state_dir))
+    content["migration"] = content.pop("schema")  # a document's own `schema` is its form
     form = terminal.form_of(output, as_json)
     terminal.show("db", content, form, lambda: pages.facts(content))
 

@@ -12,20 +12,21 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from appliance import config
 from appliance.address import UnixAddress
 from appliance.cli import listings, terminal
-from appliance.cli.tables import Column, Format
+from appliance.cli.tables import Column, Format, Listing
 from appliance.cli.terminal import AsJson, Host, Output
 from appliance.cli.text import printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from engine.errors import RequestError
 
 POLL_S = 1.0
+BATCH_ROWS = "1000"
 
 StateDir = Annotated[str | None, typer.Option(help="Where the log is, if no daemon answers.")]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")]
@@ -157,11 +158,18 @@ def _print(source: _Source, columns: tuple[Column, ...], form: Format, follow: b
     listing = terminal.listing(source.verb, columns, form)
     rows = source.read()
     terminal.write(listing.render(rows if form is Format.JSON else reversed(rows)))
+    if follow:
+        _follow(source, listing, rows)
+
+
+def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
+    """What is written after these rows, as it comes."""
     cursor = max((row["cursor"] for row in rows), default=0)
-    while follow:
+    while True:
         time.sleep(POLL_S)
-        newer = source.read(after=str(cursor), limit="1000")
-        terminal.write(listing.render(newer))
+        newer = source.read(after=str(cursor), limit=BATCH_ROWS)
+        if newer:
+            terminal.write(listing.render(newer))
         cursor = max((row["cursor"] for row in newer), default=cursor)
 
 

@@ -58,20 +58,12 @@ def under(root: Path) -> Iterator[Found]:
 
 def describe(found: Found) -> dict[str, Any]:
     """What `models list` says of a folder."""
-    about: dict[str, Any] = {"name": found.name, "folder": str(found.folder)}
     try:
         checkpoint = Checkpoint.open(found.folder)
     except CheckpointError as error:
-        return {**about, "problem": error.what}
-    return {
-        **about,
-        "family": checkpoint.config.family,
-        "num_parameters": checkpoint.num_parameters,
-        "dtype": checkpoint.stored_dtype,
-        "size_bytes": checkpoint.num_bytes,
-        "max_model_len": checkpoint.config.max_position_embeddings,
-        "problem": None,
-    }
+        unknown = dict.fromkeys(("family", "num_parameters", "dtype", "size_bytes"))
+        return {**_place(found), **unknown, "max_model_len": None, "problem": error.what}
+    return {**_place(found), **_basics(checkpoint), "problem": None}
 
 
 def detail(found: Found) -> dict[str, Any]:
@@ -82,11 +74,10 @@ def detail(found: Found) -> dict[str, Any]:
     """
     checkpoint = Checkpoint.open(found.folder)
     config = checkpoint.config
-    about = describe(found)
-    del about["problem"]
     template = _chat_template(found.folder)
     return {
-        **about,
+        **_place(found),
+        **_basics(checkpoint),
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_heads,
@@ -146,6 +137,20 @@ def expected_sums(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
         elif noted := listed.get(path.name) or beside.get(path.name) or beside.get(""):
             sums[path] = noted
     return sums
+
+
+def _place(found: Found) -> dict[str, Any]:
+    return {"name": found.name, "folder": str(found.folder)}
+
+
+def _basics(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "family": checkpoint.config.family.name,
+        "num_parameters": checkpoint.num_parameters,
+        "dtype": checkpoint.stored_dtype,
+        "size_bytes": checkpoint.num_bytes,
+        "max_model_len": checkpoint.config.max_position_embeddings,
+    }
 
 
 def _read_sums(path: Path) -> dict[str, str]:

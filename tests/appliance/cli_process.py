@@ -7,29 +7,8 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-from tests.appliance.fake_daemon import RID
 
 ROOT = Path(__file__).parents[2]
-
-REQUEST: dict[str, Any] = {
-    "id": RID,
-    "phase": "decoding",
-    "user": "ann",
-    "prompt_tokens": 12,
-    "output_tokens": 3,
-    "max_tokens": 32,
-    "age_ms": 1234.5,
-    "ttft_ms": 231.4,
-    "tokenize_ms": 0.4,
-    "queue_ms": 61.0,
-    "prefill_ms": 170.0,
-    "handoff_ms": 1.82,
-    "tpot_ms": 12.04,
-    "e2e_ms": None,
-    "worker": "decode",
-}
 
 
 def user_environ(home: Path) -> dict[str, str]:
@@ -48,10 +27,16 @@ def command(*arguments: str) -> list[str]:
 
 
 def penstock(
-    environ: dict[str, str], *arguments: str, stdin: bytes = b""
+    environ: dict[str, str], *arguments: str, stdin: bytes = b"", cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        command(*arguments), env=environ, input=stdin, capture_output=True, timeout=60, check=False
+        command(*arguments),
+        env=environ,
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
     )
     return subprocess.CompletedProcess(
         ended.args, ended.returncode, ended.stdout.decode(), ended.stderr.decode()

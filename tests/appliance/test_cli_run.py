@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.appliance.cli_process import REQUEST, penstock, run_on_terminal, start, user_environ
+from tests.appliance.cli_data import REQUEST
+from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
 
 DONE = b"data: [DONE]"

@@ -1,0 +1,116 @@
+"""Rows in five formats: what was put in comes out, and nothing in it is obeyed by anyone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.cli import text, waterfall
+from appliance.cli.tables import Column, Format, Listing, csv_cell, flat, one
+
+COLUMNS = (Column("NAME", "name"), Column("N", "n", text.count), Column("X", "x", is_wide=True))
+rows = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.none() | st.text(), "n": st.none() | st.integers(), "x": st.text()}
+    ),
+    max_size=5,
+)
+
+
+@given(rows, st.sampled_from(Format))
+def test_no_format_lets_a_character_through_that_a_terminal_obeys(listed, form):
+    shown = Listing("v", COLUMNS, form).render(listed)
+    assert all(char == "\n" or char.isprintable() for char in shown)
+    shown.encode()
+
+
+@given(rows)
+def test_json_and_ndjson_hold_the_rows_as_they_are(listed):
+    document = json.loads(Listing("v", COLUMNS, Format.JSON).render(listed))
+    assert document == {"schema": "penstock.v/1", "data": listed}
+    lines = Listing("v", COLUMNS, Format.NDJSON).render(listed).splitlines()
+    assert [json.loads(line) for line in lines] == listed
+
+
+@given(rows)
+def test_csv_has_a_line_and_every_column_for_each_row(listed):
+    shown = Listing("v", COLUMNS, Format.CSV).render(listed)
+    assert shown.count("\n") == len(listed) + 1
+    read = list(csv.reader(io.StringIO(shown)))
+    assert read[0] == ["name", "n", "x"]
+    assert [line[1] for line in read[1:]] == [
+        "" if row["n"] is None else str(row["n"]) for row in listed
+    ]
+
+
+@given(st.text())
+def test_a_spreadsheet_takes_no_text_for_a_formula(value):
+    assert str(csv_cell(value)).lstrip()[:1] not in ("=", "+", "-", "@")
+
+
+def test_numbers_in_csv_stay_numbers():
+    assert [csv_cell(value) for value in (-1, 0.5, None, True)] == [-1, 0.5, None, True]
+
+
+@given(rows.filter(bool))
+def test_columns_of_a_table_begin_where_their_titles_do(listed):
+    header, *lines = Listing("v", COLUMNS, Format.WIDE).render(listed).split("\n")
+    start = header.index("X")
+    for line, row in zip(lines, listed, strict=False):
+        assert line[start:] == text.word(row["x"]).rstrip()
+
+
+def test_a_followed_table_has_one_header_and_columns_that_only_widen():
+    listing = Listing("v", COLUMNS, Format.TABLE)
+    assert listing.render([{"name": "ann", "n": 1}]) == "NAME  N\nann   1\n"
+    assert listing.render([{"name": "beatrice", "n": 2}]) == "beatrice  2\n"
+    assert listing.render([{"name": "al", "n": 30}]) == "al        30\n"
+
+
+def test_an_empty_list_is_a_header_and_an_empty_document():
+    assert Listing("v", COLUMNS, Format.TABLE).render([]) == "NAME  N\n"
+    assert json.loads(Listing("v", COLUMNS, Format.JSON).render([]))["data"] == []
+    assert Listing("v", COLUMNS, Format.NDJSON).render([]) == ""
+
+
+def test_one_thing_is_keys_and_values_in_csv():
+    content = {"a": {"b": [1, None]}, "c": "=x"}
+    assert flat(content) == {"a.b.0": 1, "a.b.1": None, "c": "=x"}
+    assert one("v", content, Format.CSV) == "key,value\na.b.0,1\na.b.1,\nc,'=x\n"
+
+
+stage_ms = st.none() | st.floats(0, 1e7)
+
+
+stages_ms = st.fixed_dictionaries({f"{stage}_ms": stage_ms for stage in waterfall.STAGES})
+
+
+@given(stages_ms, st.booleans())
+def test_a_waterfall_keeps_its_bars_inside_and_in_order(stages, is_live):
+    whole_ms = sum(value for value in stages.values() if value is not None)
+    end = {"age_ms": whole_ms + 5, "phase": "decoding"} if is_live else {"e2e_ms": whole_ms}
+    lines = waterfall.waterfall({**stages, **end}, width=60, bar="#")
+    assert all(len(line) <= 60 for line in lines)
+    bars = [line for line in lines if line.endswith("#")]
+    starts = [line.index("#") for line in bars]
+    assert starts == sorted(starts)
+    reached = sum(value is not None for value in stages.values())
+    assert whole_ms == 0 or len(bars) == reached + is_live
+
+
+def test_what_the_stages_leave_of_the_whole_is_shown():
+    frame = {"queue_ms": 10.0, "prefill_ms": 20.0, "e2e_ms": 42.5}
+    *_, total, whole, residual = waterfall.waterfall(frame, width=80, bar="#")
+    assert [line.split()[-1] for line in (total, whole, residual)] == ["30ms", "42.5ms", "12.5ms"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "-"), (0, "0"), (999, "999"), (5712, "5.71k"), (7.6e9, "7.6B")]
+)
+def test_large_numbers_have_three_digits(value, shown):
+    assert text.large(value) == shown
