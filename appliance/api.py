@@ -24,6 +24,7 @@ from appliance.openapi import document
 from appliance.protocol import FRAME_VERSION
 from appliance.replies import model_object
 from appliance.request import Appliance
+from appliance.responses import respond
 from appliance.tokenize_api import tokenize_routes
 from appliance.wire import appliance_of, json_response
 from engine.errors import Unavailable
@@ -36,6 +37,7 @@ def build_app(appliance: Appliance) -> Edge:
         [
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", respond, methods=["POST"]),
             *tokenize_routes(),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),

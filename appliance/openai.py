@@ -201,6 +201,7 @@ def check_model(asked: object, model: ModelInfo) -> None:
 
 
 def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
+    """Refuse fields that ask for something, unless it is one of their neutral values."""
     for name, accepted in neutral.items():
         value = fields.get(name)
         if value is None or any(_is_same(value, one) for one in accepted):

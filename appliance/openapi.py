@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from appliance.log_query import MAX_ROWS, SEVERITIES, USAGE_BY
 from appliance.protocol import FRAME_VERSION
+from appliance.reply_schemas import replies
+from appliance.request_schemas import REQUESTS
 from appliance.schemas import (
     COUNT,
     STRING,
     Json,
-    components,
     listing,
     one_of,
     ref,
@@ -81,6 +82,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answer in a chat.",
         ref("ChatCompletion"),
         body=ref("ChatRequest"),
+        streams=(EVENTS,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "createResponse",
+        "Answer in a chat; nothing is kept.",
+        ref("Response"),
+        body=ref("ResponseRequest"),
         streams=(EVENTS,),
         errors=_GENERATING,
     ),
@@ -196,7 +205,7 @@ def document(version: str, *, needs_key: bool) -> Json:
         "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": components(),
+            "schemas": REQUESTS | replies(),
             "headers": {
                 "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
             },

@@ -90,21 +90,10 @@ def _encode(fields: Fields, tokenizer: Tokenizer) -> list[int]:
     is_chat = fields.get("messages") is not None
     if is_chat and fields.get("prompt") is not None:
         raise invalid_value("messages", "cannot be together with `prompt`")
-    text = _rendered(fields, tokenizer) if is_chat else fields.required("prompt")
+    text = read_chat(fields).render(tokenizer) if is_chat else fields.required("prompt")
     if not isinstance(text, str):
         raise invalid_type("prompt", "a string", text)
     if len(text) > MAX_TEXT_CHARS:
         name = "messages" if is_chat else "prompt"
         raise invalid_value(name, f"has more than {MAX_TEXT_CHARS} characters")
     return tokenizer.encode(text, fields.boolean("add_special_tokens", default=not is_chat))
-
-
-def _rendered(fields: Fields, tokenizer: Tokenizer) -> str:
-    chat = read_chat(fields)
-    return tokenizer.render_chat(
-        chat.messages,
-        tools=chat.tools.definitions if chat.tools else None,
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
-        variables=chat.variables,
-    )

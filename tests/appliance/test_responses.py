@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import openai
+import pydantic
+import pytest
+
+from engine.tokenizer import Tokenizer
+from tests.appliance.api_server import serving
+from tests.fakes import FakeAppliance
+from tests.tiny_tokenizers import CHATML, byte_level
+
+MODEL = "fake/tiny-model"
+HERMES = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '[' + call.function.name + (call.function.arguments | tojson) + ']' }}"
+    "{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "Of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+@pytest.fixture
+def appliance():
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
+    answers(appliance, "hello wörld")
+    return appliance
+
+
+@pytest.fixture
+def tool_appliance():
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=HERMES), max_model_len=2048)
+    # A grammar needs an end to come to.
+    end_id = appliance.tokenizer.special_id("<|end|>")
+    appliance.model = dataclasses.replace(appliance.model, eos_token_ids=(end_id,))
+    return appliance
+
+
+@pytest.fixture
+async def served(appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        yield served
+
+
+@pytest.fixture
+async def tool_served(tool_appliance, tmp_path):
+    async with serving(tool_appliance, tmp_path / "tools.sock") as served:
+        yield served
+
+
+def answers(appliance, text: str) -> None:
+    """Make the model say a text, and end."""
+    tokenizer = appliance.tokenizer
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.special_id("<|end|>")]
+    appliance.script = lambda prompt: ids
+
+
+def prompt_of(appliance) -> str:
+    return appliance.submitted[-1].prompt_text
+
+
+async def streamed(client, **asked) -> list:
+    stream = await client.responses.create(model=MODEL, stream=True, **asked)
+    return [event async for event in stream]
+
+
+# Whole
+
+
+async def test_the_official_client_gets_a_response(served, appliance):
+    reply = await served.openai.responses.create(
+        model=MODEL,
+        input="hi",
+        instructions="be brief",
+        max_output_tokens=50,
+        temperature=0.5,
+        top_p=0.9,
+        store=False,
+        metadata={"trip": "1"},
+    )
+    assert reply.output_text == "hello wörld"
+    assert (reply.object, reply.status, reply.error) == ("response", "completed", None)
+    assert reply.id == reply._request_id == appliance.submitted[0].request_id
+    assert reply.id.startswith("resp-")
+    (message,) = reply.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert (reply.instructions, reply.metadata) == ("be brief", {"trip": "1"})
+    assert (reply.temperature, reply.top_p, reply.max_output_tokens) == (0.5, 0.9, 50)
+    sequence = appliance.submitted[0].sequences[0]
+    assert (sequence.sampling.temperature, sequence.sampling.max_tokens) == (0.5, 50)
+    assert reply.usage.input_tokens == sequence.num_prompt_tokens
+    assert reply.usage.output_tokens == sequence.num_output_tokens
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    assert prompt_of(appliance).startswith("<|im_start|>system\nbe brief<|im_end|>")
+
+
+async def test_the_next_turn_takes_items_as_they_came(served, appliance):
+    first = await served.openai.responses.create(model=MODEL, input="hi")
+    parts = [{"type": "input_text", "text": "and"}, {"type": "input_text", "text": "then?"}]
+    await served.openai.responses.create(
+        model=MODEL,
+        input=[
+            {"role": "developer", "content": "be kind"},
+            {"role": "user", "content": "hi"},
+            *[item.model_dump() for item in first.output],
+            {"type": "message", "role": "user", "content": parts},
+        ],
+    )
+    assert prompt_of(appliance) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\nhello wörld<|im_end|>\n"
+        "<|im_start|>user\nand\nthen?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+async def test_a_response_that_is_cut_short_says_so(served):
+    reply = await served.openai.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    assert reply.status == reply.output[0].status == "incomplete"
+    assert reply.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_response_without_a_word_is_a_response(served, appliance):
+    appliance.script = lambda prompt: [appliance.tokenizer.special_id("<|end|>")]
+    reply = await served.openai.responses.create(model=MODEL, input="hi")
+    assert (reply.output_text, reply.status) == ("", "completed")
+
+
+async def test_a_failure_is_an_error(served, appliance):
+    appliance.fail_after = 2
+    with pytest.raises(openai.InternalServerError, match="died too often"):
+        await served.openai.responses.create(model=MODEL, input="hi")
+
+
+# Streams
+
+
+async def test_events_come_in_order_and_add_up_to_the_response(served):
+    whole = await served.openai.responses.create(model=MODEL, input="hi")
+    events = await streamed(served.openai, input="hi")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3
+    assert "".join(delta.delta for delta in deltas) == whole.output_text
+    others = [event.type.removeprefix("response.") for event in events if event not in deltas]
+    assert others == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    first, last = events[0].response, events[-1].response
+    assert (first.status, first.output, first.usage) == ("in_progress", [], None)
+    assert (last.output_text, last.usage) == (whole.output_text, whole.usage)
+    item_ids = {event.item_id for event in events if hasattr(event, "item_id")}
+    assert item_ids == {last.output[0].id}
+
+
+async def test_a_stream_names_its_events_and_has_no_done_mark(served):
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    reply = await served.http.post("/v1/responses", json=body)
+    blocks = reply.text.strip().split("\n\n")
+    for block in blocks:
+        name, data = block.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert blocks[-1].startswith("event: response.completed")
+
+
+async def test_a_stream_that_is_cut_short_or_fails_says_so(served, appliance):
+    (*_, last) = await streamed(served.openai, input="hi", max_output_tokens=2)
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    appliance.fail_after = 2
+    (*_, last) = await streamed(served.openai, input="hi")
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "died too often" in last.response.error.message
+
+
+async def test_the_official_clients_stream_helper_follows(served):
+    async with served.openai.responses.stream(model=MODEL, input="hi") as stream:
+        texts = [
+            event.delta async for event in stream if event.type == "response.output_text.delta"
+        ]
+        final = await stream.get_final_response()
+    assert "".join(texts) == final.output_text == "hello wörld"
+
+
+# Forms
+
+
+async def test_the_official_client_parses_what_a_schema_answers(tool_served, tool_appliance):
+    answers(tool_appliance, '{"name": "Bern", "people": 134}')
+    reply = await tool_served.openai.responses.parse(model=MODEL, input="hi", text_format=City)
+    assert reply.output_parsed == City(name="Bern", people=134)
+    assert tool_appliance.submitted[0].sequences[0].sampling.grammar is not None
+    async with tool_served.openai.responses.stream(
+        model=MODEL, input="hi", text_format=City
+    ) as stream:
+        assert (await stream.get_final_response()).output_parsed.name == "Bern"
+
+
+async def test_any_json_can_be_asked_for(tool_served, tool_appliance):
+    answers(tool_appliance, "{}")
+    reply = await tool_served.openai.responses.create(
+        model=MODEL, input="hi", text={"format": {"type": "json_object"}}
+    )
+    assert reply.text.format.type == "json_object"
+    assert tool_appliance.submitted[0].sequences[0].sampling.grammar is not None
+
+
+# Calls
+
+
+async def test_a_function_is_called_and_its_output_answered_to(tool_served, tool_appliance):
+    answers(tool_appliance, CALL)
+    client = tool_served.openai
+    asked = {"role": "user", "content": "weather in Bern?"}
+    reply = await client.responses.create(
+        model=MODEL, input=[asked], tools=[WEATHER], tool_choice="auto"
+    )
+    (call,) = reply.output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments) == {"city": "Bern"}
+    assert reply.tools[0].name == "weather"
+    answers(tool_appliance, "sunny")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    final = await client.responses.create(
+        model=MODEL, input=[asked, call.model_dump(), output], tools=[WEATHER]
+    )
+    assert final.output_text == "sunny"
+    assert '<|im_start|>assistant\n[weather{"city": "Bern"}]<|im_end|>' in prompt_of(tool_appliance)
+    assert "<|im_start|>tool\nsun<|im_end|>" in prompt_of(tool_appliance)
+
+
+async def test_a_call_is_streamed_as_an_item_of_its_own(tool_served, tool_appliance):
+    answers(tool_appliance, f"let me see\n{CALL}")
+    events = await streamed(tool_served.openai, input="weather?", tools=[WEATHER])
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [(one.output_index, one.item.type) for one in added] == [
+        (0, "message"),
+        (1, "function_call"),
+    ]
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert "".join(pieces) == done.arguments
+    assert json.loads(done.arguments) == {"city": "Bern"}
+    final = events[-1].response
+    assert [item.status for item in final.output] == ["completed", "completed"]
+    assert final.output_text.strip() == "let me see"
+    assert final.output[1].call_id == added[1].item.call_id
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"previous_response_id": "resp-1"}, "previous_response_id"),
+        ({"conversation": "conv-1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+    ],
+)
+async def test_what_needs_more_than_a_chat_is_refused_by_name(served, asked, param):
+    reply = await served.http.post("/v1/responses", json={"input": "hi", **asked})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (
+        400,
+        "unsupported_parameter",
+        param,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": ["hi"]}, "input[0]"),
+        ({"input": [{"content": "hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": "hi", "instructions": 3}, "instructions"),
+        ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": "hi", "metadata": {"a": 1}}, "metadata.a"),
+        ({"input": "hi", "temperature": 9}, "temperature"),
+    ],
+)
+async def test_what_is_wrong_is_refused_by_name(served, asked, param):
+    reply = await served.http.post("/v1/responses", json=asked)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_unknown_fields_are_ignored_and_told(served):
+    body = {"input": "hi", "service_tier": "flex", "frobnicate": 1, "user": "me"}
+    reply = await served.http.post("/v1/responses", json=body)
+    assert reply.status_code == 200
+    assert "frobnicate" in reply.headers["x-penstock-ignored"]
