@@ -66,7 +66,7 @@ class ReplyShape:
         is_first = delta.sequence.index not in self._begun
         self._begun.add(delta.sequence.index)
         role = event(self._role_chunk(delta.sequence)) if is_first and self.ask.is_chat else b""
-        return role + event(self._delta_chunk(delta, is_first))
+        return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
 
     def closing(self) -> bytes:
         """What a stream ends with."""

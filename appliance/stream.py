@@ -66,6 +66,17 @@ class Delta:
         self.has_called = later.has_called
         self.finish_reason = later.finish_reason
 
+    def apart(self) -> list[Delta]:
+        """The same in deltas of one call each, and the end alone, as clients read them."""
+        if not self.calls or (len(self.calls) == 1 and not self.finish_reason):
+            return [self]
+        deltas = [
+            Delta(self.sequence, calls=[call], num_tokens=self.num_tokens, has_called=True)
+            for call in self.calls
+        ]
+        deltas[0].text = self.text
+        return [*deltas, dataclasses.replace(self, text="", calls=[])]
+
     def add_part(self, part: Part) -> None:
         """Add text, or a part of a call."""
         if isinstance(part, str):
@@ -208,14 +219,16 @@ class _Voice:
 
     def _pass(self, text: str, delta: Delta) -> None:
         """Text that no stop string has cut off, to the parser of calls if there is one."""
-        for part in [text] if self._calls is None else self._calls.push(text):
+        if self._calls is None:
+            delta.text += text
+            return
+        for part in self._calls.push(text):
             delta.add_part(part)
+        delta.has_called = self._calls.num_calls > 0
 
     def _close(self, reason: FinishReason | None, delta: Delta) -> None:
-        if self._calls:
-            for part in self._calls.flush():
-                delta.add_part(part)
-            delta.has_called = self._calls.num_calls > 0
+        for part in self._calls.flush() if self._calls else ():
+            delta.add_part(part)
         delta.finish_reason = reason
         self.is_closed = True
 

@@ -34,6 +34,7 @@ class FakeAppliance:
         interval_s: float = 0.0,
         max_queued: int = 8,
         max_model_len: int = 256,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.script = script
@@ -44,7 +45,7 @@ class FakeAppliance:
             model_id="fake/tiny-model",
             max_model_len=max_model_len,
             vocab_size=tokenizer.vocab_size,
-            eos_token_ids=(),
+            eos_token_ids=eos_token_ids,
             note=None,
             created=1_700_000_000,
         )
@@ -157,6 +158,8 @@ class FakeAppliance:
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()
         sequence.phase = Phase.DECODING
+        if (width := sequence.sampling.prompt_logprobs) is not None:
+            sequence.prompt_logprobs = self._some_logprobs(width, sequence.num_prompt_tokens - 1)
         output = self._output(sequence)
         for start in range(0, len(output), self.burst):
             await asyncio.sleep(self.interval_s)
@@ -183,11 +186,11 @@ class FakeAppliance:
 
     def _logprobs(self, sequence: Sequence, ids: list[int]) -> list[TokenLogprob]:
         width = sequence.sampling.logprobs
-        if width is None:
-            return []
-        return [
-            TokenLogprob(-0.5, list(range(width)), [-1.0 - i for i in range(width)]) for _ in ids
-        ]
+        return [] if width is None else self._some_logprobs(width, len(ids))
+
+    def _some_logprobs(self, width: int, size: int) -> list[TokenLogprob]:
+        alternatives = list(range(width)), [-1.0 - i for i in range(width)]
+        return [TokenLogprob(-0.5, *alternatives) for _ in range(size)]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
