@@ -138,7 +138,10 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     found += model_folders.in_hub_cache(model_folders.hub_cache(os.environ))
     for root in dirs or ():
         found += model_folders.under(root.expanduser().absolute())
-    return list({each.folder: each for each in reversed(found)}.values())[::-1]
+    by_folder: dict[Path, Any] = {}
+    for each in found:
+        by_folder.setdefault(each.folder, each)
+    return list(by_folder.values())
 
 
 def _named(name: str, dirs: list[Path] | None) -> Any:

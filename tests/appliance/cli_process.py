@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import select
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PROMPT = ">>> "
 
 
 def user_environ(home: Path) -> dict[str, str]:
@@ -47,6 +51,55 @@ def start(environ: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command(*arguments), env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+
+
+class Typist:
+    """A person at a terminal, who waits for what she has asked for before she goes on."""
+
+    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self._process = subprocess.Popen(
+            command(*arguments),
+            env=environ,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self._seen = ""
+        self.exit_code: int | None = None
+
+    def __enter__(self) -> Typist:
+        self._wait_for(PROMPT)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self._process.kill()
+        self.exit_code = self._process.wait(30)
+        os.close(self._ours)
+
+    def type(self, text: str, *, shows: str = "") -> None:
+        """Type lines; wait for something in the answer, and for the prompt after it."""
+        self.press(text.encode() + b"\n", shows=shows)
+        if shows:
+            self._seen = self._seen.partition(shows)[2]
+            self._wait_for(PROMPT)
+
+    def press(self, keys: bytes, *, shows: str = "") -> None:
+        """Press keys; wait for what they bring."""
+        self._seen = ""
+        os.write(self._ours, keys)
+        if shows:
+            self._wait_for(shows)
+
+    def _wait_for(self, text: str) -> None:
+        while text not in self._seen:
+            ready, _, _ = select.select([self._ours], [], [], 30)
+            assert ready, f"{text!r} did not come; there is {self._seen!r}"
+            self._seen += os.read(self._ours, 4096).decode(errors="replace")
 
 
 def run_on_terminal(environ: dict[str, str], *arguments: str) -> bytes:

@@ -1,0 +1,131 @@
+"""`penstock models`: folders found, described and read to the last byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli import model_folders
+from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.model_folder import make_model
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+def listed(environ: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
+    ended = penstock(environ, "models", "list", "-o", "json", *arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows: list[dict[str, Any]] = json.loads(ended.stdout)["data"]
+    return rows
+
+
+def in_cache(home: Path, revision: str = "0123456789abcdef") -> Path:
+    """A model as Hugging Face's tools store it: links to files that are named by their sums."""
+    model = home / ".cache" / "huggingface" / "hub" / "models--owner--a--name"
+    snapshot = model / "snapshots" / revision
+    weights = make_model(snapshot)
+    blob = model / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
+    blob.parent.mkdir(exist_ok=True)
+    weights.rename(blob)
+    weights.symlink_to(os.path.relpath(blob, weights.parent))
+    return snapshot
+
+
+def test_models_are_found_where_people_keep_them(tmp_path: Path, environ: dict[str, str]) -> None:
+    in_cache(tmp_path)
+    make_model(tmp_path / "served")
+    make_model(tmp_path / "mine" / "owner" / "deep")
+    environ["PENSTOCK_MODEL"] = str(tmp_path / "served")
+    rows = listed(environ, "--dir", str(tmp_path / "mine"), "--dir", str(tmp_path / "served"))
+    names = [row["name"] for row in rows]
+    assert names == ["served", "owner/a--name@0123456", "owner/deep"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HF_HOME": "/b"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+    ],
+)
+def test_the_hubs_cache_is_where_its_own_tools_put_it(environ: dict[str, str], cache: str) -> None:
+    assert str(model_folders.hub_cache(environ)) == cache
+
+
+def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str, str]) -> None:
+    in_cache(tmp_path)
+    assert penstock(environ, "models", "show", "owner/a--name").returncode == 0
+    in_cache(tmp_path, "fedcba9876543210")
+    ended = penstock(environ, "models", "show", "owner/a--name")
+    assert ended.returncode == 78
+    assert "2 models" in ended.stderr
+    assert penstock(environ, "models", "show", "owner/a--name@fedcba9").returncode == 0
+    assert penstock(environ, "models", "show", "nothing").returncode == 78
+
+
+def verified(environ: dict[str, str], folder: Path) -> tuple[int, list[str]]:
+    ended = penstock(environ, "models", "verify", str(folder), "-o", "ndjson")
+    return ended.returncode, [json.loads(line)["result"] for line in ended.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("sums", ["SHA256SUMS", "model.safetensors.sha256", "the sum alone"])
+def test_sums_beside_the_weights_are_compared(
+    tmp_path: Path, environ: dict[str, str], sums: str
+) -> None:
+    weights = make_model(tmp_path / "m")
+    assert verified(environ, tmp_path / "m") == (0, ["no sum to compare"])
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    if sums == "the sum alone":
+        (tmp_path / "m" / "model.safetensors.sha256").write_text(digest)
+    else:
+        (tmp_path / "m" / sums).write_text(f"{digest} *model.safetensors\n")
+    assert verified(environ, tmp_path / "m") == (0, ["ok"])
+    corrupt(weights)
+    assert verified(environ, tmp_path / "m") == (78, ["WRONG"])
+
+
+def test_the_hubs_cache_says_itself_what_its_files_should_be(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    snapshot = in_cache(tmp_path)
+    assert verified(environ, snapshot) == (0, ["ok"])
+    corrupt(snapshot / "model.safetensors")
+    ended = penstock(environ, "models", "verify", "owner/a--name")
+    assert ended.returncode == 78
+    assert "model.safetensors" in ended.stderr.splitlines()[0]
+
+
+def corrupt(weights: Path) -> None:
+    """Change the last byte, which no header knows of."""
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+
+
+def test_a_truncated_file_fails_before_it_is_summed(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    weights = make_model(tmp_path / "m")
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert verified(environ, tmp_path / "m") == (78, [])
+    assert listed(environ, "--dir", str(tmp_path / "m"))[0]["problem"].endswith("truncated")
+
+
+def test_a_folder_whose_name_is_not_text_is_no_obstacle(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/m\xff"))
+    make_model(folder)
+    for verb in ("show", "verify"):
+        ended = penstock(environ, "models", verb, str(folder))
+        assert (ended.returncode, ended.stderr) == (0, "")
+    assert penstock(environ, "models", "list", "-o", "csv", "--dir", str(folder)).returncode == 0
