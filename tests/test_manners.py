@@ -51,6 +51,28 @@ def test_sigterm_drains_and_exits_zero(start_daemon, tiny_llama):
     assert not daemon.socket.exists()
 
 
+def test_an_operator_drains_and_resumes_but_not_after_sigterm(start_daemon, tiny_llama):
+    daemon = start_daemon(model=tiny_llama).wait_ready()
+    decode = daemon.worker_pid("decode")
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(daemon.complete, "hello", **LONG)
+        wait_live(daemon)
+        assert daemon.http.post("/v1/penstock/drain").status_code == 200
+        assert daemon.get_status("/ready") == 503
+        refused = daemon.http.post("/v1/completions", json={"prompt": "too late"})
+        assert refused.json()["error"]["code"] == "draining"
+        assert daemon.http.post("/v1/penstock/resume").status_code == 200
+        assert daemon.complete("in time", max_tokens=2)["usage"]["completion_tokens"] == 2
+        os.kill(decode, signal.SIGSTOP)  # so that the drain is certainly not over too soon
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_for(lambda: daemon.get_status("/ready") == 503)
+        too_late = daemon.http.post("/v1/penstock/resume")
+        assert (too_late.status_code, too_late.json()["error"]["code"]) == (409, "stopping")
+        os.kill(decode, signal.SIGCONT)
+        assert len(reply.result()["choices"][0]["token_ids"]) == 1500
+    assert daemon.process.wait(30) == 0
+
+
 def test_a_second_sigterm_stops_at_once_with_a_reply_to_each_client(start_daemon, tiny_llama):
     daemon = start_daemon(model=tiny_llama).wait_ready()
     pids = [w["pid"] for w in daemon.state()["workers"]]
