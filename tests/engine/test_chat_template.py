@@ -88,7 +88,7 @@ def test_templates_of_the_families_render_as_in_transformers(both, messages, opt
 
 @pytest.mark.parametrize("template", FAMILIES.values(), ids=FAMILIES)
 def test_every_family_renders_a_plain_conversation(template):
-    text = ChatTemplate(template, "here").render([USER, ANSWER, USER])
+    text = ChatTemplate(template, "here").render([USER, ANSWER, USER], variables=SPECIALS)
     assert text.count("hello wörld 😀") == 2
 
 
