@@ -1,13 +1,10 @@
-"""Grammars that an output must match: the one door to llguidance.
+"""Grammars that an output must match, as texts: written and validated here, followed by matchers.
 
-A grammar is a text, llguidance's JSON around a schema or a Lark grammar. The daemon writes it and
-validates it; workers compile it against the model's tokens and ask, before each draw, which tokens
-may come next.
+A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 Owns: how grammars are written, and the limits that keep hostile ones harmless.
-Called by: the api (the *_grammar functions, validate), engine.workers (GrammarTokenizer, Matcher).
-Invariant: a matcher's state is a function of the output ids alone. What a grammar may use is
-bounded at every step; one that wants more ends its own sequence, and nothing else.
-Never: imports torch, knows a request, samples.
+Called by: the api; engine.matcher, which compiles under the same limits.
+Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
+Never: looks at tokens: a grammar says which texts there may be.
 """
 
 from __future__ import annotations
@@ -15,27 +12,27 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.tokenizer import Tokenizer
-
 MAX_GRAMMAR_CHARS = 65_536
 """Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
 _MAX_LARK_RULES = 256
 """An error at the end of a chain of rules is told once per rule: time grows with the cube."""
 _COMPILER_STACK_BYTES = 256 << 20
-_LIMITS = llguidance.LLParserLimits(
+LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     step_max_items=10_000,
     max_lexer_states=50_000,
     verbose_errors=False,  # else the client reads its whole grammar again
 )
+_STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
 
@@ -58,8 +55,15 @@ def json_grammar(
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that a regular expression matches from end to end; no look-around, no back-reference."""
-    return llguidance.LLMatcher.grammar_from_regex(pattern)
+    """Text that a regular expression matches from end to end; no look-around, no back-reference.
+
+    Raises:
+        GrammarError: it has half of a surrogate pair in it.
+    """
+    try:
+        return llguidance.LLMatcher.grammar_from_regex(pattern)
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"the pattern is no text: {error.reason}") from error
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -74,7 +78,7 @@ def lark_grammar(text: str) -> str:
     Raises:
         GrammarError: it is too large, or looks like GBNF and is not.
     """
-    _check_length(text)
+    check_length(text)
     num_rules = len(re.findall(r"[\w\]})]\s*:", text))
     if num_rules > _MAX_LARK_RULES:
         raise GrammarError(
@@ -83,7 +87,7 @@ def lark_grammar(text: str) -> str:
     try:
         return _lark(any_to_lark(text))
     except (GbnfToLarkError, RecursionError, ValueError, LookupError) as error:
-        raise GrammarError(_shorten(str(error))) from error
+        raise GrammarError(shorten(str(error))) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ def calls_grammar(
     rules = []
     for index, (name, schema) in enumerate(tools.items()):
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{syntax.arguments_key}": '
-        arguments = json.dumps(_schema(schema or _ANY_OBJECT, is_lenient))
+        arguments = json.dumps(_schema({**_ANY_OBJECT, **(schema or {})}, is_lenient))
         rules.append(f"tool_{index}: {_text(head)} %json {arguments} {literal('}' + syntax.end)}")
     rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
     more = f"({literal(syntax.separator + syntax.begin)} tool)*" if is_parallel else ""
@@ -152,114 +156,44 @@ def validate(grammar: str) -> None:
     Raises:
         GrammarError: it does not, or is too large.
     """
-    _check_length(grammar)
-    error = _with_deep_stack(lambda: llguidance.LLMatcher.validate_grammar(grammar, limits=_LIMITS))
+    check_length(grammar)
+    error = with_deep_stack(lambda: llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS))
     if error:
-        raise GrammarError(_shorten(error))
+        raise GrammarError(shorten(error))
 
 
-class GrammarTokenizer:
-    """A model's tokens as grammars see them.
-
-    Args:
-        tokenizer: the checkpoint's.
-        vocab_size: of the model's logits; ids that only one of the two has are never allowed.
-        eos_token_ids: what ends an output, allowed where the grammar is complete.
+def check_length(grammar: str) -> None:
+    """Refuse what would take long to read.
 
     Raises:
-        GrammarError: the model has no end-of-text id, so that no output could ever end.
+        GrammarError: it is too large.
     """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        if not eos_token_ids:
-            raise GrammarError("this model has no end-of-text id, which a grammar needs to end")
-        tokens = [tokenizer.token_bytes(i) or b"" for i in range(vocab_size)]
-        special_ids = {i for i in range(vocab_size) if tokenizer.is_silent(i)} | {*eos_token_ids}
-        names = _Tokens(tokenizer, tokens, special_ids, eos_token_ids[0])
-        self.compiler = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(names), eos_token=[*eos_token_ids]
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(
+            f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are compiled"
         )
-        """Holds the tokens as a tree."""
 
 
-class _Tokens:
-    """What llguidance asks of a tokenizer, by its names."""
-
-    bos_token_id = None
-
-    def __init__(
-        self, tokenizer: Tokenizer, tokens: list[bytes], special_ids: set[int], eos_token_id: int
-    ) -> None:
-        self.tokens = tokens
-        self.special_token_ids = sorted(special_ids)
-        self.eos_token_id = eos_token_id
-        self._tokenizer = tokenizer
-        self._ids = {token: i for i, token in enumerate(tokens) if i not in special_ids and token}
-        self._max_token_bytes = max(map(len, tokens), default=1)
-
-    def __call__(self, data: bytes) -> list[int]:
-        """Ids of a text that a grammar leaves no choice in: the model's own, if they spell it.
-
-        Those that put a space in front do not; then the longest tokens that fit are taken.
-        """
-        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
-        spelled = b"".join(self.tokens[i] for i in ids if i < len(self.tokens))
-        return ids if spelled == data else list(self._longest(data))
-
-    def _longest(self, data: bytes) -> Iterator[int]:
-        start = 0
-        while start < len(data):
-            for end in range(min(start + self._max_token_bytes, len(data)), start, -1):
-                if data[start:end] in self._ids:
-                    yield self._ids[data[start:end]]
-                    break
-            else:
-                return  # not a byte of it is in the vocabulary: nothing is forced
-            start = end
+def shorten(error: str) -> str:
+    """The first line that says something; what follows is the compiler's state."""
+    message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
+    return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"
 
 
-class Matcher:
-    """One output's way through a grammar.
+def with_deep_stack(function: Callable[[], R]) -> R:
+    """Run in a thread of its own: the compiler recurses as deep as a grammar refers.
 
-    Raises:
-        GrammarError: the grammar does not compile.
+    A thread that is started elsewhere at the same moment gets a deep one too, which costs address
+    space only.
     """
-
-    def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
-        _check_length(grammar)
-        self._matcher = _with_deep_stack(
-            lambda: llguidance.LLMatcher(tokenizer.compiler, grammar, log_level=0, limits=_LIMITS)
-        )
-        self._num_consumed = 0
-        self._check()
-
-    def copy(self) -> Matcher:
-        """Another output's matcher, at the same place; cheap beside compiling."""
-        other = Matcher.__new__(Matcher)
-        other._matcher = self._matcher.deep_copy()
-        other._num_consumed = self._num_consumed
-        return other
-
-    def allowed(self, output_ids: Sequence[int]) -> bytes:
-        """One byte per token id, 0 where it may not follow these outputs.
-
-        Args:
-            output_ids: those of the last call and what has been sampled since.
-
-        Raises:
-            GrammarError: they do not match the grammar, or the step would take too long.
-        """
-        new_ids = output_ids[self._num_consumed :]
-        self._num_consumed = len(output_ids)
-        if new_ids:
-            self._matcher.consume_tokens(list(new_ids))
-        mask = self._matcher.compute_logit_bias()
-        self._check()
-        return mask
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_shorten(self._matcher.get_error()))
+    with ThreadPoolExecutor(1, "grammar-stack") as executor:
+        with _STACK_SIZE_LOCK:
+            threading.stack_size(_COMPILER_STACK_BYTES)
+            try:
+                future = executor.submit(function)  # starts the thread
+            finally:
+                threading.stack_size(0)
+        return future.result()
 
 
 def _schema(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
@@ -311,33 +245,3 @@ def _text(text: str) -> str:
 
 def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def _check_length(grammar: str) -> None:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(
-            f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are compiled"
-        )
-
-
-def _shorten(error: str) -> str:
-    """The first line that says something; what follows is the compiler's state."""
-    message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
-    return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"
-
-
-def _with_deep_stack(function: Callable[[], R]) -> R:
-    """Run in a thread of its own: the compiler recurses as deep as a grammar refers.
-
-    A process has one size for new threads; a thread started elsewhere in between gets a stack
-    that it does not use, which costs address space only.
-    """
-    results: list[R] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    size = threading.stack_size(_COMPILER_STACK_BYTES)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(size)
-    thread.join()
-    return results[0]

@@ -69,7 +69,7 @@ def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
     import torch
 
     from engine.checkpoint import Checkpoint
-    from engine.grammar import GrammarTokenizer
+    from engine.matcher import GrammarTokenizer
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights
     from engine.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.grammar import Matcher
+from engine.matcher import Matcher
 from engine.messages import Admit
 from engine.sequence import FinishReason, SamplingParams
 

@@ -4,6 +4,8 @@ import contextlib
 import json
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,6 @@ from engine.grammar import (
     MAX_GRAMMAR_CHARS,
     CallSyntax,
     GrammarError,
-    GrammarTokenizer,
-    Matcher,
     calls_grammar,
     choice_grammar,
     json_grammar,
@@ -22,6 +22,7 @@ from engine.grammar import (
     regex_grammar,
     validate,
 )
+from engine.matcher import GrammarTokenizer, Matcher
 from engine.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level, sentencepiece_like
 
@@ -179,6 +180,21 @@ def test_free_text_without_a_marker_cannot_have_calls():
         calls_grammar(TOOLS, CallSyntax(), special_ids={}, is_required=False)
 
 
+@pytest.mark.parametrize("schema", [{}, {"properties": {"x": {"type": "integer"}}}])
+def test_arguments_are_an_object_whether_the_schema_says_so_or_not(model, schema):
+    grammar = calls_grammar({"t": schema}, CallSyntax(), special_ids={}, is_required=True)
+    assert model.accepts(grammar, '{"name": "t", "arguments": {"x": 1}}')
+    assert not model.accepts(grammar, '{"name": "t", "arguments": 1}')
+
+
+def test_many_grammars_are_validated_at_once():
+    """The depth of new threads' stacks is the process's; here all of them need it."""
+    deep = json_grammar(_chain(1200))
+    with ThreadPoolExecutor(8) as executor:
+        assert list(executor.map(validate, [deep] * 40)) == [None] * 40
+    assert threading.stack_size() == 0
+
+
 def test_schemas_of_tools_may_refer_within_themselves(model):
     tree = {"type": "object", "properties": {"l": {"$ref": "#"}}, "additionalProperties": False}
     grammar = calls_grammar({"t": tree}, CallSyntax(), special_ids={}, is_required=True)
@@ -220,6 +236,21 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar, reason):
     with pytest.raises(GrammarError, match=reason) as refusal:
         validate(grammar)
     assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        regex_grammar,
+        lark_grammar,
+        lambda text: choice_grammar([text]),
+        lambda text: json_grammar({"const": text}),
+        lambda text: calls_grammar({text: None}, HERMES, special_ids={}, is_required=True),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(write):
+    with pytest.raises(GrammarError):
+        validate(write("a\ud800"))
 
 
 def test_gbnf_that_is_none_is_refused():

@@ -7,7 +7,8 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
-from engine.grammar import CallSyntax, GrammarTokenizer, calls_grammar, json_grammar, lark_grammar
+from engine.grammar import CallSyntax, calls_grammar, json_grammar, lark_grammar
+from engine.matcher import GrammarTokenizer
 from engine.messages import Admit
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
