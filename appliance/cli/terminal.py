@@ -123,7 +123,8 @@ def _open_missing_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            lowest_free = os.open(os.devnull, os.O_RDWR)  # which is `number`
+            os.set_inheritable(lowest_free, True)  # the workers need theirs, too
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")

@@ -107,6 +107,18 @@ def test_a_verb_works_with_its_streams_closed(
     assert daemon.script.asked == [("GET /v1/requests", None)]
 
 
+def test_what_a_verb_starts_has_streams_as_well(environ: dict[str, str]) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "from appliance.cli import terminal\n"
+        "terminal.prepare()\n"
+        "child = 'import os; [os.fstat(number) for number in range(3)]'\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', child]).returncode)"
+    )
+    line = f"'{command()[0]}' -c \"{script}\" 0<&- 1>&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], env=environ, cwd=ROOT, check=False).returncode == 0
+
+
 def test_serve_without_stderr_still_says_by_its_exit_code_what_is_wrong(
     environ: dict[str, str],
 ) -> None:
