@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.keys import find_key, new_key, read_keys
+from appliance.keys import ApiKey, find_key, new_key, read_keys
 from appliance.request import Role
 from engine.errors import ConfigError
 
@@ -41,11 +42,12 @@ def test_keys_have_256_bits_and_are_plain_ascii():
     assert all(re.fullmatch(r"penstock-[A-Za-z0-9_-]{43}", key) for key in keys)
 
 
-@given(st.text())
-def test_nothing_that_is_made_up_is_a_key(made_up):
-    digest = bytes.fromhex(new_key("a")[1].split(":")[1])
-    assert digest
-    assert find_key((), made_up) is None
+@given(made_up=st.text(), digest=st.binary(min_size=32, max_size=32))
+def test_a_key_is_what_has_the_digest_and_nothing_else(made_up, digest):
+    real = hashlib.sha256(made_up.encode(errors="surrogateescape")).digest()
+    keys = (ApiKey("other", Role.USER, digest), ApiKey("real", Role.USER, real))
+    assert find_key(keys, made_up) is keys[1]
+    assert find_key(keys[:1], made_up) is None
 
 
 @pytest.mark.parametrize(
