@@ -51,16 +51,27 @@ def adjust(
         for token_id, bias in params.logit_bias.items():
             if token_id < len(logits):
                 logits[token_id] += bias
-    forbidden = torch.zeros(len(logits), dtype=torch.bool)
-    if len(output_ids) < params.min_tokens:
-        forbidden[[i for i in ending_ids if i < len(logits)]] = True
-    if allowed is not None:
-        by_grammar = torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0
-        both = forbidden | by_grammar
-        # a complete grammar allows nothing but the end, and then min_tokens has to give way
-        forbidden = by_grammar if both.all() else both
-    logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
+    if allowed is not None or len(output_ids) < params.min_tokens:
+        forbidden = _forbidden(
+            len(logits), len(output_ids) < params.min_tokens, ending_ids, allowed
+        )
+        logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
     _penalize(logits, params, prompt_ids, output_ids)
+
+
+def _forbidden(
+    vocab_size: int, is_too_early: bool, ending_ids: Collection[int], allowed: bytes | None
+) -> torch.Tensor:
+    """What may not come at all, one bool per id."""
+    endings = torch.zeros(vocab_size, dtype=torch.bool)
+    if is_too_early:
+        endings[[i for i in ending_ids if i < vocab_size]] = True
+    if allowed is None:
+        return endings
+    by_grammar = torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0
+    both = endings | by_grammar
+    # a complete grammar allows nothing but the end, and then the minimum has to give way
+    return by_grammar if both.all() else both
 
 
 def _penalize(
