@@ -29,7 +29,7 @@ EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/
 _ANYWHERE = (400, 401, 403, 431, 500)
 """What any request can be answered with."""
 _WITH_BODY = (413, 503)
-_GENERATING = (404, 413, 422, 429, 503, 504)
+_GENERATING = (404, 413, 429, 503)
 _REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or not valid.",
@@ -37,12 +37,10 @@ _REASONS = {
     404: "It is not there.",
     409: "The appliance is stopping.",
     413: "The body is too large.",
-    422: "The request cannot be served.",
     429: "The queue is full; the reply says when to come back.",
     431: "The headers are too large.",
     500: "Something failed here.",
     503: "Not now; the reply says when to come back.",
-    504: "It waited too long in the queue.",
 }
 
 
@@ -144,9 +142,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/requests/{id}/cancel"): Operation(
         "cancelRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
     ),
-    ("GET", "/v1/penstock/state"): Operation(
-        "state", "Everything as it is now.", ref("Frame"), errors=(503,)
-    ),
+    ("GET", "/v1/penstock/state"): Operation("state", "Everything as it is now.", ref("Frame")),
     ("GET", "/v1/penstock/stream"): Operation(
         "stream",
         "A frame now, and each new one: as lines, or as events if those are accepted.",
@@ -217,7 +213,7 @@ def document(version: str, *, needs_key: bool) -> Json:
 
 def _described(operation: Operation, path: str) -> Json:
     replies = {JSON: {"schema": operation.reply}} if operation.reply else {}
-    replies |= {media_type: {"schema": STRING} for media_type in operation.streams}
+    replies |= {media_type: {} for media_type in operation.streams}
     described: Json = {
         "operationId": operation.name,
         "summary": operation.summary,

@@ -91,6 +91,7 @@ _CHAT_INPUT: Json = {
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
 }
+_CONTENT: Json = {"anyOf": [STRING, items(shape({"type": {"const": "text"}, "text": STRING}))]}
 _INPUT_TEXT: Json = {
     "anyOf": [
         STRING,
@@ -125,17 +126,15 @@ REQUESTS: Json = {
             "parallel_tool_calls": BOOLEAN,
         },
     ),
-    "Message": shape(
-        {"role": _ROLE},
-        {
-            "content": {
-                "anyOf": [STRING, items(shape({"type": {"const": "text"}, "text": STRING}))]
-            },
-            "name": STRING,
-            "tool_call_id": STRING,
-            "tool_calls": items(TOOL_CALL),
-        },
-    ),
+    "Message": {
+        "anyOf": [
+            shape({"role": _ROLE, "content": _CONTENT}, {"name": STRING, "tool_call_id": STRING}),
+            shape(
+                {"role": {"const": "assistant"}},
+                {"content": _CONTENT, "name": STRING, "tool_calls": items(TOOL_CALL)},
+            ),
+        ]
+    },
     "ResponseFormat": {
         "anyOf": [
             shape({"type": one_of("text", "json_object")}),

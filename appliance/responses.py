@@ -9,6 +9,7 @@ Never: keeps a response; `store` asks for nothing that a client could notice, an
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ from appliance.openai import MAX_INTEGER, chat_ask, refuse_unsupported
 from appliance.request import ModelInfo
 from appliance.response_shape import ResponseShape
 from appliance.wire import appliance_of
+from engine.errors import RequestError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
@@ -42,14 +44,23 @@ PASSED = (
 )
 """The same in a chat, or vLLM's additions to both."""
 
+_OUR_WORDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""What a chat's fields are called here."""
+
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 async def respond(http: Request) -> Generation:
     """POST /v1/responses."""
     fields, appliance = await receive(http, "resp"), appliance_of(http)
-    ask = response_ask(fields, appliance.model)
-    accepted = await accept(http, ask)
+    try:
+        accepted = await accept(http, response_ask(fields, appliance.model))
+    except RequestError as error:
+        raise _in_our_words(error) from error
     shape = ResponseShape(accepted.request, fields, created_at=int(time.time()))
     return Generation(http, accepted, shape)
 
@@ -161,3 +172,19 @@ def _check_metadata(metadata: Fields | None) -> None:
 def _string(fields: Fields, name: str) -> str:
     fields.required(name)
     return fields.text(name) or ""
+
+
+def _in_our_words(error: RequestError) -> RequestError:
+    """A chat's refusal, naming the field that the client knows."""
+    param = error.param or ""
+    name = _OUR_WORDS.get(re.split(r"[.[]", param)[0])
+    if name is None:
+        return error
+    return RequestError(
+        error.what.replace(f"`{param}`", f"`{name}`"),
+        code=error.code,
+        param=name,
+        status=error.status,
+        kind=error.kind,
+        hint=error.hint,
+    )
