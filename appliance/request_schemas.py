@@ -37,6 +37,7 @@ _SAMPLING: Json = {
     "max_tokens": whole(1),
     "min_tokens": whole(0),
     "n": whole(1, MAX_CHOICES),
+    "best_of": whole(1, MAX_CHOICES),
     "temperature": within(0, 2),
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "top_k": whole(-1),
@@ -64,10 +65,23 @@ _SAMPLING: Json = {
     "stream": BOOLEAN,
     "stream_options": shape({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}),
     "response_format": ref("ResponseFormat"),
+    "structured_outputs": {
+        "anyOf": [
+            shape({"json": {"anyOf": [OBJECT, STRING]}}),
+            shape({"json_object": {"const": True}}),
+            shape({"regex": STRING}),
+            shape({"choice": items({"type": "string", "minLength": 1}, minItems=1)}),
+            shape({"grammar": STRING}),
+        ]
+    },
     "return_token_ids": BOOLEAN,
 }
 """What both generating POSTs read."""
 
+_NOT_OF_RESPONSES = {
+    *("max_tokens", "n", "best_of", "stream_options", "return_token_ids"),
+    *("response_format", "structured_outputs"),
+}
 _ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
 _FUNCTION: Json = shape(
     {"name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}},
@@ -149,8 +163,8 @@ REQUESTS: Json = {
     "ResponseRequest": shape(
         {"input": {"anyOf": [_PROMPT, items(ref("InputItem"), minItems=1)]}},
         {
-            **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
-            **{name: _SAMPLING[name] for name in ("min_p", "seed", "stop", "stream")},
+            **{n: schema for n, schema in _SAMPLING.items() if n not in _NOT_OF_RESPONSES},
+            "chat_template_kwargs": OBJECT,
             "instructions": STRING,
             "max_output_tokens": whole(1),
             "text": shape({}, {"format": ref("TextFormat")}),

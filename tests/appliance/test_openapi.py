@@ -15,10 +15,13 @@ from schemathesis import checks
 
 from appliance.access import AccessPolicy
 from appliance.api import build_app
+from appliance.fields import Fields
 from appliance.keys import new_key, read_keys
 from appliance.listeners import bind_tcp
 from appliance.log_reader import read_events, read_rows, read_usage
+from appliance.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
 from appliance.openapi import OPERATIONS, document
+from appliance.responses import NEUTRAL, response_ask
 from appliance.server import ApiServer
 from engine.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
@@ -149,6 +152,36 @@ async def test_a_key_is_needed_where_it_is_asked_for():
     assert over_tcp["paths"]["/health"]["get"]["security"] == []
     on_the_socket = (await client_of(appliance, ALICE).get("/openapi.json")).json()
     assert on_the_socket["security"] == []
+
+
+class Recording(Fields):
+    """Fields that know which of them were asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.names = set()
+
+    def get(self, name):
+        self.names.add(name)
+        return super().get(name)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "component"),
+    [
+        (lambda f, m: completion_ask(f, m, 8), {"prompt": "a"}, "CompletionRequest"),
+        (chat_ask, {"messages": [{"role": "user", "content": "a"}]}, "ChatRequest"),
+        (response_ask, {"input": "a"}, "ResponseRequest"),
+    ],
+)
+def test_every_field_that_is_read_is_described_and_no_other(read, body, component):
+    fields = Recording(body)
+    read(fields, FakeAppliance(Tokenizer(byte_level())).model)
+    older = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
+    refused = CHAT_NEUTRAL.keys() | COMPLETION_NEUTRAL.keys() | NEUTRAL.keys() | older
+    described = document("1", needs_key=False)["components"]["schemas"][component]["properties"]
+    unknown = {"store"}  # asks for nothing that is noticed
+    assert fields.names - refused == set(described) - refused - unknown
 
 
 # Requests and replies
