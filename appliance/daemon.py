@@ -20,15 +20,15 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
-from appliance.access import AccessPolicy
-from appliance.api import build_app
+from appliance.api.routes import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, prepare_directories, take_over
-from appliance.listeners import Closer, bind_socket, bind_tcp
-from appliance.log_retention import Limits
+from appliance.http.access import AccessPolicy
+from appliance.http.listeners import Closer, bind_socket, bind_tcp
+from appliance.http.server import ApiServer
+from appliance.log.request_log import RequestLog
+from appliance.log.retention import Limits
 from appliance.notify import notify
-from appliance.request_log import RequestLog
-from appliance.server import ApiServer
 from appliance.service import Service
 from appliance.supervisor import Supervisor
 from appliance.telemetry import cpu_names

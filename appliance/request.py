@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from appliance.log_query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 

@@ -18,11 +18,11 @@ import msgspec
 
 from appliance.boot import Plan
 from appliance.frames import Frames, Standing
-from appliance.log_query import EventQuery, RowQuery, UsageQuery
-from appliance.log_row import LogRow, frame_of_row
+from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.request_log import RequestLog
+from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
 from appliance.request import ModelInfo, Request, TokensEmitted
-from appliance.request_log import RequestLog
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable

@@ -18,7 +18,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appliance.replies import error_object
 from appliance.request import Appliance
 from engine.errors import RequestError
 
@@ -35,6 +34,19 @@ async def read_body(http: Request) -> bytes:
         RequestError: 413 `body_too_large`, from the gate, as soon as it is known.
     """
     return await http.body()
+
+
+def error_object(error: RequestError) -> dict[str, object]:
+    """OpenAI's error object; `code` is a string or null."""
+    message = f"{error.what}; {error.hint}" if error.hint else error.what
+    return {
+        "error": {
+            "message": message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
 
 
 def json_response(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from appliance.log_query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
 from engine.errors import QueueFull, Unavailable
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob

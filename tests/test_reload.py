@@ -7,7 +7,7 @@ import socket
 
 import httpx
 
-from appliance.keys import new_key
+from appliance.http.keys import new_key
 
 
 def start(start_daemon, tiny_llama, tmp_path, text, **env):

@@ -7,7 +7,7 @@ import re
 import openai
 import pytest
 
-from appliance.keys import new_key
+from appliance.http.keys import new_key
 
 
 def make_keys(folder, **role_by_name):

@@ -62,8 +62,8 @@ def serve(
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from appliance.access import AccessPolicy
     from appliance.boot import check_plan
+    from appliance.http.access import AccessPolicy
 
     AccessPolicy.from_config(settings)
     terminal.write(f"{check_plan(settings)}\n")
@@ -130,7 +130,7 @@ def new_key(
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key: its line for the file on stdout, the key itself on stderr, once."""
-    from appliance import keys as key_file
+    from appliance.http import keys as key_file
 
     key, line = key_file.new_key(name, role)
     terminal.write(line + "\n")

@@ -20,7 +20,7 @@ from appliance.cli.tables import Format
 from appliance.cli.terminal import AsJson, Output
 from appliance.cli.text import printable
 
-# appliance.log_store costs 70 ms, so it comes with the verbs.
+# appliance.log.store costs 70 ms, so it comes with the verbs.
 
 _DAYS_BY_UNIT = {"d": 1, "w": 7, "m": 30, "y": 365}
 
@@ -38,7 +38,7 @@ def stats(
     state_dir: StateDir = None, output: Output = Format.TABLE, as_json: AsJson = False
 ) -> None:
     """Show the file's sizes, its rows and the time that it covers."""
-    from appliance import log_store
+    from appliance.log import store as log_store
 
     content = log_store.stats(_path(state_dir))
     content["migration"] = content.pop("schema")  # a document's own `schema` is its form
@@ -52,7 +52,7 @@ def export(
     state_dir: StateDir = None,
 ) -> None:
     """Write a complete, compact copy that any SQLite tool can open."""
-    from appliance import log_store
+    from appliance.log import store as log_store
 
     log_store.export(_path(state_dir), file)
     terminal.write(f"exported to {printable(file)}\n")
@@ -68,7 +68,7 @@ def prune(
     """Forget old requests and events; give the space back."""
     if older_than is None and max_size is None:
         raise typer.BadParameter("say what to forget: --older-than, --max-size")
-    from appliance import log_store
+    from appliance.log import store as log_store
 
     pruned = log_store.prune(
         _path(state_dir),

@@ -112,8 +112,8 @@ def request_from_file(
     path = _log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.log_reader import read_row
-    from appliance.log_row import frame_of_row
+    from appliance.log.reader import read_row
+    from appliance.log.row import frame_of_row
 
     row = read_row(path, request_id)
     if row is None:
@@ -183,7 +183,8 @@ def _log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -
 
 
 def _read_file(verb: str, path: Path, query: dict[str, str]) -> Rows:
-    from appliance import log_query, log_reader  # 70 ms that only a missing daemon costs
+    from appliance.log import query as log_query  # 70 ms that only a missing daemon costs
+    from appliance.log import reader as log_reader
 
     readers: dict[str, Callable[[], Rows]] = {
         "log": lambda: log_reader.read_rows(path, log_query.row_query(query)),

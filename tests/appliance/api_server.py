@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import openai
 
-from appliance.api import build_app
-from appliance.listeners import bind_socket
-from appliance.server import ApiServer
+from appliance.api.routes import build_app
+from appliance.http.listeners import bind_socket
+from appliance.http.server import ApiServer
 from tests.fakes import FakeAppliance, until
 
 

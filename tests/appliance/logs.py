@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from appliance.log_retention import Limits
-from appliance.log_row import LogRow
+from appliance.log.request_log import RequestLog
+from appliance.log.retention import Limits
+from appliance.log.row import LogRow
 from appliance.request import Peer, Request
-from appliance.request_log import RequestLog
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
 
 US = 1_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 from starlette.types import ASGIApp
 
-from appliance.api import build_app
+from appliance.api.routes import build_app
 from appliance.request import Peer, Role
 from tests.fakes import FakeAppliance
 

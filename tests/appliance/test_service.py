@@ -7,8 +7,8 @@ import pytest
 
 from appliance.boot import make_plan
 from appliance.config import ServeConfig
+from appliance.log.request_log import RequestLog
 from appliance.request import Peer, Request
-from appliance.request_log import RequestLog
 from appliance.service import Service
 from engine.blocks import Ledger
 from engine.errors import QueueFull, RequestError, Unavailable

@@ -1,0 +1,1 @@
+"""What clients say and read: routes, fields, replies."""

@@ -1,0 +1,189 @@
+"""From a validated ask to a request that can be submitted: everything that may still refuse it.
+
+Owns: rendering, tokenizing and the grammar, and what the request's sequences are.
+Called by: generation and the responses endpoint.
+Invariant: what takes time is done in a thread, so that the loop does not stand still for it.
+Never: touches the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from appliance.api.ask import Ask
+from appliance.api.authority import require
+from appliance.api.constraints import Constraint
+from appliance.api.stream import Echo
+from appliance.api.tool_format import ToolFormat, tool_format_of
+from appliance.api.tools import Tools
+from appliance.fields import Fields, invalid_value, unsupported
+from appliance.protocol import utc_now
+from appliance.request import ModelInfo, Request, Role
+from appliance.wire import appliance_of, client_request_id, read_body
+from engine.detokenizer import Detokenizer
+from engine.errors import RequestError
+from engine.sequence import Sequence, Stamps
+from engine.tokenizer import Tokenizer
+
+MAX_INLINE_CHARS = 4096
+"""Longer texts are tokenized in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An ask that the router may take."""
+
+    ask: Ask
+    request: Request
+    echoes: list[Echo]
+    """One for each prompt, if the ask wants them repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    text: str | None
+    """The prompts' text, None where they came as ids."""
+    prompts: list[list[int]]
+    echoes: list[Echo]
+    grammar: str | None
+
+
+async def receive(http: HttpRequest, prefix: str) -> Fields:
+    """Note the time, name the request, and read its body, if its peer may generate and we can.
+
+    Raises:
+        Forbidden: a viewer's.
+        Unavailable: while loading or draining.
+    """
+    http.scope["state"] |= {
+        "request_id": f"{prefix}-{secrets.token_hex(12)}",
+        "arrived_ns": time.monotonic_ns(),
+        "received_at": utc_now(),
+    }
+    require(http, Role.USER)
+    body = await read_body(http)
+    appliance_of(http).check_available()
+    return Fields.of_body(body)
+
+
+async def accept(http: HttpRequest, ask: Ask) -> Accepted:
+    """Make the ask of a request that was received into sequences.
+
+    Raises:
+        RequestError: it cannot be served, whatever there is room for.
+    """
+    appliance, state = appliance_of(http), http.scope["state"]
+    model = appliance.model
+    num_sequences = max(len(ask.prompts), 1) * ask.num_choices
+    if num_sequences > appliance.max_queued:
+        raise invalid_value(
+            "n", f"asks for {num_sequences} choices in all; the queue holds {appliance.max_queued}"
+        )
+    is_quick = not ask.is_chat and not ask.constraint
+    if is_quick and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS:
+        prepared = _prepare(ask, appliance.tokenizer, model)
+    else:
+        prepared = await asyncio.to_thread(_prepare, ask, appliance.tokenizer, model)
+    peer = require(http, Role.USER)
+    tokenized_ns = time.monotonic_ns()
+    sequences = [
+        Sequence(
+            seq_id=appliance.next_seq_id(),
+            request_id=state["request_id"],
+            index=index * ask.num_choices + choice,
+            prompt_token_ids=token_ids,
+            sampling=ask.sampling(
+                len(token_ids), model.max_model_len, choice=choice, grammar=prepared.grammar
+            ),
+            stamps=Stamps(arrived_ns=state["arrived_ns"], tokenized_ns=tokenized_ns),
+            owner=peer.name,
+        )
+        for index, token_ids in enumerate(prepared.prompts)
+        for choice in range(ask.num_choices)
+    ]
+    request = Request(
+        request_id=state["request_id"],
+        endpoint=http.url.path,
+        model=model.model_id,
+        peer=peer,
+        is_stream=ask.is_stream,
+        received_at=state["received_at"],
+        sequences=sequences,
+        prompt_text=prepared.text,
+        client_request_id=client_request_id(http),
+    )
+    return Accepted(ask, request, prepared.echoes)
+
+
+def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
+    """The part that may take time: templates, tokenizing, compiling a grammar."""
+    tool_format = _tool_format(ask.tools, tokenizer) if ask.tools else None
+    prompts = [ask.chat.render(tokenizer)] if ask.chat else ask.prompts
+    for prompt in prompts:
+        ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
+    ids = [
+        tokenizer.encode(prompt, not ask.is_chat) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    _check_vocabulary(ids, model.vocab_size)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
+    grammar = _grammar(ask, tool_format, tokenizer, model)
+    return _Prepared("\n".join(texts) or None, ids, echoes, grammar)
+
+
+def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
+    tool_format = tool_format_of(tokenizer)
+    if tool_format is None:
+        raise unsupported("tools", "is not supported by this model's chat template")
+    return tool_format
+
+
+def _grammar(
+    ask: Ask, tool_format: ToolFormat | None, tokenizer: Tokenizer, model: ModelInfo
+) -> str | None:
+    """What the output must match, compiled once to see that it can be."""
+    constraint = ask.constraint
+    if ask.tools and tool_format:
+        if not model.eos_token_ids and not ask.tools.is_required:
+            return None  # free text, in which calls are found if they come
+        grammar = ask.tools.grammar(tool_format, tokenizer)
+        constraint = Constraint(grammar, "tools") if grammar else None
+    if constraint is None:
+        return None
+    if not model.eos_token_ids:
+        raise unsupported(
+            constraint.param, "is not supported by this model: it has no end-of-text id"
+        )
+    constraint.check()
+    return constraint.grammar
+
+
+def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> Echo:
+    """A text comes back as it was; token ids as what they say."""
+    if isinstance(prompt, str):
+        starts = [start for start, _end in tokenizer.spans(prompt)] if ask.wants_tokens else []
+        return Echo(prompt, starts)
+    detokenizer = Detokenizer(tokenizer)
+    text, offsets = "", []
+    for token_id in prompt:
+        offsets.append(len(text))
+        text += detokenizer.push(token_id)
+    return Echo(text + detokenizer.flush(), offsets)
+
+
+def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:
+    """Refuse what the tokenizer knows and the model does not: an id without an embedding."""
+    for token_ids in prompts:
+        if max(token_ids, default=0) >= vocab_size:
+            raise RequestError(
+                f"the prompt has token {max(token_ids)}, the model has {vocab_size} tokens",
+                code="invalid_value",
+                param="prompt",
+                hint="the tokenizer does not fit the model",
+            )

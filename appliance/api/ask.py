@@ -1,0 +1,151 @@
+"""What a client asks, validated: the same for completions, chats and responses.
+
+Owns: how an ask becomes sampling parameters, once its prompt is token ids.
+Called by: openai (creates), admission, stream, replies.
+Invariant: an Ask asks for nothing that this daemon does not do.
+Never: knows fields' names beyond those that its own refusals name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from appliance.api.constraints import Constraint
+from appliance.api.messages import Message
+from appliance.api.tools import Tools
+from appliance.fields import invalid_value
+from engine.errors import RequestError
+from engine.sequence import SamplingParams
+from engine.tokenizer import Tokenizer
+
+COMPLETION_MAX_TOKENS = 16
+CHAT_MAX_TOKENS = 2048
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, and how its template is to be rendered."""
+
+    messages: list[Message]
+    tools: Tools | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        """The prompt; a template may be slow, so call it in a thread.
+
+        Raises:
+            RequestError: there is no template, or it refuses.
+        """
+        return tokenizer.render_chat(
+            self.messages,
+            tools=self.tools.definitions if self.tools else None,
+            variables=self.variables,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A validated body. Lengths are checked later, when the prompts are token ids."""
+
+    chat: Chat | None
+    """None: a completion of prompts."""
+    prompts: list[str | list[int]]
+    """Of completions; empty for a chat."""
+    num_choices: int
+    """Answers to each prompt."""
+    max_tokens: int | None
+    """0 only with `is_echo`: the prompt is read and nothing written."""
+    seed: int | None
+    base: SamplingParams
+    """Complete but for max_tokens, seed and grammar."""
+    stop: tuple[str, ...]
+    constraint: Constraint | None
+    is_echo: bool
+    is_stream: bool
+    include_usage: bool
+    has_running_usage: bool
+    """Every chunk of a stream tells the usage so far."""
+    return_token_ids: bool
+    ignored: tuple[str, ...]
+    """Names of the fields that have no effect."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True if there are messages instead of prompts."""
+        return self.chat is not None
+
+    @property
+    def tools(self) -> Tools | None:
+        """The functions that may be called."""
+        return self.chat.tools if self.chat else None
+
+    @property
+    def is_continuation(self) -> bool:
+        """True if the text goes on where the prompt ends, instead of beginning a message."""
+        return self.chat is None or self.chat.continue_final_message
+
+    @property
+    def wants_tokens(self) -> bool:
+        """True if each token is to be reported, also one whose text comes later or never."""
+        return self.base.logprobs is not None or self.return_token_ids
+
+    def check_length(
+        self, prompt: str | list[int], max_token_chars: int, max_model_len: int
+    ) -> None:
+        """Refuse what cannot fit, before it costs the time to tokenize it.
+
+        Raises:
+            RequestError: `context_length_exceeded`.
+        """
+        per_token = max_token_chars if isinstance(prompt, str) else 1
+        if len(prompt) > max_model_len * per_token:
+            raise self._too_long(max_model_len, f"at least {len(prompt) // per_token}")
+
+    def sampling(
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        *,
+        choice: int = 0,
+        grammar: str | None = None,
+    ) -> SamplingParams:
+        """Sampling for one choice; max_tokens fitted to what the prompt's length leaves.
+
+        Raises:
+            RequestError: `context_length_exceeded`, or a prompt without tokens.
+        """
+        if not num_prompt_tokens:
+            raise invalid_value(self._prompt_param, "has no tokens")
+        room = max_model_len - num_prompt_tokens
+        if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
+            raise self._too_long(max_model_len, str(num_prompt_tokens))
+        default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
+        max_tokens = min(room, default) if self.max_tokens is None else max(self.max_tokens, 1)
+        if self.base.min_tokens > max_tokens:
+            raise invalid_value("min_tokens", f"is more than max_tokens, which is {max_tokens}")
+        seed = secrets.randbits(63) if self.seed is None else self.seed + choice
+        return msgspec.structs.replace(
+            self.base, max_tokens=max_tokens, seed=seed & MAX_SEED, grammar=grammar
+        )
+
+    @property
+    def _prompt_param(self) -> str:
+        return "messages" if self.is_chat else "prompt"
+
+    def _too_long(self, max_model_len: int, prompt_tokens: str) -> RequestError:
+        output_tokens = "at least 1" if self.max_tokens is None else str(self.max_tokens)
+        return RequestError(
+            f"the model's context is {max_model_len} tokens; this request needs more: "
+            f"{prompt_tokens} for the prompt and {output_tokens} for the completion",
+            code="context_length_exceeded",
+            param=self._prompt_param,
+        )

@@ -1,0 +1,119 @@
+"""What is under way, over HTTP: requests, frames, cancelling, draining.
+
+Owns: /v1/requests and the routes of /v1/penstock that speak of the present.
+Called by: api, which joins the routes to its own.
+Invariant: whoever reads the appliance may read all of this; what changes something asks authority.
+Never: decides about requests; it asks the Appliance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from appliance.api.authority import peer_of, request_not_found, require, require_owner
+from appliance.request import Appliance, Role
+from appliance.wire import appliance_of, json_response
+
+
+def control_routes() -> list[Route]:
+    """What the console and the CLI use."""
+    return [
+        Route("/v1/requests", requests),
+        Route("/v1/requests/{id}", request),
+        Route("/v1/requests/{id}", cancel, methods=["DELETE"]),
+        Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
+        Route("/v1/penstock/state", state),
+        Route("/v1/penstock/stream", stream),
+        Route("/v1/penstock/whoami", whoami),
+        Route("/v1/penstock/drain", drain, methods=["POST"]),
+        Route("/v1/penstock/resume", resume, methods=["POST"]),
+    ]
+
+
+async def requests(http: Request) -> Response:
+    """Live requests, then the last finished ones."""
+    return json_response({"object": "list", "data": appliance_of(http).request_frames()})
+
+
+async def request(http: Request) -> Response:
+    """One request by its id."""
+    request_id = http.path_params["id"]
+    frame = appliance_of(http).request_frame(request_id)
+    if frame is None:
+        frame = await asyncio.to_thread(appliance_of(http).logged_frame, request_id)
+    if frame is None:
+        raise request_not_found(request_id)
+    return json_response(frame)
+
+
+async def cancel(http: Request) -> Response:
+    """End a live request; its own client reads finish reason `abort`."""
+    request_id = http.path_params["id"]
+    peer = require_owner(http, request_id)
+    if not appliance_of(http).cancel(request_id, peer.name):
+        raise request_not_found(request_id)
+    return json_response({"id": request_id, "status": "cancelled"})
+
+
+async def state(http: Request) -> Response:
+    """Everything as it is now."""
+    return Response(appliance_of(http).frame_json(), media_type="application/json")
+
+
+async def stream(http: Request) -> Response:
+    """Frames, the newest at once and each new one when it is made, until either side leaves."""
+    wants_events = "text/event-stream" in http.headers.get("accept", "")
+    prefix, suffix = (b"data: ", b"\n\n") if wants_events else (b"", b"\n")
+    media_type = "text/event-stream" if wants_events else "application/x-ndjson"
+    appliance, stopping = appliance_of(http), http.app.state.stopping
+
+    async def lines() -> AsyncIterator[bytes]:
+        if http.method == "HEAD":
+            return
+        async for frame_json in _frames(appliance, stopping):
+            yield prefix + frame_json + suffix
+
+    return StreamingResponse(lines(), media_type=media_type, headers={"cache-control": "no-store"})
+
+
+async def _frames(appliance: Appliance, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    """Frames until `stopping` is set."""
+    seq = -1
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        while True:
+            newer = asyncio.create_task(appliance.next_frame_json(seq))
+            try:
+                await asyncio.wait({newer, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done():
+                    return
+                seq, frame_json = newer.result()
+            finally:
+                newer.cancel()
+            yield frame_json
+    finally:
+        stopped.cancel()
+
+
+async def whoami(http: Request) -> Response:
+    """Who the appliance takes its client for."""
+    peer = peer_of(http)
+    known = {"name": peer.name, "role": peer.role.name.lower(), "uid": peer.uid, "key": peer.key}
+    return json_response(known)
+
+
+async def drain(http: Request) -> Response:
+    """Take no new work; what is accepted goes on."""
+    appliance_of(http).drain(require(http, Role.OPERATOR).name)
+    return json_response({"status": "draining"})
+
+
+async def resume(http: Request) -> Response:
+    """Take work again."""
+    appliance_of(http).resume(require(http, Role.OPERATOR).name)
+    return json_response({"status": "resumed"})

@@ -1,0 +1,198 @@
+"""A reply that generates, and the two POSTs of OpenAI: from a body to a request's one end.
+
+Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
+Called by: api, which routes to `complete` and `chat`; other endpoints bring a shape of their own.
+Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
+Never: keeps a client waiting for its headers once a stream is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from appliance.api.admission import Accepted, accept, receive
+from appliance.api.ask import Ask
+from appliance.api.openai import chat_ask, completion_ask
+from appliance.api.replies import ReplyShape, fingerprint
+from appliance.api.stream import Delta, Reply
+from appliance.wire import appliance_of, error_response, json_response, reply_headers
+from engine.errors import RequestError, Unavailable
+from engine.sequence import FinishReason
+
+KEEP_ALIVE_S = 10.0
+CLIENT_CLOSED_REQUEST = 499
+MAX_IGNORED = 20
+"""Names in the header that tells which fields had no effect."""
+
+_log = logging.getLogger(__name__)
+
+
+class Shape(Protocol):
+    """How a reply looks to its client, whole or as server-sent events."""
+
+    def whole(self, deltas: Iterable[Delta]) -> dict[str, object]:
+        """The reply in one piece; one delta per sequence."""
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before anything is generated."""
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta; may be nothing."""
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with instead if it fails."""
+
+
+async def complete(http: HttpRequest) -> Generation:
+    """POST /v1/completions."""
+    fields, appliance = await receive(http, "cmpl"), appliance_of(http)
+    return await _generation(http, completion_ask(fields, appliance.model, appliance.max_queued))
+
+
+async def chat(http: HttpRequest) -> Generation:
+    """POST /v1/chat/completions."""
+    fields = await receive(http, "chatcmpl")
+    return await _generation(http, chat_ask(fields, appliance_of(http).model))
+
+
+async def _generation(http: HttpRequest, ask: Ask) -> Generation:
+    appliance, accepted = appliance_of(http), await accept(http, ask)
+    shape = ReplyShape(
+        ask=ask,
+        request=accepted.request,
+        tokenizer=appliance.tokenizer,
+        created=int(time.time()),
+        fingerprint=fingerprint(appliance.model),
+    )
+    return Generation(http, accepted, shape)
+
+
+class Generation:
+    """A reply that generates; starlette calls it as it calls any response.
+
+    Args:
+        http: what it answers.
+        accepted: what is to be submitted.
+        shape: how the reply looks.
+    """
+
+    def __init__(self, http: HttpRequest, accepted: Accepted, shape: Shape) -> None:
+        self._http = http
+        self._appliance = appliance_of(http)
+        self._ask = accepted.ask
+        self._request = accepted.request
+        self._reply = Reply(self._appliance, accepted.request, accepted.ask, accepted.echoes)
+        self._shape = shape
+        self._has_hung_up = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit, reply, close."""
+        request, appliance = self._request, self._appliance
+        appliance.submit(request)
+        status = 500
+        hang_up = asyncio.create_task(self._watch(receive))
+        try:
+            respond = self._stream if request.is_stream else self._respond
+            status = await respond(scope, receive, send)
+        except asyncio.CancelledError:
+            status = 503
+            raise
+        finally:
+            hang_up.cancel()
+            if not request.is_finished:
+                appliance.cancel(request.request_id, "drain" if status == 503 else "api")
+            appliance.close(request, CLIENT_CLOSED_REQUEST if self._has_hung_up else status)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancel when the client is gone; the reply then ends by itself."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_hung_up = True
+        if not self._request.is_finished:
+            self._appliance.cancel(self._request.request_id, "client")
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """One JSON object when everything is there."""
+        whole = {sequence.seq_id: Delta(sequence) for sequence in self._request.sequences}
+        async for deltas in self._reply.deltas():
+            for delta in deltas:
+                whole[delta.sequence.seq_id].add(delta)
+        failure = self._failure(list(whole.values()))
+        if failure is None:
+            response = json_response(self._shape.whole(whole.values()), headers=self._headers())
+        else:
+            response = error_response(self._http, failure)
+            # Tokens were spent on it: a client that repeats it by itself doubles the load.
+            response.headers["x-should-retry"] = "false"
+        await response(scope, receive, send)
+        return response.status_code
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Server-sent events: headers at once, then one write for whatever is ready."""
+        headers = self._headers() | {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        try:
+            async for piece in self._pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except Exception:  # noqa: BLE001 - the border of one reply
+            # The status is out already: an event is the only way left to say it.
+            _log.exception("request %s failed", self._request.request_id)
+            last = self._shape.failure(_internal("internal error"))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return 200
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """One write for whatever is ready."""
+        if opening := self._shape.opening():
+            yield opening
+        async for deltas in self._reply.deltas(KEEP_ALIVE_S):
+            failure = self._failure(deltas)
+            if failure is not None:
+                yield self._shape.failure(failure)
+                return
+            piece = b"".join(map(self._shape.events, deltas)) if deltas else self._keep_alive()
+            if piece:
+                yield piece
+        yield self._shape.closing()
+
+    def _keep_alive(self) -> bytes:
+        """A comment, which clients skip; of a request that waits it tells the place."""
+        place = self._appliance.queue_place(self._request)
+        return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
+
+    def _headers(self) -> dict[str, str]:
+        headers = reply_headers(self._http)
+        if names := self._ask.ignored[:MAX_IGNORED]:
+            clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names]
+            headers["x-penstock-ignored"] = ", ".join(filter(None, clean))
+        return headers
+
+    def _failure(self, deltas: list[Delta]) -> RequestError | None:
+        """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
+        reasons = {delta.finish_reason for delta in deltas}
+        if FinishReason.ERROR in reasons:
+            failed = [d.sequence.error for d in deltas if d.finish_reason is FinishReason.ERROR]
+            return _internal(failed[0] or "generation failed")
+        if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":
+            return Unavailable("the appliance is stopping", code="draining")
+        return None
+
+
+def _internal(what: str) -> RequestError:
+    return RequestError(what, code="internal", status=500, kind="server_error")

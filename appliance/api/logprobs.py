@@ -1,0 +1,81 @@
+"""Log-probabilities in OpenAI's two shapes: columns for completions, entries for chats.
+
+Owns: how tokens are spelled in replies. Called by: replies.
+Invariant: every token has a spelling, also one that is only part of a character.
+Never: changes a log-probability, but that JSON has no infinity.
+"""
+
+from __future__ import annotations
+
+from appliance.api.stream import Delta
+from engine.sequence import TokenLogprob
+from engine.tokenizer import Tokenizer
+
+Json = dict[str, object]
+
+
+def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
+    """Columns, alternatives by their text; an echoed prompt's tokens come first."""
+    token_ids, offsets = delta.token_ids, delta.text_offsets
+    entries: list[TokenLogprob | None] = [*delta.logprobs]
+    if delta.echo:
+        token_ids = delta.sequence.prompt_token_ids + token_ids
+        offsets = delta.echo.offsets + offsets
+        entries = [None, *delta.sequence.prompt_logprobs, *entries]  # nothing precedes the first
+    pairs = list(zip(token_ids, entries, strict=True))
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
+        "tokens": [token_key(tokenizer, token_id) for token_id in token_ids],
+        "top_logprobs": [entry and _top(tokenizer, token_id, entry) for token_id, entry in pairs],
+    }
+
+
+def _top(tokenizer: Tokenizer, token_id: int, entry: TokenLogprob) -> Json:
+    """The likeliest tokens, and the one that came."""
+    alternatives = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return {
+        token_key(tokenizer, other): finite(logprob)
+        for other, logprob in [*alternatives, (token_id, entry.logprob)]
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
+    """One entry for each token of the output."""
+    pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+    return {
+        "content": [_entry(tokenizer, token_id, entry) for token_id, entry in pairs],
+        "refusal": None,
+    }
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, entry: TokenLogprob) -> Json:
+    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return _token(tokenizer, token_id, entry.logprob) | {
+        "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in top]
+    }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": finite(logprob),
+        "bytes": None if raw is None else list(raw),
+    }
+
+
+def token_key(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text, or its bytes spelled out where it is only part of a character."""
+    raw = tokenizer.token_bytes(token_id)
+    if raw is None:
+        return f"token_id:{token_id}"
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,316 @@
+"""What clients ask, in OpenAI's words: the fields of completions and chats.
+
+Owns: which fields there are, their types, ranges, defaults, and what is refused by name.
+Called by: generation and the api, before anything is tokenized.
+Invariant: any object at all gives an Ask or a RequestError that names the field.
+Never: tokenizes, or keeps state. Fields that nobody knows are ignored, and told; fields that are
+known and not supported are refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.api.ask import MAX_SEED, Ask, Chat
+from appliance.api.constraints import read_constraint
+from appliance.api.messages import read_messages
+from appliance.api.tools import read_tools
+from appliance.fields import Fields, integer, invalid_type, invalid_value, number, unsupported
+from appliance.request import ModelInfo
+from engine.errors import RequestError
+from engine.sequence import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 128
+MAX_BIASES = 300
+MAX_LOGPROBS = 20
+MAX_INTEGER = 2**63 - 1
+
+Neutral = dict[str, tuple[object, ...]]
+
+NEUTRAL: Neutral = {
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "priority": (0,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+"""Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
+
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+
+CHAT_NEUTRAL: Neutral = NEUTRAL | {
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "documents": ([],),
+    "chat_template": (),
+}
+
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
+    """Validate a body of /v1/completions.
+
+    Args:
+        fields: the body.
+        model: for the id, and the range of token ids.
+        max_prompts: more prompts than the queue holds could never be accepted.
+    """
+    refuse_unsupported(fields, COMPLETION_NEUTRAL)
+    is_echo = fields.boolean("echo")
+    num_logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    return _ask(
+        fields,
+        model,
+        num_logprobs,
+        num_prompt_logprobs=num_logprobs if is_echo else None,
+        chat=None,
+        prompts=_prompts(fields.required("prompt"), model, max_prompts),
+        max_tokens=fields.integer("max_tokens", 0 if is_echo else 1, MAX_INTEGER),
+        is_echo=is_echo,
+    )
+
+
+def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
+    """Validate a body of /v1/chat/completions, or one that was brought into its form."""
+    refuse_unsupported(fields, CHAT_NEUTRAL)
+    max_tokens = fields.integer("max_tokens", 1, MAX_INTEGER)
+    newer = fields.integer("max_completion_tokens", 1, MAX_INTEGER)
+    wants_logprobs = fields.boolean("logprobs")
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if top_logprobs and not wants_logprobs:
+        raise invalid_value("top_logprobs", "needs `logprobs` to be true")
+    ask = _ask(
+        fields,
+        model,
+        (top_logprobs or 0) if wants_logprobs else None,
+        chat=read_chat(fields),
+        prompts=[],
+        max_tokens=max_tokens if newer is None else newer,
+        is_echo=False,
+    )
+    if ask.constraint and ask.tools:
+        raise unsupported(ask.constraint.param, "is not supported together with `tools`")
+    return ask
+
+
+def read_chat(fields: Fields) -> Chat:
+    """The conversation, and how its template is to be rendered."""
+    messages = read_messages(fields.required("messages"))
+    continues = fields.boolean("continue_final_message")
+    begins = fields.boolean("add_generation_prompt", default=not continues)
+    if continues and begins:
+        raise invalid_value(
+            "continue_final_message", "cannot be together with `add_generation_prompt`"
+        )
+    variables = fields.get("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
+        raise invalid_type("chat_template_kwargs", "an object", variables)
+    for name in _OWN_VARIABLES:
+        if name in (variables or {}):
+            raise invalid_value(f"chat_template_kwargs.{name}", "has a field of its own")
+    return Chat(
+        messages=messages,
+        tools=read_tools(fields),
+        variables=variables or {},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+    )
+
+
+def _ask(
+    fields: Fields,
+    model: ModelInfo,
+    num_logprobs: int | None,
+    *,
+    num_prompt_logprobs: int | None = None,
+    **own: Any,
+) -> Ask:
+    """The fields that both endpoints have, checked, together with an endpoint's `own`."""
+    check_model(fields.get("model"), model)
+    is_stream = fields.boolean("stream")
+    include_usage, has_running_usage = _stream_options(fields, is_stream)
+    common: dict[str, Any] = {
+        "num_choices": _num_choices(fields),
+        "seed": fields.integer("seed", -MAX_SEED - 1, MAX_SEED),
+        "base": _base(fields, model.vocab_size, num_logprobs, num_prompt_logprobs),
+        "stop": _stops(fields.get("stop")),
+        "constraint": read_constraint(fields),
+        "is_stream": is_stream,
+        "include_usage": include_usage,
+        "has_running_usage": has_running_usage,
+        "return_token_ids": fields.boolean("return_token_ids"),
+    }
+    return Ask(**common, **own, ignored=fields.ignored)
+
+
+def _base(
+    fields: Fields, vocab_size: int, num_logprobs: int | None, num_prompt_logprobs: int | None
+) -> SamplingParams:
+    """The sampling parameters that are known before the prompt's length is."""
+    top_p = fields.number("top_p", 0, 1, default=1.0)
+    if top_p == 0:
+        raise invalid_value("top_p", "must be greater than 0")
+    repetition_penalty = fields.number("repetition_penalty", 0, 2, default=1.0)
+    if repetition_penalty == 0:
+        raise invalid_value("repetition_penalty", "must be greater than 0")
+    return SamplingParams(
+        max_tokens=1,
+        seed=0,
+        temperature=fields.number("temperature", 0, 2, default=1.0),
+        top_p=top_p,
+        top_k=max(fields.integer("top_k", -1, MAX_INTEGER) or 0, 0),
+        min_p=fields.number("min_p", 0, 1, default=0.0),
+        presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(fields.nested("logit_bias"), vocab_size),
+        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), vocab_size),
+        ignore_eos=fields.boolean("ignore_eos"),
+        min_tokens=fields.integer("min_tokens", 0, MAX_INTEGER) or 0,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def check_model(asked: object, model: ModelInfo) -> None:
+    """Refuse another model than the one that is served; no name is the served one's."""
+    """Refuse another model than the one that is served; no name is the served one's."""
+    if asked in (None, "", model.model_id):  # clients that must name one may leave it empty
+        return
+    if not isinstance(asked, str):
+        raise invalid_type("model", "a string", asked)
+    raise model_not_found(asked, model.model_id)
+
+
+def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
+    """Refuse fields that ask for something, unless it is one of their neutral values."""
+    for name, accepted in neutral.items():
+        value = fields.get(name)
+        if value is None or any(_is_same(value, one) for one in accepted):
+            continue
+        raise unsupported(name, "is not supported" + (" with this value" if accepted else ""))
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Equal, but true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _num_choices(fields: Fields) -> int:
+    num_choices = fields.integer("n", 1, MAX_CHOICES) or 1
+    best_of = fields.integer("best_of", 1, MAX_INTEGER)
+    if best_of not in (None, num_choices):
+        raise unsupported("best_of", "is not supported unless it equals `n`")
+    return num_choices
+
+
+def _stream_options(fields: Fields, is_stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each chunk has it."""
+    options = fields.nested("stream_options")
+    if options is None:
+        return False, False
+    if not is_stream:
+        raise invalid_value("stream_options", "is only allowed when `stream` is true")
+    include_usage = options.boolean("include_usage")
+    return include_usage, options.boolean("continuous_usage_stats") and include_usage
+
+
+def _logit_bias(biases: Fields | None, vocab_size: int) -> dict[int, float]:
+    """Token ids, which are strings in JSON, and what is added to their logits."""
+    if biases is None:
+        return {}
+    keys = biases.ignored
+    if len(keys) > MAX_BIASES:
+        raise invalid_value("logit_bias", f"has more than {MAX_BIASES} tokens")
+    for key in keys:
+        # isdecimal alone lets other scripts' digits through, and int() long ones
+        is_id = key.isascii() and key.isdecimal() and len(key) < 10
+        if not is_id or int(key) >= vocab_size:
+            raise invalid_value("logit_bias", f"must have token ids below {vocab_size} as keys")
+    return {int(key): number(biases.get(key), "logit_bias", -100, 100) for key in keys}
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise invalid_type("stop", "a string or a list of strings", value)
+    if len(stops) > MAX_STOPS:
+        raise invalid_value("stop", f"has more than {MAX_STOPS} strings")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise invalid_type("stop", "a string or a list of strings", stop)
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise invalid_value("stop", f"must be strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _stop_token_ids(value: object, vocab_size: int) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise invalid_type("stop_token_ids", "a list of token ids", value)
+    if len(value) > MAX_STOP_IDS:
+        raise invalid_value("stop_token_ids", f"has more than {MAX_STOP_IDS} ids")
+    return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in value)
+
+
+def _prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | list[int]]:
+    """One prompt or many, as text or token ids, told apart by the first element."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif not isinstance(value, list):
+        raise invalid_type("prompt", "a string, token ids, or a list of either", value)
+    elif value and isinstance(value[0], str | list):
+        prompts = value
+    else:
+        prompts = [value]
+    if len(prompts) > max_prompts:
+        raise invalid_value("prompt", f"has {len(prompts)} prompts; the queue holds {max_prompts}")
+    return [_prompt(prompt, model) for prompt in prompts]
+
+
+def _prompt(value: object, model: ModelInfo) -> str | list[int]:
+    if not isinstance(value, str | list):
+        raise invalid_type("prompt", "a string, token ids, or a list of either", value)
+    if not value:
+        raise invalid_value("prompt", "is empty")
+    if isinstance(value, list):
+        if len(value) > model.max_model_len:  # before each of them is looked at
+            raise RequestError(
+                f"the model's context is {model.max_model_len} tokens; the prompt has {len(value)}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        return [integer(token_id, "prompt", 0, model.vocab_size - 1) for token_id in value]
+    return value
+
+
+def model_not_found(asked: str, served: str) -> RequestError:
+    """Another model was asked for than the one that is served."""
+    return RequestError(
+        f"the model `{asked[:200]}` does not exist here; `{served}` does",
+        code="model_not_found",
+        param="model",
+        status=404,
+        kind="not_found_error",
+    )

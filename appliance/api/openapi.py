@@ -1,0 +1,244 @@
+"""The OpenAPI 3.1 document: what can be asked here, and what comes back.
+
+Owns: the table of operations. Called by: api.
+Invariant: it has every route that is served and no other; a test compares both.
+Never: handles a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.api.reply_schemas import replies
+from appliance.api.request_schemas import REQUESTS
+from appliance.api.schemas import (
+    COUNT,
+    STRING,
+    Json,
+    listing,
+    one_of,
+    ref,
+    shape,
+    whole,
+)
+from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
+from appliance.protocol import FRAME_VERSION
+
+EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
+
+_ANYWHERE = (400, 401, 403, 431, 500)
+"""What any request can be answered with."""
+_WITH_BODY = (413, 503)
+_GENERATING = (404, 413, 429, 503)
+_REASONS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or not valid.",
+    403: "The role is not enough, or the request is another's.",
+    404: "It is not there.",
+    409: "The appliance is stopping.",
+    413: "The body is too large.",
+    429: "The queue is full; the reply says when to come back.",
+    431: "The headers are too large.",
+    500: "Something failed here.",
+    503: "Not now; the reply says when to come back.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    name: str
+    """Its operationId."""
+    summary: str
+    reply: Json
+    body: Json | None = None
+    query: Json | None = None
+    """Schemas of query parameters, none of which is required."""
+    streams: tuple[str, ...] = ()
+    """Media types besides JSON, or instead of it where `reply` is empty."""
+    errors: tuple[int, ...] = ()
+    is_open: bool = False
+    """No key is needed."""
+
+
+_LOG_QUERY = {"since": STRING, "until": STRING, "limit": whole(1, MAX_ROWS), "after": COUNT}
+_STATUS = shape({"status": STRING})
+_CANCELLED = shape({"id": STRING, "status": {"const": "cancelled"}})
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): Operation(
+        "createCompletion",
+        "Continue prompts.",
+        ref("Completion"),
+        body=ref("CompletionRequest"),
+        streams=(EVENTS,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/v1/chat/completions"): Operation(
+        "createChatCompletion",
+        "Answer in a chat.",
+        ref("ChatCompletion"),
+        body=ref("ChatRequest"),
+        streams=(EVENTS,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "createResponse",
+        "Answer in a chat; nothing is kept.",
+        ref("Response"),
+        body=ref("ResponseRequest"),
+        streams=(EVENTS,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/tokenize"): Operation(
+        "tokenize",
+        "Turn a text, or the prompt that a chat becomes, into token ids.",
+        ref("Tokens"),
+        body=ref("TokenizeRequest"),
+        errors=(404, *_WITH_BODY),
+    ),
+    ("POST", "/detokenize"): Operation(
+        "detokenize",
+        "Turn token ids into text.",
+        ref("Text"),
+        body=ref("DetokenizeRequest"),
+        errors=(404, *_WITH_BODY),
+    ),
+    ("GET", "/v1/models"): Operation(
+        "listModels", "The one model that is served.", listing(ref("Model"))
+    ),
+    ("GET", "/v1/models/{id}"): Operation(
+        "getModel", "A model by its id, whose slashes may be encoded.", ref("Model"), errors=(404,)
+    ),
+    ("GET", "/health"): Operation(
+        "health", "Whether the daemon answers.", shape({"status": {"const": "ok"}}), is_open=True
+    ),
+    ("GET", "/ready"): Operation(
+        "ready",
+        "Whether new work would be accepted.",
+        shape({"status": {"const": "ready"}}),
+        errors=(503,),
+    ),
+    ("GET", "/version"): Operation(
+        "version",
+        "What is running.",
+        shape({"version": STRING, "frame_version": {"const": FRAME_VERSION}}),
+    ),
+    ("GET", "/openapi.json"): Operation(
+        "openapi", "This document.", shape({"openapi": STRING, "paths": {"type": "object"}})
+    ),
+    ("GET", "/v1/requests"): Operation(
+        "listRequests",
+        "Live requests, then the last finished ones.",
+        listing(ref("RequestFrame")),
+    ),
+    ("GET", "/v1/requests/{id}"): Operation(
+        "getRequest", "One request, live or from the log.", ref("RequestFrame"), errors=(404, 503)
+    ),
+    ("DELETE", "/v1/requests/{id}"): Operation(
+        "deleteRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
+    ),
+    ("POST", "/v1/requests/{id}/cancel"): Operation(
+        "cancelRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
+    ),
+    ("GET", "/v1/penstock/state"): Operation("state", "Everything as it is now.", ref("Frame")),
+    ("GET", "/v1/penstock/stream"): Operation(
+        "stream",
+        "A frame now, and each new one: as lines, or as events if those are accepted.",
+        {},
+        streams=(LINES, EVENTS),
+    ),
+    ("GET", "/v1/penstock/whoami"): Operation(
+        "whoami", "Who the appliance takes its client for.", ref("Peer")
+    ),
+    ("POST", "/v1/penstock/drain"): Operation("drain", "Take no new work; for operators.", _STATUS),
+    ("POST", "/v1/penstock/resume"): Operation(
+        "resume", "Take work again; for operators.", _STATUS, errors=(409,)
+    ),
+    ("GET", "/v1/penstock/log"): Operation(
+        "log",
+        "Finished requests, newest first; after a cursor, oldest first.",
+        listing(ref("LogRow")),
+        query={
+            **_LOG_QUERY,
+            "user": STRING,
+            "errors": one_of("false", "true", "0", "1"),
+            "slow": {"type": "string", "examples": ["ttft>500"]},
+        },
+        errors=(503,),
+    ),
+    ("GET", "/v1/penstock/events"): Operation(
+        "events",
+        "What operators should know, newest first; after a cursor, oldest first.",
+        listing(ref("LogEvent")),
+        query={**_LOG_QUERY, "severity": one_of(*SEVERITIES)},
+        errors=(503,),
+    ),
+    ("GET", "/v1/penstock/usage"): Operation(
+        "usage",
+        "Requests, errors, tokens and time by user, model or day.",
+        listing(ref("Usage")),
+        query={"by": one_of(*USAGE_BY), "since": STRING, "until": STRING},
+        errors=(503,),
+    ),
+}
+"""HEAD is as GET without its body, and OPTIONS tells the methods, everywhere."""
+
+
+def document(version: str, *, needs_key: bool) -> Json:
+    """The document.
+
+    Args:
+        version: of the server.
+        needs_key: as on TCP; on the Unix socket the kernel says who asks.
+    """
+    paths: dict[str, Json] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method.lower()] = _described(operation, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": REQUESTS | replies(),
+            "headers": {
+                "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}] if needs_key else [],
+    }
+
+
+def _described(operation: Operation, path: str) -> Json:
+    replies = {JSON: {"schema": operation.reply}} if operation.reply else {}
+    replies |= {media_type: {} for media_type in operation.streams}
+    described: Json = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {"200": _response("It is done.", replies)}
+        | {
+            str(status): _response(_REASONS[status], {JSON: {"schema": ref("Error")}})
+            for status in sorted({*_ANYWHERE, *operation.errors})
+        },
+    }
+    parameters = [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in (operation.query or {}).items()
+    ]
+    if "{id}" in path:
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": STRING})
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        content = {JSON: {"schema": operation.body}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.is_open:
+        described["security"] = []
+    return described
+
+
+def _response(description: str, content: Json) -> Json:
+    headers = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
+    return {"description": description, "headers": headers, "content": content}

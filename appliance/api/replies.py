@@ -1,0 +1,199 @@
+"""What clients read, in OpenAI's words: completions, chats, their chunks, and error objects.
+
+Owns: the shapes of replies. Called by: generation, wire, api, server.
+Invariant: a streamed reply's chunks add up to the whole reply.
+Never: waits, or knows HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from appliance.api.ask import Ask
+from appliance.api.logprobs import chat_logprobs, completion_logprobs
+from appliance.api.stream import Delta
+from appliance.api.tool_calls import CallDelta
+from appliance.request import ModelInfo, Request
+from appliance.wire import error_object
+from engine.errors import RequestError
+from engine.sequence import FinishReason, Sequence
+from engine.tokenizer import Tokenizer
+
+Json = dict[str, object]
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """The shape of one request's reply: whole, or as server-sent events."""
+
+    ask: Ask
+    request: Request
+    tokenizer: Tokenizer
+    created: int
+    """Unix seconds."""
+    fingerprint: str
+    _begun: set[int] = field(default_factory=set)
+    """Choices of which a stream has told something."""
+
+    def whole(self, deltas: Iterable[Delta]) -> Json:
+        """The reply in one piece; one delta per sequence."""
+        choices = []
+        for delta in deltas:
+            choice = self._choice(delta)
+            if self.ask.is_chat:
+                choice["message"] = _message(delta)
+            else:
+                choice["text"] = delta.text
+            if self.ask.return_token_ids:
+                choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
+            choices.append(choice)
+        return self._object("chat.completion", choices) | {"usage": self._usage()}
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before anything is generated."""
+        return b""
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta; nothing while its text is held back."""
+        has_news = delta.text or delta.calls or delta.finish_reason or self.ask.wants_tokens
+        if not has_news:
+            return b""
+        is_first = delta.sequence.index not in self._begun
+        self._begun.add(delta.sequence.index)
+        role = event(self._role_chunk(delta.sequence)) if is_first and self.ask.is_chat else b""
+        return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+        if not self.ask.include_usage:
+            return _DONE
+        return event(self._object("chat.completion.chunk", []) | {"usage": self._usage()}) + _DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with if it fails: its status is out already."""
+        return event(error_object(error)) + _DONE
+
+    def _delta_chunk(self, delta: Delta, is_first: bool) -> Json:
+        choice = self._choice(delta)
+        if self.ask.is_chat:
+            choice["delta"] = _chat_delta(delta)
+        else:
+            choice["text"] = delta.text
+        if self.ask.return_token_ids and is_first:
+            choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
+        return self._chunk(choice, delta.sequence, delta.num_tokens)
+
+    def _role_chunk(self, sequence: Sequence) -> Json:
+        """What a chat's stream begins with; it may have no content if there are calls."""
+        delta = {"role": "assistant", "content": None if self.ask.tools else ""}
+        choice: Json = {"index": sequence.index, "delta": delta, "finish_reason": None}
+        return self._chunk(choice | {"logprobs": None}, sequence, 0)
+
+    def _chunk(self, choice: Json, sequence: Sequence, num_tokens: int) -> Json:
+        chunk = self._object("chat.completion.chunk", [choice])
+        if self.ask.has_running_usage:
+            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens)}
+        # Asked for usage, clients find the key in every chunk, null until the last.
+        return chunk | {"usage": None} if self.ask.include_usage else chunk
+
+    def _object(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.request.request_id,
+            "object": kind if self.ask.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.request.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, delta: Delta) -> Json:
+        has_called = delta.has_called and delta.finish_reason is FinishReason.STOP
+        choice: Json = {
+            "index": delta.sequence.index,
+            "finish_reason": "tool_calls" if has_called else delta.finish_reason,
+            "logprobs": self._logprobs(delta),
+        }
+        if self.ask.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _logprobs(self, delta: Delta) -> Json | None:
+        if self.ask.base.logprobs is None or not (delta.token_ids or delta.echo):
+            return None
+        spell = chat_logprobs if self.ask.is_chat else completion_logprobs
+        return spell(self.tokenizer, delta)
+
+    def _usage(self) -> Json:
+        """Each prompt counts once, also where it has several choices."""
+        sequences = self.request.sequences
+        num_output = sum(sequence.num_output_tokens for sequence in sequences)
+        return usage(
+            sum(one.num_prompt_tokens for one in sequences[:: self.ask.num_choices]),
+            0 if self.ask.max_tokens == 0 else num_output,
+        )
+
+
+def _message(delta: Delta) -> Json:
+    message: Json = {
+        "role": "assistant",
+        "content": None if delta.calls and not delta.text else delta.text,
+        "refusal": None,
+    }
+    if delta.calls:
+        message["tool_calls"] = [_call(call) for call in delta.calls]
+    return message
+
+
+def _chat_delta(delta: Delta) -> Json:
+    said: Json = {}
+    if delta.text or (delta.token_ids and not delta.calls and not delta.has_called):
+        said["content"] = delta.text
+    if delta.calls:
+        said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+    return said
+
+
+def _call(call: CallDelta) -> Json:
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def usage(num_prompt_tokens: int, num_output_tokens: int) -> Json:
+    """Tokens used; what is not counted, such as cached tokens, is not there."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
+def event(content: object, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def fingerprint(model: ModelInfo) -> str:
+    """The same as long as the same model is served with the same limits."""
+    text = f"{model.model_id}\n{model.created}\n{model.max_model_len}\n{model.vocab_size}"
+    return "fp_" + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+
+def model_object(model: ModelInfo) -> Json:
+    """One entry of /v1/models."""
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "penstock",
+        "max_model_len": model.max_model_len,
+        "note": model.note,
+    }

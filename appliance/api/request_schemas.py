@@ -1,0 +1,235 @@
+"""JSON schemas of what can be asked, as data.
+
+Owns: the bodies of POSTs. Called by: reply_schemas, openapi.
+Invariant: a body that satisfies its schema is refused only for what a schema cannot say: another
+model's name, a prompt longer than the context, a grammar that cannot be compiled.
+Never: checks anything; what a field may be is decided where it is read.
+"""
+
+from __future__ import annotations
+
+from appliance.api.openai import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+)
+from appliance.api.schemas import (
+    BOOLEAN,
+    COUNT,
+    INT64_MAX,
+    OBJECT,
+    STRING,
+    Json,
+    items,
+    one_of,
+    ref,
+    shape,
+    whole,
+    within,
+)
+from appliance.api.tools import MAX_TOOLS
+
+_SAMPLING: Json = {
+    "model": STRING,
+    "max_tokens": whole(1),
+    "min_tokens": whole(0),
+    "n": whole(1, MAX_CHOICES),
+    "best_of": whole(1, MAX_CHOICES),
+    "temperature": within(0, 2),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": whole(-1),
+    "min_p": within(0, 1),
+    "seed": whole(-INT64_MAX - 1),
+    "presence_penalty": within(-2, 2),
+    "frequency_penalty": within(-2, 2),
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]+$"},
+        "additionalProperties": within(-100, 100),
+        "maxProperties": MAX_BIASES,
+    },
+    "stop": {
+        "anyOf": [
+            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+            items(
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, maxItems=MAX_STOPS
+            ),
+        ]
+    },
+    "stop_token_ids": items(COUNT, maxItems=MAX_STOP_IDS),
+    "ignore_eos": BOOLEAN,
+    "stream": BOOLEAN,
+    "stream_options": shape({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}),
+    "response_format": ref("ResponseFormat"),
+    "structured_outputs": {
+        "anyOf": [
+            shape({"json": {"anyOf": [OBJECT, STRING]}}),
+            shape({"json_object": {"const": True}}),
+            shape({"regex": STRING}),
+            shape({"choice": items({"type": "string", "minLength": 1}, minItems=1)}),
+            shape({"grammar": STRING}),
+        ]
+    },
+    "return_token_ids": BOOLEAN,
+}
+"""What both generating POSTs read."""
+
+_NOT_OF_RESPONSES = {
+    *("max_tokens", "n", "best_of", "stream_options", "return_token_ids"),
+    *("response_format", "structured_outputs"),
+}
+_ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
+_FUNCTION: Json = shape(
+    {"name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}},
+    {"description": STRING, "parameters": OBJECT, "strict": BOOLEAN},
+)
+TOOL_CALL: Json = shape(
+    {"function": shape({"name": {"type": "string", "minLength": 1}}, {"arguments": STRING})},
+    {"id": STRING, "type": {"const": "function"}},
+)
+_CHAT_INPUT: Json = {
+    "tools": items(
+        shape({"type": {"const": "function"}, "function": _FUNCTION}), maxItems=MAX_TOOLS
+    ),
+    "tool_choice": {
+        "anyOf": [
+            one_of("none", "auto", "required"),
+            shape({"type": {"const": "function"}, "function": shape({"name": STRING})}),
+        ]
+    },
+    "chat_template_kwargs": OBJECT,
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
+}
+_CONTENT: Json = {"anyOf": [STRING, items(shape({"type": {"const": "text"}, "text": STRING}))]}
+_INPUT_TEXT: Json = {
+    "anyOf": [
+        STRING,
+        items(shape({"type": one_of("input_text", "output_text", "text"), "text": STRING})),
+    ]
+}
+_TOKEN_IDS: Json = items(COUNT, minItems=1)
+_PROMPT: Json = {"type": "string", "minLength": 1}
+
+REQUESTS: Json = {
+    "CompletionRequest": shape(
+        {
+            "prompt": {
+                "anyOf": [
+                    _PROMPT,
+                    _TOKEN_IDS,
+                    items(_PROMPT, minItems=1),
+                    items(_TOKEN_IDS, minItems=1),
+                ]
+            }
+        },
+        {**_SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "echo": BOOLEAN},
+    ),
+    "ChatRequest": shape(
+        {"messages": items(ref("Message"), minItems=1)},
+        {
+            **_SAMPLING,
+            **_CHAT_INPUT,
+            "max_completion_tokens": whole(1),
+            "logprobs": BOOLEAN,
+            "top_logprobs": whole(0, MAX_LOGPROBS),
+            "parallel_tool_calls": BOOLEAN,
+        },
+    ),
+    "Message": {
+        "anyOf": [
+            shape({"role": _ROLE, "content": _CONTENT}, {"name": STRING, "tool_call_id": STRING}),
+            shape(
+                {"role": {"const": "assistant"}},
+                {"content": _CONTENT, "name": STRING, "tool_calls": items(TOOL_CALL)},
+            ),
+        ]
+    },
+    "ResponseFormat": {
+        "anyOf": [
+            shape({"type": one_of("text", "json_object")}),
+            shape(
+                {
+                    "type": {"const": "json_schema"},
+                    "json_schema": shape({"schema": OBJECT}, {"name": STRING, "strict": BOOLEAN}),
+                }
+            ),
+        ]
+    },
+    "ResponseRequest": shape(
+        {"input": {"anyOf": [_PROMPT, items(ref("InputItem"), minItems=1)]}},
+        {
+            **{n: schema for n, schema in _SAMPLING.items() if n not in _NOT_OF_RESPONSES},
+            "chat_template_kwargs": OBJECT,
+            "instructions": STRING,
+            "max_output_tokens": whole(1),
+            "text": shape({}, {"format": ref("TextFormat")}),
+            "tools": items(
+                {"allOf": [_FUNCTION, shape({"type": {"const": "function"}})]}, maxItems=MAX_TOOLS
+            ),
+            "tool_choice": {
+                "anyOf": [
+                    one_of("none", "auto", "required"),
+                    shape({"type": {"const": "function"}, "name": STRING}),
+                ]
+            },
+            "parallel_tool_calls": BOOLEAN,
+            "metadata": {"type": "object", "additionalProperties": STRING},
+            "store": BOOLEAN,
+        },
+    ),
+    "InputItem": {
+        "anyOf": [
+            shape(
+                {"role": _ROLE, "content": _INPUT_TEXT},
+                {"type": {"const": "message"}},
+            ),
+            shape(
+                {
+                    "type": {"const": "function_call"},
+                    "call_id": STRING,
+                    "name": {"type": "string", "minLength": 1},
+                    "arguments": STRING,
+                }
+            ),
+            shape(
+                {
+                    "type": {"const": "function_call_output"},
+                    "call_id": STRING,
+                    "output": _INPUT_TEXT,
+                }
+            ),
+        ]
+    },
+    "TextFormat": {
+        "anyOf": [
+            shape({"type": one_of("text", "json_object")}),
+            shape(
+                {"type": {"const": "json_schema"}, "schema": OBJECT},
+                {"name": STRING, "strict": BOOLEAN},
+            ),
+        ]
+    },
+    "TokenizeRequest": {
+        "anyOf": [
+            shape(
+                {"prompt": STRING},
+                {"model": STRING, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN},
+            ),
+            shape(
+                {"messages": items(ref("Message"), minItems=1)},
+                {
+                    **_CHAT_INPUT,
+                    "model": STRING,
+                    "add_special_tokens": BOOLEAN,
+                    "return_token_strs": BOOLEAN,
+                },
+            ),
+        ]
+    },
+    "DetokenizeRequest": shape({"tokens": items(COUNT)}, {"model": STRING}),
+}

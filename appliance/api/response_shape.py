@@ -1,0 +1,217 @@
+"""What clients of /v1/responses read: one object, or the events that it is made of.
+
+Owns: items of output, and the order and numbers of events.
+Called by: responses; generation feeds it.
+Invariant: the whole reply is what the events build up; every event that opens something is followed
+by the one that closes it.
+Never: waits, or knows HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from appliance.api.replies import event
+from appliance.api.stream import Delta
+from appliance.api.tool_calls import CallDelta
+from appliance.fields import Fields
+from appliance.request import Request
+from engine.errors import RequestError
+from engine.sequence import FinishReason
+
+Json = dict[str, Any]
+
+_ECHOED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "user": None,
+}
+"""Fields of the body that a response repeats, and what they are if nothing was said."""
+
+_CONSTANT: Json = {
+    "background": False,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "truncation": "disabled",
+}
+
+_STATUS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.ABORT: "cancelled",
+}
+
+
+class ResponseShape:
+    """The shape of one response.
+
+    Args:
+        request: whose reply it is; it has one sequence.
+        fields: the body, of which a response repeats some.
+        created_at: Unix seconds.
+    """
+
+    def __init__(self, request: Request, fields: Fields, *, created_at: int) -> None:
+        self._request = request
+        self._echoed = {
+            name: default if fields.get(name) is None else fields.get(name)
+            for name, default in _ECHOED.items()
+        }
+        self._created_at = created_at
+        self._num_events = 0
+        self._output: list[Json] = []
+        """Items; only the last one may be open."""
+        self._is_open = False
+        self._call_index: int | None = None
+        """Of the call that the open item is; None if it is a message."""
+        self._finish_reason: FinishReason | None = None
+
+    def whole(self, deltas: Iterable[Delta]) -> Json:
+        """The response in one piece."""
+        for delta in deltas:
+            self.events(delta)
+        self._end_output()
+        return self._response(self._status())
+
+    def opening(self) -> bytes:
+        """What a stream begins with."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta."""
+        self._finish_reason = delta.finish_reason
+        said = self._say(delta.text) if delta.text else b""
+        return said + b"".join(map(self._call, delta.calls))
+
+    def closing(self) -> bytes:
+        """What a stream ends with; there is no `[DONE]` here."""
+        last, status = self._end_output(), self._status()
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        return last + self._event(name, response=self._response(status))
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with if it fails."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.what}
+        return self._event("response.failed", response=response)
+
+    def _say(self, text: str) -> bytes:
+        """Text, in the message that is open or in a new one."""
+        begun = b""
+        if not self._is_open or self._call_index is not None:
+            begun = self._begin_message()
+        self._output[-1]["content"][0]["text"] += text
+        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def _begin_message(self) -> bytes:
+        message: Json = {"id": f"msg_{secrets.token_hex(12)}", "type": "message"}
+        begun = self._begin({**message, "role": "assistant", "content": []}, None)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output[-1]["content"].append(part)
+        return begun + self._part_event("response.content_part.added", part=part)
+
+    def _call(self, call: CallDelta) -> bytes:
+        """A part of a call, in its own item."""
+        begun = b""
+        if not self._is_open or self._call_index != call.index:
+            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call"}
+            known = {"call_id": call.call_id, "name": call.name, "arguments": ""}
+            begun = self._begin(item | known, call.index)
+        if not call.arguments:
+            return begun
+        self._output[-1]["arguments"] += call.arguments
+        return begun + self._item_event(
+            "response.function_call_arguments.delta", delta=call.arguments
+        )
+
+    def _begin(self, item: Json, call_index: int | None) -> bytes:
+        ended = self._end_item("completed")
+        self._output.append(item | {"status": "in_progress"})
+        self._is_open, self._call_index = True, call_index
+        return ended + self._event(
+            "response.output_item.added", output_index=self._index, item=self._output[-1]
+        )
+
+    def _end_output(self) -> bytes:
+        """Close the last item; a response without any says nothing, in a message."""
+        begun = b"" if self._output else self._begin_message()
+        is_whole = self._finish_reason is FinishReason.STOP
+        return begun + self._end_item("completed" if is_whole else "incomplete")
+
+    def _end_item(self, status: str) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            ended = self._part_event(
+                "response.output_text.done", text=part["text"], logprobs=[]
+            ) + self._part_event("response.content_part.done", part=part)
+        else:
+            ended = self._item_event(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        return ended + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    def _part_event(self, name: str, /, **told: Any) -> bytes:
+        return self._item_event(name, content_index=0, **told)
+
+    def _item_event(self, name: str, /, **told: Any) -> bytes:
+        item_id = self._output[-1]["id"]
+        return self._event(name, item_id=item_id, output_index=self._index, **told)
+
+    def _event(self, name: str, /, **told: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return event({"type": name, "sequence_number": number, **told}, name)
+
+    def _status(self) -> str:
+        return _STATUS.get(self._finish_reason or FinishReason.STOP, "failed")
+
+    def _response(self, status: str) -> Json:
+        is_cut = self._finish_reason is FinishReason.LENGTH
+        return {
+            "id": self._request.request_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self._request.model,
+            "output": self._output,
+            "usage": None if status == "in_progress" else self._usage(),
+            **self._echoed,
+            **_CONSTANT,
+        }
+
+    def _usage(self) -> Json:
+        (sequence,) = self._request.sequences
+        return {
+            "input_tokens": sequence.num_prompt_tokens,
+            # No prompt is cached and nothing is marked as reasoning, so these are true zeros.
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sequence.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": sequence.num_tokens,
+        }

@@ -1,0 +1,89 @@
+"""The HTTP surface: one table of routes.
+
+Owns: paths, and the handlers of what is asked about the appliance itself.
+Called by: daemon, with itself as the Appliance.
+Invariant: every route is in the document of openapi, and nothing else is.
+Never: decides about requests; it asks the Appliance.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from appliance.api.authority import peer_of
+from appliance.api.control import control_routes
+from appliance.api.edge import Edge
+from appliance.api.generation import chat, complete
+from appliance.api.log import log_routes
+from appliance.api.openai import model_not_found
+from appliance.api.openapi import document
+from appliance.api.replies import model_object
+from appliance.api.responses import respond
+from appliance.api.tokenize import tokenize_routes
+from appliance.protocol import FRAME_VERSION
+from appliance.request import Appliance
+from appliance.wire import appliance_of, json_response
+from engine.errors import Unavailable
+
+
+def build_app(appliance: Appliance) -> Edge:
+    """The ASGI application in front of an appliance."""
+    return Edge(
+        appliance,
+        [
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", respond, methods=["POST"]),
+            *tokenize_routes(),
+            Route("/v1/models", models),
+            Route("/v1/models/{id:path}", model),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/version", show_version),
+            Route("/openapi.json", openapi),
+            *control_routes(),
+            *log_routes(),
+        ],
+    )
+
+
+async def models(http: Request) -> Response:
+    """The one model there is, as a list."""
+    return json_response({"object": "list", "data": [model_object(appliance_of(http).model)]})
+
+
+async def model(http: Request) -> Response:
+    """The one model there is, by its id, which may contain slashes."""
+    served = appliance_of(http).model
+    asked = http.path_params["id"]
+    if asked != served.model_id:
+        raise model_not_found(asked, served.model_id)
+    return json_response(model_object(served))
+
+
+async def health(http: Request) -> Response:
+    """Liveness: the loop answers."""
+    return json_response({"status": "ok"})
+
+
+async def ready(http: Request) -> Response:
+    """Readiness: a completion asked for now would be accepted."""
+    reason = appliance_of(http).not_ready_reason()
+    if reason is not None:
+        raise Unavailable(reason, code="not_ready")
+    return json_response({"status": "ready"})
+
+
+async def show_version(http: Request) -> Response:
+    """What is running, and the frames that it speaks."""
+    return json_response({"version": version("penstock"), "frame_version": FRAME_VERSION})
+
+
+async def openapi(http: Request) -> Response:
+    """What this server can be asked, as an OpenAPI document."""
+    needs_key = peer_of(http).key is not None
+    return json_response(document(version("penstock"), needs_key=needs_key))

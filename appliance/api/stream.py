@@ -1,0 +1,269 @@
+"""One open reply: tokens in, text out.
+
+Owns: for each sequence of a request, the text not yet sent: half characters, and what may be the
+beginning of a stop string or a tool call.
+Called by: generation, for streamed and whole replies alike.
+Invariant: the text sent depends on the tokens alone, never on how they were batched; nothing is
+sent for a sequence after its finish reason.
+Never: writes to a client, or decides anything about a sequence but that its stop string came, or
+the one call that it may make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from appliance.api.ask import Ask
+from appliance.api.tool_calls import CallDelta, CallParser, Part, partial_match_chars
+from appliance.api.tool_format import tool_format_of
+from appliance.request import Appliance, Request, TokensEmitted
+from engine.detokenizer import Detokenizer
+from engine.sequence import FinishReason, Sequence, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt's text, as a completion repeats it."""
+
+    text: str
+    offsets: list[int]
+    """Where each token's text begins; empty unless log-probabilities were asked for."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What became ready to send for one sequence; the tokens' text may still be held back."""
+
+    sequence: Sequence
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    """Parts of tool calls, at most one of each call."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    """Where each token's text begins in the sequence's text; collected only with logprobs."""
+    echo: Echo | None = None
+    """The text begins with it."""
+    num_tokens: int = 0
+    """Of the sequence's output so far."""
+    has_called: bool = False
+    """The sequence has begun a tool call, here or before."""
+    finish_reason: FinishReason | None = None
+
+    def add(self, later: Delta) -> None:
+        """Make this the sum of both."""
+        self.text += later.text
+        for call in later.calls:
+            self.add_part(call)
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.text_offsets += later.text_offsets
+        self.echo = self.echo or later.echo
+        self.num_tokens = later.num_tokens
+        self.has_called = later.has_called
+        self.finish_reason = later.finish_reason
+
+    def apart(self) -> list[Delta]:
+        """The same in deltas of one call each, and the end alone, as clients read them."""
+        if not self.calls or (len(self.calls) == 1 and not self.finish_reason):
+            return [self]
+        deltas = [
+            Delta(self.sequence, calls=[call], num_tokens=self.num_tokens, has_called=True)
+            for call in self.calls
+        ]
+        deltas[0].text = self.text
+        return [*deltas, dataclasses.replace(self, text="", calls=[])]
+
+    def add_part(self, part: Part) -> None:
+        """Add text, or a part of a call."""
+        if isinstance(part, str):
+            self.text += part
+        elif self.calls and self.calls[-1].index == part.index:
+            self.calls[-1].arguments += part.arguments
+        else:
+            self.calls.append(dataclasses.replace(part))
+
+
+class Reply:
+    """The deltas of one request, from the first token to the last finish reason."""
+
+    def __init__(
+        self, appliance: Appliance, request: Request, ask: Ask, echoes: list[Echo] | None = None
+    ) -> None:
+        """Open a reply.
+
+        Args:
+            appliance: told when a stop string has come.
+            request: its inbox is read by this reply alone.
+            ask: what was asked.
+            echoes: what each prompt's choices begin with.
+        """
+        self._request = request
+        self._voices = {
+            sequence.seq_id: _Voice(
+                appliance,
+                sequence,
+                ask,
+                echoes[sequence.index // ask.num_choices] if echoes else None,
+            )
+            for sequence in request.sequences
+        }
+        self._num_open = len(request.sequences)
+
+    async def deltas(self, patience_s: float | None = None) -> AsyncIterator[list[Delta]]:
+        """Yield what is ready whenever something is, until every sequence has ended.
+
+        Args:
+            patience_s: after so long without tokens an empty list is yielded; None: never.
+        """
+        inbox = self._request.inbox
+        while self._num_open:
+            try:
+                async with asyncio.timeout(patience_s):
+                    batch = [await inbox.get()]
+            except TimeoutError:
+                yield []
+                continue
+            while not inbox.empty():
+                batch.append(inbox.get_nowait())
+            ready = self._take(batch)
+            if ready:
+                yield ready
+
+    def _take(self, batch: list[TokensEmitted]) -> list[Delta]:
+        deltas: dict[int, Delta] = {}
+        for emitted in batch:
+            voice = self._voices[emitted.sequence.seq_id]
+            if voice.is_closed:
+                continue
+            delta = deltas.setdefault(emitted.sequence.seq_id, Delta(emitted.sequence))
+            voice.take(emitted, delta)
+            self._num_open -= voice.is_closed
+        return list(deltas.values())
+
+
+class _Voice:
+    """One sequence's text."""
+
+    def __init__(
+        self, appliance: Appliance, sequence: Sequence, ask: Ask, echo: Echo | None
+    ) -> None:
+        tokenizer = appliance.tokenizer
+        self._appliance = appliance
+        self._sequence = sequence
+        self._echo = echo
+        self._is_mute = ask.max_tokens == 0
+        context_ids = sequence.prompt_token_ids[-64:] if ask.is_continuation else []
+        self._detokenizer = Detokenizer(tokenizer, context_ids)
+        self._stop = StopMatcher(ask.stop)
+        self._calls: CallParser | None = None
+        self._marks: dict[int, str] = {}
+        """Special tokens that have a text here: it tells where calls begin."""
+        tool_format = tool_format_of(tokenizer) if ask.tools else None
+        if ask.tools and tool_format:
+            self._calls = CallParser(
+                tool_format, ask.tools.schemas, is_parallel=ask.tools.is_parallel
+            )
+            mark_id = tokenizer.special_id(tool_format.mark)
+            self._marks = {} if mark_id is None else {mark_id: tool_format.mark}
+        self._num_tokens = 0
+        self._num_chars = len(echo.text) if echo else 0
+        self.is_closed = False
+
+    def take(self, emitted: TokensEmitted, delta: Delta) -> None:
+        """Add emitted tokens to a delta, up to a stop string."""
+        if self._echo and self._has_prompt_logprobs():
+            delta.text, delta.echo, self._echo = self._echo.text, self._echo, None
+        for index in range(0 if self._is_mute else len(emitted.token_ids)):
+            if self._take_token(emitted, index, delta):
+                return
+        if emitted.is_last and not self._say(self._detokenizer.flush(), delta):
+            self._pass(self._stop.flush(), delta)
+            self._close(self._sequence.finish_reason, delta)
+
+    def _has_prompt_logprobs(self) -> bool:
+        """False if it was ended before all of those that were asked for are there."""
+        sequence = self._sequence
+        is_asked = sequence.sampling.prompt_logprobs is not None
+        return not is_asked or len(sequence.prompt_logprobs) == sequence.num_prompt_tokens - 1
+
+    def _take_token(self, emitted: TokensEmitted, index: int, delta: Delta) -> bool:
+        """Add one token; true if nothing may follow it."""
+        token_id = emitted.token_ids[index]
+        delta.token_ids.append(token_id)
+        if emitted.logprobs:
+            delta.logprobs.append(emitted.logprobs[index])
+            delta.text_offsets.append(self._num_chars)
+        self._num_tokens += 1
+        delta.num_tokens = self._num_tokens
+        is_last = emitted.is_last and index == len(emitted.token_ids) - 1
+        if is_last and self._sequence.finish_reason is FinishReason.STOP:
+            return False  # the worker ended it on this id: an end-of-text or stop id is no text
+        if token_id in self._marks:
+            return self._say(self._detokenizer.flush() + self._marks[token_id], delta)
+        return self._say(self._detokenizer.push(token_id), delta)
+
+    def _say(self, piece: str, delta: Delta) -> bool:
+        """Add a piece's text; True if that was all, and the sequence is closed."""
+        self._num_chars += len(piece)
+        may_stop = self._num_tokens > self._sequence.sampling.min_tokens
+        self._pass(self._stop.push(piece) if may_stop else piece, delta)
+        if not (self._stop.has_matched or (self._calls and self._calls.is_done)):
+            return False
+        self._appliance.stop_sequence(self._sequence, self._num_tokens)
+        self._close(FinishReason.STOP, delta)
+        return True
+
+    def _pass(self, text: str, delta: Delta) -> None:
+        """Text that no stop string has cut off, to the parser of calls if there is one."""
+        if self._calls is None:
+            delta.text += text
+            return
+        for part in self._calls.push(text):
+            delta.add_part(part)
+        delta.has_called = self._calls.num_calls > 0
+
+    def _close(self, reason: FinishReason | None, delta: Delta) -> None:
+        for part in self._calls.flush() if self._calls else ():
+            delta.add_part(part)
+        delta.finish_reason = reason
+        self.is_closed = True
+
+
+class StopMatcher:
+    """Lets text through up to the first stop string, holding back what may become one.
+
+    The stop string that is complete first wins, of those the one that began first: that does not
+    depend on where pieces end.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.has_matched = False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to send now; nothing after a match."""
+        if self.has_matched:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        matches = [
+            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            self.has_matched = True
+            self._held = ""
+            return text[: min(matches)[1]]
+        size = len(text) - max(partial_match_chars(text, stop) for stop in self._stops)
+        self._held = text[size:]
+        return text[:size]
+
+    def flush(self) -> str:
+        """What is still held back, at the end."""
+        held, self._held = self._held, ""
+        return held

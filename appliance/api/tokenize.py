@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize, in the shapes of vLLM.
+
+Owns: their fields, and how many texts are worked on at once.
+Called by: api, which joins the routes to its own.
+Invariant: work that grows with the text is done in a thread, replies included, and at most
+MAX_AT_ONCE texts are in work, so that generating keeps its threads.
+Never: generates, or touches the queue; asks for a role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from appliance.api.openai import check_model, read_chat
+from appliance.fields import Fields, integer, invalid_type, invalid_value
+from appliance.wire import appliance_of, json_response, read_body
+from engine.tokenizer import Tokenizer
+
+MAX_AT_ONCE = 2
+MAX_TEXT_CHARS = 4 << 20
+MAX_TOKENS = 1 << 20
+
+Json = dict[str, Any]
+
+
+def tokenize_routes() -> list[Route]:
+    """Both, with their turns in common."""
+    api = _TokenizeApi()
+    return [
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+    ]
+
+
+class _TokenizeApi:
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def tokenize(self, http: Request) -> Response:
+        """A text, or the prompt that a chat becomes, as token ids."""
+        appliance, body = appliance_of(http), await read_body(http)
+
+        def work() -> Json:
+            fields = Fields.of_body(body)
+            check_model(fields.get("model"), appliance.model)
+            ids = _encode(fields, appliance.tokenizer)
+            strings = None
+            if fields.boolean("return_token_strs"):
+                strings = [appliance.tokenizer.token(one) or "" for one in ids]
+            return {
+                "count": len(ids),
+                "max_model_len": appliance.model.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+
+        return await self._reply(work)
+
+    async def detokenize(self, http: Request) -> Response:
+        """Token ids as text, special tokens included."""
+        appliance, body = appliance_of(http), await read_body(http)
+
+        def work() -> Json:
+            fields = Fields.of_body(body)
+            check_model(fields.get("model"), appliance.model)
+            ids = fields.required("tokens")
+            if not isinstance(ids, list):
+                raise invalid_type("tokens", "a list of token ids", ids)
+            if len(ids) > MAX_TOKENS:
+                raise invalid_value("tokens", f"has more than {MAX_TOKENS} ids")
+            highest = appliance.tokenizer.vocab_size - 1
+            ids = [integer(one, "tokens", 0, highest) for one in ids]
+            return {"prompt": appliance.tokenizer.decode(ids, skip_special_tokens=False)}
+
+        return await self._reply(work)
+
+    async def _reply(self, work: Callable[[], Json]) -> Response:
+        async with self._turns:
+            return await asyncio.to_thread(lambda: json_response(work()))
+
+
+def _encode(fields: Fields, tokenizer: Tokenizer) -> list[int]:
+    """Like the two POSTs that generate: a chat's template writes its own special tokens."""
+    is_chat = fields.get("messages") is not None
+    if is_chat and fields.get("prompt") is not None:
+        raise invalid_value("messages", "cannot be together with `prompt`")
+    text = read_chat(fields).render(tokenizer) if is_chat else fields.required("prompt")
+    if not isinstance(text, str):
+        raise invalid_type("prompt", "a string", text)
+    if len(text) > MAX_TEXT_CHARS:
+        name = "messages" if is_chat else "prompt"
+        raise invalid_value(name, f"has more than {MAX_TEXT_CHARS} characters")
+    return tokenizer.encode(text, fields.boolean("add_special_tokens", default=not is_chat))

@@ -1,0 +1,110 @@
+"""What a chat asks about tools: which functions there are, and whether one must be called.
+
+Owns: `tools`, `tool_choice`, `parallel_tool_calls`, and the grammar that calls must match.
+Called by: openai, ask, stream.
+Invariant: a call that is required is written in the model's own format, with arguments that
+match their schema.
+Never: calls a function.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.api.tool_format import ToolFormat
+from appliance.fields import Fields, invalid_type, invalid_value, unsupported
+from engine.grammar import calls_grammar
+from engine.tokenizer import Tokenizer
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Functions that the model may call; there is at least one."""
+
+    definitions: list[dict[str, Any]]
+    """As the client wrote them, for the template."""
+    schemas: dict[str, dict[str, Any] | None]
+    """Of the arguments, by the name of the function; only of those that may be called."""
+    is_required: bool
+    is_parallel: bool
+    is_strict: bool
+
+    def grammar(self, tool_format: ToolFormat, tokenizer: Tokenizer) -> str | None:
+        """What the output must match; None if calls cannot be told from free text beforehand."""
+        if tool_format.is_bare and not self.is_required:
+            return None
+        special_id = tokenizer.special_id(tool_format.mark)
+        return calls_grammar(
+            self.schemas,
+            tool_format.syntax,
+            special_ids={} if special_id is None else {tool_format.mark: special_id},
+            is_required=self.is_required,
+            is_parallel=self.is_parallel,
+            is_lenient=not self.is_strict,
+        )
+
+
+def read_tools(fields: Fields) -> Tools | None:
+    """The tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
+    choice = fields.get("tool_choice")
+    is_parallel = fields.boolean("parallel_tool_calls", default=True)
+    definitions = fields.items("tools")
+    if len(definitions) > MAX_TOOLS:
+        raise invalid_value("tools", f"has more than {MAX_TOOLS} functions")
+    functions = [_function(one, f"tools[{index}]") for index, one in enumerate(definitions)]
+    schemas = {function.required("name"): _parameters(function) for function in functions}
+    if len(schemas) < len(functions):
+        raise invalid_value("tools", "has two functions of the same name")
+    named = _named(choice, schemas)
+    if choice == "required" and not schemas:
+        raise invalid_value("tool_choice", "needs `tools`")
+    if choice == "none" or not schemas:
+        return None
+    return Tools(
+        definitions=definitions,
+        schemas=schemas if named is None else {named: schemas[named]},
+        is_required=choice == "required" or named is not None,
+        is_parallel=is_parallel and named is None,
+        is_strict=True in [function.boolean("strict") for function in functions],
+    )
+
+
+def _function(value: object, where: str) -> Fields:
+    tool = Fields.of(value, where)
+    if tool.get("type") != "function":
+        raise unsupported(tool.path("type"), "is not supported; only functions are")
+    function = Fields.of(tool.required("function"), tool.path("function"))
+    name = function.required("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid_value(
+            function.path("name"), "must be 1 to 64 letters, digits, dots, dashes or underscores"
+        )
+    function.text("description")
+    return function
+
+
+def _parameters(function: Fields) -> dict[str, Any] | None:
+    value = function.get("parameters")
+    if not isinstance(value, dict | None):
+        raise invalid_type(function.path("parameters"), "a JSON schema", value)
+    return value or None
+
+
+def _named(choice: object, schemas: dict[str, Any]) -> str | None:
+    """The one function that must be called."""
+    if choice in (None, "none", "auto", "required"):
+        return None
+    if not isinstance(choice, dict):
+        raise invalid_value("tool_choice", "must be none, auto, required, or name a function")
+    fields = Fields(choice, "tool_choice")
+    if fields.get("type") != "function":
+        raise unsupported("tool_choice.type", "is not supported; only functions are")
+    name = Fields.of(fields.required("function"), "tool_choice.function").text("name")
+    if name not in schemas:
+        raise invalid_value("tool_choice", "names a function that is not in `tools`")
+    return name

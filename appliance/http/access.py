@@ -1,0 +1,167 @@
+"""Who comes in, and as what: processes on the socket, holders of keys on TCP.
+
+Owns: the policy, which is replaced as a whole when the configuration is read again.
+Called by: gate (each request), server (each connection), daemon.
+Invariant: an identity is the kernel's word or a key, never what a client says of itself; roles are
+looked up with each request, so that a new policy holds for connections that are open.
+Never: decides what a role may do.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import grp
+import os
+import pwd
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.config import ServeConfig
+from appliance.http.keys import ApiKey, find_key, read_keys
+from appliance.request import Peer, Role
+from engine.errors import ConfigError
+
+CREDENTIAL_NAME = "api-keys"
+"""Of the systemd credential that holds the keys where no file is named."""
+SO_PEERGROUPS = 59
+"""From <asm-generic/socket.h>; Python has no name for it."""
+MAX_OPTION_BYTES = 1024
+"""Of a socket option, in Python: 256 groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A process on the Unix socket, as it was when it connected."""
+
+    uid: int
+    gid: int
+    pid: int
+    gids: frozenset[int]
+    """Its groups, the first one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class People:
+    """Users and groups, by number."""
+
+    uids: frozenset[int] = frozenset()
+    gids: frozenset[int] = frozenset()
+
+    @classmethod
+    def named(cls, names: Iterable[str]) -> People:
+        """Those of them that exist: most machines have no group of the default's name."""
+        uids, gids = set(), set()
+        for name in names:
+            try:
+                if name.startswith("@"):
+                    gids.add(grp.getgrnam(name[1:]).gr_gid)
+                else:
+                    uids.add(pwd.getpwnam(name).pw_uid)
+            except KeyError:
+                continue
+        return cls(frozenset(uids), frozenset(gids))
+
+    def has(self, who: Credentials) -> bool:
+        """Whether it is one of them, or in one of their groups."""
+        return who.uid in self.uids or not self.gids.isdisjoint(who.gids)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessPolicy:
+    """Who may come in as what, how many at once, and with how large a body."""
+
+    operators: People = People()
+    """Besides root and the daemon's own user."""
+    viewers: People = People()
+    keys: tuple[ApiKey, ...] = ()
+    max_connections: int = 512
+    max_body_bytes: int = 8 << 20
+
+    @classmethod
+    def from_config(
+        cls, config: ServeConfig, environ: Mapping[str, str] = os.environ
+    ) -> AccessPolicy:
+        """Read names and keys as they are now.
+
+        Raises:
+            ConfigError: the file of keys is wrong, or TCP is to be served without one.
+        """
+        path = _keys_path(config, environ)
+        if path is None and config.listen is not None:
+            raise ConfigError(
+                "TCP clients need API keys, and there is no file of them",
+                where="listen",
+                hint="`penstock keys new NAME` makes a key; name its file with --api-keys",
+            )
+        return cls(
+            operators=People.named(config.operators),
+            viewers=People.named(config.viewers),
+            keys=() if path is None else read_keys(path),
+            max_connections=config.max_connections,
+            max_body_bytes=config.max_body_bytes,
+        )
+
+    def peer_of(self, who: Credentials) -> Peer:
+        """A process with its role."""
+        return Peer(
+            uid=who.uid,
+            gid=who.gid,
+            pid=who.pid,
+            user=_user_name(who.uid),
+            role=self._role_of(who),
+        )
+
+    def holder_of(self, key: str) -> Peer | None:
+        """Whose key it is; None if it is nobody's."""
+        found = find_key(self.keys, key)
+        return None if found is None else Peer(key=found.name, role=found.role)
+
+    def _role_of(self, who: Credentials) -> Role:
+        # Both can do to the daemon what they like anyway.
+        if who.uid in (0, os.geteuid()) or self.operators.has(who):
+            return Role.OPERATOR
+        return Role.VIEWER if self.viewers.has(who) else Role.USER
+
+
+def credentials_of(connection: socket.socket) -> Credentials | None:
+    """Who is at the other end of a connection; None on TCP, where only a key tells.
+
+    The kernel noted it when the process connected, so it cannot be forged later.
+    """
+    if connection.family != socket.AF_UNIX:
+        return None
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", raw)
+    return Credentials(uid, gid, pid, frozenset({gid, *_peer_groups(connection, uid, gid)}))
+
+
+def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]:
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_OPTION_BYTES)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        # More groups than Python lets us read: those that the user database knows will do.
+        name = _user_name(uid)
+        return [] if name is None else os.getgrouplist(name, gid)
+    return struct.unpack(f"{len(raw) // 4}I", raw)
+
+
+def _keys_path(config: ServeConfig, environ: Mapping[str, str]) -> Path | None:
+    if config.api_keys is not None:
+        return config.api_keys
+    folder = environ.get("CREDENTIALS_DIRECTORY")
+    path = Path(folder, CREDENTIAL_NAME) if folder else None
+    return path if path is not None and path.exists() else None
+
+
+@functools.lru_cache(maxsize=256)
+def _user_name(uid: int) -> str | None:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None

@@ -1,0 +1,230 @@
+"""One HTTP/1.1 connection: uvicorn's protocol, with clients that are slow, silent or gone in mind.
+
+Owns: how long each phase of a connection may last, and what is said to who exceeds it.
+Called by: server, which looks at every connection several times a second.
+Invariant: a connection that costs something makes progress, or is waited for by nobody but us.
+Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
+
+A client that shuts down its writing side and waits is served to the end on the Unix socket. On TCP
+the kernel cannot tell that from one that is gone, so there it counts as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import math
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+import h11
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from appliance.http.access import Credentials
+from appliance.wire import error_object
+from engine.errors import RequestError
+
+log = logging.getLogger("penstock.http")
+log.setLevel(logging.ERROR)
+"""What a client does wrong is said to the client; one that floods must not flood the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that clients may take."""
+
+    head_s: float = 10.0
+    """From the connection, or a head's first byte, to its last."""
+    body_s: float = 30.0
+    """For each stretch of a body: the rest, or `min_bytes_per_s`."""
+    unread_s: float = 30.0
+    """The same for a reply that piles up here."""
+    linger_s: float = 5.0
+    """For the rest of a body that has been answered already."""
+    idle_s: float = 60.0
+    """Between requests."""
+    min_bytes_per_s: float = 1024.0
+
+
+class Phase(enum.Enum):
+    """What a connection waits for."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    LINGER = enum.auto()
+    UNREAD = enum.auto()
+    """For the client to take what has been written, at last also after the close."""
+    IDLE = enum.auto()
+    """For a next request; uvicorn's own timer ends it."""
+    REPLY = enum.auto()
+    """For us."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """How far a connection was when it was looked at."""
+
+    phase: Phase
+    num_requests: int
+    since: float
+    num_bytes: int
+    """Received, or less the more is unread: it grows with whatever the client does."""
+
+
+class ClientProtocol(H11Protocol):
+    """HTTP/1.1 that knows its client; `scope["state"]["credentials"]` is None on TCP."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        limits: Limits,
+        credentials: Credentials | None,
+    ) -> None:
+        # Uvicorn copies the state into the scope of each request on the connection.
+        super().__init__(config, server_state, {"credentials": credentials})
+        self.logger = log
+        self.credentials = credentials
+        self._limits = limits
+        self._is_half_closed = False
+        self._num_received = 0
+        self._num_requests = 0
+        self._mark: _Mark | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From here on the client's time runs."""
+        super().connection_made(transport)
+        self._socket: socket.socket = transport.get_extra_info("socket")
+        self._mark = self._observe(time.monotonic())
+
+    def data_received(self, data: bytes) -> None:
+        """Count, for the slow."""
+        self._num_received += len(data)
+        super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for a reply that somebody still waits for."""
+        is_waiting = self._phase() in (Phase.REPLY, Phase.UNREAD) and not self._is_gone()
+        self._is_half_closed = is_waiting and self._socket.family == socket.AF_UNIX
+        return self._is_half_closed
+
+    def on_response_complete(self) -> None:
+        """Nothing follows on a connection that is half closed, but what came before that."""
+        self._num_requests += 1
+        super().on_response_complete()
+        if self._is_half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """End when the reply does; at once if there is none."""
+        if not self.transport.is_closing():
+            super().shutdown()
+
+    def look(self, now: float) -> None:
+        """Cut the connection off if its client is gone or takes too long."""
+        if (mark := self._mark) is None:
+            return  # accepted a moment ago
+        if (self._is_half_closed or self.flow.read_paused) and self._is_gone():
+            self.transport.abort()
+            return
+        seen = self._observe(now)
+        if (seen.phase, seen.num_requests) != (mark.phase, mark.num_requests):
+            self._mark = seen
+            return
+        allowed_s = self._allowed_s(seen.phase)
+        if now - mark.since <= allowed_s:
+            return
+        num_moved = seen.num_bytes - mark.num_bytes
+        is_steady = num_moved >= self._limits.min_bytes_per_s * (now - mark.since)
+        if is_steady and seen.phase in (Phase.BODY, Phase.UNREAD):
+            self._mark = seen
+        else:
+            self._cut(seen.phase)
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it was first seen between two requests; None if it is not."""
+        mark = self._mark
+        is_idle = mark is not None and mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
+        return mark.since if mark is not None and is_idle else None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP gets an error object like everything else, and is cut off."""
+        self._refuse("this is not an HTTP request that can be read", code="invalid_http")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade may be ignored, and is."""
+
+    def _phase(self) -> Phase:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self.flow.write_paused or self.transport.is_closing():
+            return Phase.UNREAD
+        if self.conn.their_state is h11.SEND_BODY:
+            if is_answered:
+                return Phase.LINGER
+            # While reading is paused it is our turn, however little has come.
+            return Phase.REPLY if self.flow.read_paused else Phase.BODY
+        if not is_answered:
+            return Phase.REPLY
+        has_begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        return Phase.HEAD if has_begun else Phase.IDLE
+
+    def _observe(self, now: float) -> _Mark:
+        num_bytes = self._num_received
+        phase = self._phase()
+        if phase is Phase.UNREAD:
+            num_bytes = -self.transport.get_write_buffer_size()
+        return _Mark(phase, self._num_requests, now, num_bytes)
+
+    def _allowed_s(self, phase: Phase) -> float:
+        return {
+            Phase.HEAD: self._limits.head_s,
+            Phase.BODY: self._limits.body_s,
+            Phase.LINGER: self._limits.linger_s,
+            Phase.UNREAD: self._limits.unread_s,
+        }.get(phase, math.inf)
+
+    def _cut(self, phase: Phase) -> None:
+        if phase is Phase.UNREAD:
+            self.transport.abort()
+        elif phase is Phase.LINGER or not self._num_received:
+            self.transport.close()
+        else:
+            part = "head" if phase is Phase.HEAD else "body"
+            self._refuse(f"the request's {part} did not come in time", code="request_timeout")
+
+    def _is_gone(self) -> bool:
+        """Whether the client has hung up, also where no read would tell."""
+        # Unix sockets say when both directions are shut; on TCP all there is to see is its FIN.
+        is_unix = self._socket.family == socket.AF_UNIX
+        poll = select.poll()
+        poll.register(self._socket.fileno(), 0 if is_unix else select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def _refuse(self, what: str, *, code: str) -> None:
+        """Say it if a reply can still begin, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(error_object(RequestError(what, code=code)))
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Its handler may be about to write: let it find its client gone, now.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.flow.resume_writing()
+        self.transport.close()

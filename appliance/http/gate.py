@@ -1,0 +1,160 @@
+"""In front of every route: who asks, whether the request is sound, how much it may send.
+
+Owns: `scope["state"]["peer"]`, the key that TCP asks for, and the limits on heads and bodies.
+Called by: server, around the application of api.
+Invariant: no handler runs for a peer that is not known, and none sees more body than allowed.
+Never: knows a route but /health, which tells nothing and is open so that probes need no key.
+
+Browsers: a page cannot send a key without asking first (CORS), and nothing here answers such a
+question with yes. So the Origin header proves nothing that the key does not, and is not read. The
+Host header is: a page whose name was rebound to this machine sends its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.http.access import AccessPolicy, Credentials
+from appliance.request import Peer
+from appliance.wire import error_response
+from engine.errors import Forbidden, RequestError, Unavailable
+
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 64 << 10
+MAX_ARRIVING_BODIES = 16
+"""Bodies of the greatest size that may be in memory half sent, all connections together."""
+OPEN_PATH = "/health"
+BUSY_RETRY_MS = 1000
+
+_LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+
+
+class Gate:
+    """An ASGI application around another; `policy` may be replaced at any time."""
+
+    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
+        self.policy = policy
+        self.num_arriving_bytes = 0
+        """Of bodies that are not complete."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through to the application, or refuse it."""
+        try:
+            _check_head(scope)
+            scope["state"]["peer"] = self._peer(scope)
+        except RequestError as error:
+            response = error_response(Request(scope), error)
+            if error.status == 401:
+                response.headers["www-authenticate"] = "Bearer"
+            if error.code == "invalid_http":
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
+        body = _Body(self, scope, receive)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.settle()
+
+    def _peer(self, scope: Scope) -> Peer:
+        who: Credentials | None = scope["state"].get("credentials")
+        if who is not None:
+            return self.policy.peer_of(who)
+        if not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
+            raise Forbidden(
+                "the Host header names another machine",
+                code="host_not_allowed",
+                hint="call it localhost or 127.0.0.1, also from a proxy",
+            )
+        scheme, _, key = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
+        peer = self.policy.holder_of(key.strip()) if scheme.lower() == "bearer" else None
+        if peer is None and scope["path"] == OPEN_PATH:
+            return Peer()
+        if peer is None:
+            raise RequestError(
+                "the API key is missing" if not key else "the API key is not valid",
+                code="invalid_api_key",
+                status=401,
+                kind="authentication_error",
+                hint="send the header Authorization: Bearer KEY",
+            )
+        return peer
+
+
+class _Body:
+    """One request's body on its way in."""
+
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive) -> None:
+        self._gate = gate
+        self._receive = receive
+        self._max_bytes = gate.policy.max_body_bytes
+        self._declared = _header(scope, b"content-length") or b"0"
+        self._num_bytes = 0
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        """The next part.
+
+        Raises:
+            RequestError: 413 `body_too_large`, as soon as it is known; 503 when too much of
+                others' bodies is on its way.
+        """
+        # The server has checked that the header is digits, but not how many.
+        if len(self._declared) > 15 or int(self._declared) > self._max_bytes:
+            raise self._too_large()
+        message = await self._receive()
+        if message["type"] == "http.request" and not self._is_complete:
+            size = len(message.get("body", b""))
+            self._num_bytes += size
+            self._gate.num_arriving_bytes += size
+            if self._num_bytes > self._max_bytes:
+                raise self._too_large()
+            if self._gate.num_arriving_bytes > MAX_ARRIVING_BODIES * self._max_bytes:
+                raise Unavailable(
+                    "too many large bodies at once", code="busy", retry_after_ms=BUSY_RETRY_MS
+                )
+            if not message.get("more_body", False):
+                self.settle()
+        return message
+
+    def settle(self) -> None:
+        """It is not arriving any more."""
+        if not self._is_complete:
+            self._is_complete = True
+            self._gate.num_arriving_bytes -= self._num_bytes
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            f"the body is larger than {self._max_bytes} bytes", code="body_too_large", status=413
+        )
+
+
+def _check_head(scope: Scope) -> None:
+    """Refuse what is HTTP to the letter, but nothing that a client of this API would send."""
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    names = [name for name, _ in headers]
+    num_bytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
+    if len(names) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
+        raise RequestError(
+            f"more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them",
+            code="headers_too_large",
+            status=431,
+        )
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise RequestError("only HTTP/1.1 is spoken here", code="invalid_http")
+    # With both, two programs can disagree on where the body ends, and smuggling begins.
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise RequestError(
+            "a body has a content-length or a transfer-encoding, not both", code="invalid_http"
+        )
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """A header's value; None if it is not there, or there twice: then nobody knows which counts."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else None

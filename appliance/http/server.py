@@ -1,0 +1,219 @@
+"""Serving an application on listening sockets: uvicorn inside the daemon's own loop.
+
+Owns: the connections: how many there may be, who gets the last ones, and their end.
+Called by: daemon.
+Invariant: whoever connects is served, or told at once to come back; never left waiting.
+Never: handles a signal, or configures logging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+
+from appliance.http.access import AccessPolicy, Credentials, credentials_of
+from appliance.http.connection import ClientProtocol, Limits
+from appliance.http.gate import Gate
+from appliance.http.listeners import Acceptor, Closer
+from appliance.request import Role
+from appliance.wire import error_object
+from engine.errors import Unavailable
+
+NUM_RESERVED = 16
+"""Connections that operators have beyond the others, to see and mend what holds the others."""
+SHARE_OF_ONE = 0.75
+"""Of the connections, that one user may hold, or all TCP clients together."""
+RETRY_AFTER_MS = 1000
+MAX_HEAD_BYTES = 16 << 10
+"""Unfinished head that is kept waiting for the rest."""
+
+
+class ApiServer:
+    """Serves an application on bound sockets until stopped."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        listeners: Sequence[socket.socket],
+        policy: AccessPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Take the listeners over; nothing is accepted before start().
+
+        Args:
+            app: told by `app.state.stopping` to end what would not end by itself.
+            listeners: of the Unix socket and TCP.
+            policy: without one only root and the daemon's user are known.
+            limits: tests have no time for the usual ones.
+        """
+        self._app = app
+        self._listeners = listeners
+        self._closers = [Closer(listener) for listener in listeners]
+        self._gate = Gate(app, policy or AccessPolicy())
+        self._limits = limits or Limits()
+        self._config = uvicorn.Config(
+            self._gate,
+            http=ClientProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=cast(int, self._limits.idle_s),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._server = _Server(self._config, on_tick=self._look_at_all)
+        self._acceptors: list[Acceptor] = []
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def policy(self) -> AccessPolicy:
+        """Who comes in; a new one holds from the next request on, also where a connection is."""
+        return self._gate.policy
+
+    @policy.setter
+    def policy(self, policy: AccessPolicy) -> None:
+        self._gate.policy = policy
+
+    async def start(self) -> None:
+        """Return when connections are accepted."""
+        # Uvicorn gets no sockets: its accepting knows no limits.
+        self._task = asyncio.create_task(self._server.serve(sockets=[]))
+        started = asyncio.create_task(self._server.has_started.wait())
+        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._task.done():
+            self._task.result()
+        self._acceptors = [Acceptor(each, self._on_connection) for each in self._listeners]
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new, end the frame streams, let replies end, cut what is left."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for closer in self._closers:
+            closer.close()
+        if self._arriving:
+            await asyncio.wait(self._arriving)
+        if self._task is not None:
+            self._app.state.stopping.set()
+            self._config.timeout_graceful_shutdown = cast(int, grace_s)
+            self._server.should_exit = True
+            await self._task
+            await self._cut()
+
+    async def _cut(self) -> None:
+        """Uvicorn has cancelled the tasks that outlived the grace; see them and theirs out."""
+        state = self._server.server_state
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks)
+
+    @property
+    def _connections(self) -> set[ClientProtocol]:
+        return cast("set[ClientProtocol]", self._server.server_state.connections)
+
+    def _look_at_all(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._connections):
+            connection.look(now)
+
+    def _on_connection(self, connection: socket.socket) -> None:
+        who = credentials_of(connection)
+        if not self._has_room(who):
+            _turn_away(connection)
+            return
+        state = self._server.server_state
+        protocol = ClientProtocol(self._config, state, self._limits, who)
+        state.connections.add(protocol)  # it counts before its transport is there
+        task = asyncio.create_task(self._open(connection, protocol))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    async def _open(self, connection: socket.socket, protocol: ClientProtocol) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError:  # it is gone already
+            self._server.server_state.connections.discard(protocol)
+
+    def _has_room(self, who: Credentials | None) -> bool:
+        """Whether one more may come in, if need be in place of one that does nothing."""
+        everybody = self._connections
+        limit = self.policy.max_connections
+        if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
+            limit += NUM_RESERVED
+        else:
+            uid = _uid(who)
+            same = [connection for connection in everybody if _uid(connection.credentials) == uid]
+            if len(same) >= math.ceil(limit * SHARE_OF_ONE):
+                return _close_longest_idle(same)
+        return len(everybody) < limit or _close_longest_idle(everybody)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its hands on the process's signals."""
+
+    def __init__(self, config: uvicorn.Config, on_tick: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+        self._on_tick = on_tick
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.has_started.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._on_tick()
+        return await super().on_tick(counter)
+
+
+def _uid(who: Credentials | None) -> int | None:
+    """None is TCP, whose clients count as one until they have shown a key."""
+    return None if who is None else who.uid
+
+
+def _close_longest_idle(connections: Iterable[ClientProtocol]) -> bool:
+    """Make room; False if every one of them is in use."""
+    idle = [
+        (since, connection)
+        for connection in connections
+        if (since := connection.idle_since) is not None
+    ]
+    if idle:
+        min(idle, key=lambda pair: pair[0])[1].transport.abort()
+    return bool(idle)
+
+
+def _turn_away(connection: socket.socket) -> None:
+    """Answer 503 and close, in one write that the empty buffer of a new connection takes."""
+    error = Unavailable(
+        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
+    )
+    body = msgspec.json.encode(error_object(error))
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n"
+        f"retry-after: {math.ceil(RETRY_AFTER_MS / 1000)}\r\nretry-after-ms: {RETRY_AFTER_MS}\r\n"
+        "\r\n"
+    )
+    with connection, contextlib.suppress(OSError):
+        connection.send(head.encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1 << 16)  # what lies here unread would make TCP drop our reply

@@ -1,0 +1,70 @@
+"""Rows of the request log to SQL.
+
+Owns: the statements that insert runs, requests and events.
+Called by: request_log, in its transactions.
+Invariant: a row that cannot be stored is refused alone, and does not hold up those after it.
+Never: commits, but for insert_run(); retries.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from appliance.log.row import LogRow
+from appliance.protocol import utc_now
+
+_LOG = logging.getLogger("penstock.request_log")
+
+Event = tuple[str, str, str, str, str | None]
+"""At, severity, code, message, actor."""
+
+
+def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
+    """Begin a run, and say of one that never stopped that it crashed; returns its run_id."""
+    with connection as db:
+        db.execute(
+            "UPDATE runs SET stopped_at = ?, stop_reason = 'crash' WHERE stopped_at IS NULL",
+            (utc_now(),),
+        )
+        names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
+        inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
+    return inserted.lastrowid or 0
+
+
+def insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
+    """Insert a request, and its text if there is any; False if no retry would store it."""
+    columns = {name: _storable(getattr(row, name)) for name in row.__struct_fields__}
+    prompt = columns.pop("prompt")
+    columns["run_id"] = run_id
+    names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+    try:
+        inserted = db.execute(f"INSERT INTO requests ({names}) VALUES ({marks})", columns)
+    except (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError) as error:
+        _LOG.error("request %s is not logged: %s", row.rid, error)
+        return False
+    if prompt is not None:
+        db.execute("INSERT INTO request_text VALUES (?, ?)", (inserted.lastrowid, prompt))
+    return True
+
+
+def insert_events(db: sqlite3.Connection, run_id: int, events: list[Event]) -> None:
+    """Insert events in their order."""
+    db.executemany(
+        "INSERT INTO events (run_id, at, severity, code, message, actor) VALUES (?, ?, ?, ?, ?, ?)",
+        [(run_id, *map(_storable, event)) for event in events],
+    )
+
+
+def boot_id() -> str | None:
+    """The kernel's name for this boot: runs that share it share their uptime."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _storable(value: object) -> object:
+    """Half of a surrogate pair, which JSON can carry and UTF-8 cannot, becomes a question mark."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -1,0 +1,141 @@
+"""One row of the request log, and how a request becomes one.
+
+Owns: which sequence a row speaks of where a request has several.
+Called by: service (builds rows), log.insert (stores them).
+Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
+Never: reads a clock or the database.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from appliance.latency import in_order
+from appliance.protocol import RequestFrame
+from appliance.request import Request
+from engine.sequence import FinishReason, Sequence
+
+MAX_CLIENT_RID_CHARS = 128
+_WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+
+
+class LogRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the requests table, and what goes to request_text."""
+
+    rid: str
+    client_rid: str | None
+    received_at: str
+    endpoint: str
+    model: str
+    peer_uid: int | None
+    peer_gid: int | None
+    peer_pid: int | None
+    peer_user: str | None
+    key_name: str | None
+    stream: bool
+    num_sequences: int
+    prompt_tokens: int
+    completion_tokens: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    http_status: int
+    finish_reason: str | None
+    error: str | None
+    cancelled_by: str | None
+    transport: str | None
+    handoff_bytes: int
+    handoff_blocks: int
+    recoveries: int
+    t_tokenized_us: int | None
+    t_started_us: int | None
+    t_first_token_us: int | None
+    t_attached_us: int | None
+    t_decode_started_us: int | None
+    t_second_token_us: int | None
+    t_last_token_us: int | None
+    t_finished_us: int | None
+    num_timed_tokens: int
+    """Output tokens of the sequence whose stamps these are."""
+    prompt: str | None = None
+    """Goes to request_text; None keeps it out of the file."""
+
+    @classmethod
+    def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
+        """The row of a request that has had its terminal reply.
+
+        Tokens, bytes and recoveries are sums over its sequences, the finish reason is the worst of
+        them, and the stamps are those of the sequence that finished last: it is the one that the
+        client waited for, and only the stages of one sequence add up.
+        """
+        sequences = request.sequences
+        sampling = sequences[0].sampling
+        slowest = max(sequences, key=lambda sequence: sequence.stamps.finished_ns or 0)
+        client_rid = request.client_request_id
+        return cls(
+            rid=request.request_id,
+            client_rid=client_rid[:MAX_CLIENT_RID_CHARS] if client_rid else None,
+            received_at=request.received_at,
+            endpoint=request.endpoint,
+            model=request.model,
+            peer_uid=request.peer.uid,
+            peer_gid=request.peer.gid,
+            peer_pid=request.peer.pid,
+            peer_user=request.peer.user,
+            key_name=request.peer.key,
+            stream=request.is_stream,
+            num_sequences=len(sequences),
+            prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
+            completion_tokens=sum(sequence.num_output_tokens for sequence in sequences),
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            http_status=request.http_status,
+            finish_reason=_worst(sequences),
+            error=next((sequence.error for sequence in sequences if sequence.error), None),
+            cancelled_by=request.cancelled_by,
+            transport=next((seq.transport for seq in sequences if seq.transport), None),
+            handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
+            handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
+            recoveries=sum(sequence.num_recoveries for sequence in sequences),
+            prompt=request.prompt_text if with_text else None,
+            num_timed_tokens=slowest.num_output_tokens,
+            **_offsets(slowest),
+        )
+
+
+def frame_of_row(row: dict[str, Any]) -> RequestFrame:
+    """A row of v_requests in the form in which live requests are shown."""
+    same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
+    return RequestFrame(
+        id=row["rid"],
+        phase="finished",
+        computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
+        output_tokens=row["completion_tokens"],
+        num_blocks=0,
+        worker=None,
+        age_ms=row["e2e_ms"] or 0.0,
+        **same,
+    )
+
+
+def _worst(sequences: list[Sequence]) -> str | None:
+    reasons = [sequence.finish_reason for sequence in sequences if sequence.finish_reason]
+    return max(reasons, key=_WORST_LAST.index, default=None)
+
+
+def _offsets(sequence: Sequence) -> dict[str, int | None]:
+    """The t_*_us columns, from the stamps of the same names."""
+    stamps = in_order(sequence.stamps)
+    offsets: dict[str, int | None] = {}
+    for field in fields(stamps):
+        at_ns = getattr(stamps, field.name)
+        column = f"t_{field.name.removesuffix('_ns')}_us"
+        offsets[column] = None if at_ns is None else (at_ns - stamps.arrived_ns) // 1000
+    del offsets["t_arrived_us"]
+    return offsets

@@ -1,0 +1,110 @@
+"""The request log as a file: its numbers, a copy of it, and making it smaller by hand.
+
+Owns: what `penstock db` does.
+Called by: the CLI.
+Invariant: nothing here needs the daemon, and nothing disturbs one that is running.
+Never: changes the schema; overwrites a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from appliance.log.reader import BUSY_TIMEOUT_MS, reading
+from appliance.log.retention import Limits, Pruned, estimate, prune_steps, used_bytes
+from engine.errors import PenstockError
+
+PAUSE_S = 0.02
+"""Between two slices, in which a running daemon gets its turn to write."""
+
+
+def stats(path: Path) -> dict[str, object]:
+    """Sizes, rows by table, and the span of time that the log covers.
+
+    `used_bytes` is what max_bytes bounds: `file_bytes` less pages that are free for new rows.
+
+    Raises:
+        PenstockError: the file is missing, unreadable or not a request log.
+    """
+    tables = ("requests", "events", "request_text", "runs")
+    with reading(path) as db:
+        return {
+            "path": str(path),
+            "schema": _one(db, "SELECT max(name) FROM _sqlite_migrations"),
+            "file_bytes": path.stat().st_size,
+            "used_bytes": used_bytes(db),
+            "wal_bytes": _size_bytes(path.with_name(path.name + "-wal")),
+            "rows": {name: _one(db, f"SELECT count(*) FROM {name}") for name in tables},
+            "oldest": _one(db, "SELECT min(received_at) FROM requests"),
+            "newest": _one(db, "SELECT max(received_at) FROM requests"),
+        }
+
+
+def export(path: Path, target: Path) -> None:
+    """Write a complete, compact copy of the log, as of now, that any SQLite tool can open.
+
+    It works while the daemon runs, and for a user who may only read the log.
+
+    Raises:
+        PenstockError: `target` exists or cannot be written, or the log cannot be read.
+    """
+    try:
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
+    except OSError as error:
+        raise PenstockError(
+            f"cannot write the copy: {error.strerror}",
+            where=str(target),
+            hint="name a file that does not exist yet, in a folder that you may write to",
+        ) from error
+    try:
+        with reading(path) as db:
+            db.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(target),))
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def prune(
+    path: Path,
+    *,
+    keep_days: int | None = None,
+    max_bytes: int | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Forget requests and events older than `keep_days`, then the oldest until `max_bytes` hold.
+
+    None sets no such limit. With a daemon running both write in turns, a slice at a time. A dry
+    run changes nothing; it counts what is too old and estimates the rest from the mean row.
+
+    Raises:
+        PenstockError: the file is missing or may not be written, or another program holds it.
+    """
+    limits = Limits(keep_days=keep_days, max_bytes=max_bytes)
+    now = datetime.now(UTC)
+    if dry_run:
+        with reading(path) as db:
+            return estimate(db, limits, now)
+    total = Pruned(0, 0)
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000)) as db:
+            db.execute("PRAGMA foreign_keys = ON")
+            for step in prune_steps(db, limits, now):
+                total += step
+                time.sleep(PAUSE_S)
+    except sqlite3.Error as error:
+        raise PenstockError(f"cannot prune the request log: {error}", where=str(path)) from error
+    return total
+
+
+def _one(db: sqlite3.Connection, sql: str) -> object:
+    return db.execute(sql).fetchone()[0]
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from appliance.api.constraints import read_constraint
+from appliance.fields import Fields
+from engine.errors import RequestError
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}
+
+
+def json_schema(schema=SCHEMA, **fields):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
+
+
+def test_answers_are_free_unless_a_form_is_asked_for():
+    for fields in ({}, {"response_format": {"type": "text"}}, {"response_format": None}):
+        assert read_constraint(Fields(fields)) is None
+    assert read_constraint(Fields({"structured_outputs": {"json_object": False}})) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": json_schema()},
+        {"response_format": json_schema(strict=True)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"structured_outputs": {"json_object": True}},
+        {"structured_outputs": {"regex": "[a-c]+"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+        {"guided_json": SCHEMA},
+        {"guided_regex": "a*"},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": 'root ::= "a" | "b"'},
+    ],
+)
+def test_each_form_has_a_grammar_that_compiles(fields):
+    constraint = read_constraint(Fields(fields))
+    assert constraint.param.startswith(next(iter(fields)))
+    constraint.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema(None)}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(strict=1)}, "response_format.json_schema.strict"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_its_place(fields, param):
+    with pytest.raises(RequestError) as error:
+        read_constraint(Fields(fields))
+    assert (error.value.param, error.value.status) == (param, 400)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": json_schema({"type": "nothing"})},
+        {"response_format": json_schema({"$ref": "#/nowhere"})},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "start: nowhere"}},
+        {"structured_outputs": {"regex": "a" * 100_000}},
+    ],
+)
+def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):
+    constraint = read_constraint(Fields(fields))
+    with pytest.raises(RequestError, match=r"cannot be compiled: \S") as error:
+        constraint.check()
+    assert error.value.param == constraint.param
+
+
+def test_strict_schemas_may_not_have_what_cannot_be_enforced():
+    schema = {"type": "object", "not": {"required": ["a"]}}
+    read_constraint(Fields({"response_format": json_schema(schema)})).check()
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        read_constraint(Fields({"response_format": json_schema(schema, strict=True)})).check()
+
+
+def test_a_schema_as_deep_as_json_can_be_is_refused_or_compiled():
+    deep: dict = {}
+    for _ in range(900):
+        deep = {"items": deep}
+    with pytest.raises(RequestError):
+        read_constraint(Fields({"response_format": json_schema(deep)})).check()

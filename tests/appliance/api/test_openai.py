@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.api.ask import Ask
+from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
+from appliance.fields import Fields
+from appliance.request import ModelInfo
+from engine.errors import RequestError
+
+MODEL = ModelInfo("served", 100, 50, (), None, 0)
+USER = {"role": "user", "content": "hi"}
+
+
+def calling(arguments: str) -> dict:
+    """An assistant's message with a call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def completion(**fields) -> Ask:
+    return parse_completion(json.dumps({"prompt": "hi", **fields}).encode())
+
+
+def chat(**fields) -> Ask:
+    return parse_chat(json.dumps({"messages": [USER], **fields}).encode())
+
+
+def parse_completion(body: bytes) -> Ask:
+    return completion_ask(Fields.of_body(body), MODEL, max_prompts=4)
+
+
+def parse_chat(body: bytes) -> Ask:
+    return chat_ask(Fields.of_body(body), MODEL)
+
+
+def refusal(parse, **fields) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        parse(**fields)
+    return error.value
+
+
+def test_defaults_are_openais():
+    ask = completion()
+    sampling = ask.sampling(10, MODEL.max_model_len)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (16, 1.0, 1.0)
+    assert (sampling.top_k, sampling.min_p, sampling.logprobs) == (0, 0.0, None)
+    assert not ask.is_stream
+    assert not ask.include_usage
+    assert sampling.seed != ask.sampling(10, MODEL.max_model_len).seed
+
+
+def test_absent_max_tokens_is_what_the_context_leaves():
+    assert completion().sampling(95, 100).max_tokens == 5
+    assert chat().sampling(10, 100).max_tokens == 90
+    assert chat().sampling(10, 100_000).max_tokens == 2048
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(100, None), (90, 11), (1, 2**62)])
+def test_what_exceeds_the_context_is_refused_with_the_numbers(num_prompt_tokens, max_tokens):
+    ask = chat(max_tokens=max_tokens)
+    with pytest.raises(RequestError, match=f"100 tokens.*{num_prompt_tokens} for") as error:
+        ask.sampling(num_prompt_tokens, 100)
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+    completion().check_length("x" * 500, 5, 100)
+    with pytest.raises(RequestError, match="at least 100 for"):
+        completion().check_length("x" * 501, 5, 100)
+    with pytest.raises(RequestError, match="at least 101 for"):
+        completion().check_length([1] * 101, 5, 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 49], [[1, 49]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_prompts_come_in_four_forms(prompt, wanted):
+    assert completion(prompt=prompt).prompts == wanted
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ("", "invalid_value"),
+        ([], "invalid_value"),
+        ([[]], "invalid_value"),
+        (["a", ""], "invalid_value"),
+        ([50], "invalid_value"),
+        ([-1], "invalid_value"),
+        ([1.0], "invalid_type"),
+        ([True], "invalid_type"),
+        ([1, "a"], "invalid_type"),
+        (["a", 1], "invalid_type"),
+        ([[["a"]]], "invalid_type"),
+        ({"a": 1}, "invalid_type"),
+        (3, "invalid_type"),
+        (["a"] * 5, "invalid_value"),
+        (None, "missing_required_parameter"),
+        ([2**70], "invalid_value"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(prompt, code):
+    error = refusal(completion, prompt=prompt)
+    assert (error.code, error.param, error.status) == (code, "prompt", 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("temperature", -0.1, "invalid_value"),
+        ("temperature", 2.1, "invalid_value"),
+        ("temperature", True, "invalid_type"),
+        ("temperature", "1", "invalid_type"),
+        ("temperature", 2**70, "invalid_value"),
+        ("top_p", 0, "invalid_value"),
+        ("top_p", 1.01, "invalid_value"),
+        ("top_k", -2, "invalid_value"),
+        ("top_k", 1.5, "invalid_type"),
+        ("min_p", 1.5, "invalid_value"),
+        ("max_tokens", 0, "invalid_value"),
+        ("max_tokens", 2**63, "invalid_value"),
+        ("max_tokens", "16", "invalid_type"),
+        ("max_tokens", True, "invalid_type"),
+        ("seed", 2**63, "invalid_value"),
+        ("seed", 0.5, "invalid_type"),
+        ("stop", "", "invalid_value"),
+        ("stop", ["a", ""], "invalid_value"),
+        ("stop", ["a"] * 17, "invalid_value"),
+        ("stop", [1], "invalid_type"),
+        ("stop", {"a": 1}, "invalid_type"),
+        ("stop_token_ids", [50], "invalid_value"),
+        ("stop_token_ids", [1] * 129, "invalid_value"),
+        ("stop_token_ids", 1, "invalid_type"),
+        ("ignore_eos", 1, "invalid_type"),
+        ("stream", "yes", "invalid_type"),
+        ("return_token_ids", 0, "invalid_type"),
+        ("stream_options", {"include_usage": True}, "invalid_value"),
+        ("stream_options", [], "invalid_type"),
+        ("model", 3, "invalid_type"),
+        ("n", 0, "invalid_value"),
+        ("n", 129, "invalid_value"),
+        ("n", True, "invalid_type"),
+        ("presence_penalty", 2.1, "invalid_value"),
+        ("frequency_penalty", -2.1, "invalid_value"),
+        ("repetition_penalty", 0, "invalid_value"),
+        ("repetition_penalty", "1", "invalid_type"),
+        ("min_tokens", -1, "invalid_value"),
+        ("logit_bias", [], "invalid_type"),
+        ("logit_bias", {"50": 1}, "invalid_value"),
+        ("logit_bias", {"-1": 1}, "invalid_value"),
+        ("logit_bias", {"\u0663": 1}, "invalid_value"),
+        ("logit_bias", {"1": 101}, "invalid_value"),
+        ("logit_bias", {"1": "1"}, "invalid_type"),
+        ("logit_bias", {f"{'0' * i}1": 1 for i in range(301)}, "invalid_value"),
+    ],
+)
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_a_refusal_names_the_field(parse, name, value, code):
+    error = refusal(parse, **{name: value})
+    assert (error.code, error.param, error.status) == (code, name, 400)
+
+
+@pytest.mark.parametrize("value", [21, -1, True, 1.0])
+def test_logprobs_of_completions_are_a_count(value):
+    assert completion(logprobs=0).base.logprobs == 0
+    assert refusal(completion, logprobs=value).param == "logprobs"
+
+
+def test_logprobs_of_chats_are_a_switch_and_a_count():
+    assert chat(logprobs=True).base.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).base.logprobs == 20
+    assert chat(logprobs=False).base.logprobs is None
+    assert refusal(chat, logprobs=1).param == "logprobs"
+    assert refusal(chat, top_logprobs=3).param == "top_logprobs"
+    assert refusal(chat, logprobs=True, top_logprobs=21).param == "top_logprobs"
+
+
+def test_max_completion_tokens_wins_over_max_tokens():
+    assert chat(max_completion_tokens=3, max_tokens=5).max_tokens == 3
+    assert refusal(chat, max_completion_tokens=0).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(("seed", "wanted"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1)])
+def test_a_seed_is_kept(seed, wanted):
+    assert completion(seed=seed).sampling(1, 100).seed == wanted
+
+
+def test_a_negative_seed_becomes_one_that_workers_take():
+    seeds = {completion(seed=seed).sampling(1, 100).seed for seed in (-1, -2, -(2**63))}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("parse", "neutral"), [(completion, COMPLETION_NEUTRAL), (chat, CHAT_NEUTRAL)]
+)
+def test_values_that_ask_for_nothing_are_accepted(parse, neutral):
+    for name, values in neutral.items():
+        for value in (*values, None):
+            assert parse(**{name: value}).ignored == ()
+    assert parse(top_k=-1).base.top_k == 0
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_fields_that_nobody_knows_are_ignored_and_told(parse):
+    ask = parse(user="me", store=True, metadata={}, nobody_knows=[1], nothing=None)
+    assert ask.ignored == ("user", "store", "metadata", "nobody_knows")
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "value"),
+    [
+        (completion, "suffix", "x"),
+        (completion, "tools", [{"type": "function"}]),
+        (completion, "best_of", 3),
+        (completion, "use_beam_search", True),
+        (completion, "length_penalty", True),
+        (chat, "functions", [{}]),
+        (chat, "function_call", {"name": "f"}),
+        (chat, "echo", True),
+        (chat, "priority", 1),
+        (chat, "audio", {}),
+        (chat, "modalities", ["audio"]),
+    ],
+)
+def test_what_is_known_and_not_supported_is_refused_by_name(parse, name, value):
+    error = refusal(parse, **{name: value})
+    assert (error.code, error.param, error.status) == ("unsupported_parameter", name, 400)
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_penalties_biases_and_minimum_reach_the_sampler(parse):
+    ask = parse(
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"7": -100, "49": 0.5},
+        min_tokens=3,
+        max_tokens=4,
+    )
+    sampling = ask.sampling(10, 100)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == {7: -100.0, 49: 0.5}
+    assert sampling.min_tokens == 3
+    assert refusal(lambda: parse(min_tokens=17, max_tokens=16).sampling(1, 100)).param == (
+        "min_tokens"
+    )
+
+
+def test_choices_have_seeds_of_their_own_that_repeat():
+    ask = completion(n=3, seed=5)
+    assert ask.num_choices == 3
+    assert [ask.sampling(1, 100, choice=i).seed for i in range(3)] == [5, 6, 7]
+    assert completion(n=2, best_of=2).num_choices == 2
+    last = completion(n=2, seed=2**63 - 1)
+    assert last.sampling(1, 100, choice=1).seed == 0
+
+
+def test_an_echo_asks_for_the_prompts_logprobs_and_may_write_nothing():
+    assert completion(echo=True).sampling(1, 100).prompt_logprobs is None
+    assert completion(echo=True, logprobs=2).sampling(1, 100).prompt_logprobs == 2
+    assert completion(logprobs=2).sampling(1, 100).prompt_logprobs is None
+    assert completion(echo=True, max_tokens=0).max_tokens == 0
+    assert refusal(completion, max_tokens=0).param == "max_tokens"
+
+
+def test_usage_in_every_chunk_comes_with_usage_at_the_end():
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    ask = chat(stream=True, stream_options=both)
+    assert (ask.include_usage, ask.has_running_usage) == (True, True)
+    ask = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (ask.include_usage, ask.has_running_usage) == (False, False)
+    error = refusal(chat, stream=True, stream_options={"include_usage": 1})
+    assert error.param == "stream_options.include_usage"
+
+
+def test_templates_take_switches_and_may_continue_the_last_message():
+    ask = chat(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
+    assert ask.chat.variables == {"enable_thinking": False}
+    assert (ask.chat.continue_final_message, ask.chat.add_generation_prompt) == (True, False)
+    assert ask.is_continuation
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refusal(chat, **both).param == "continue_final_message"
+    error = refusal(chat, chat_template_kwargs={"messages": []})
+    assert error.param == "chat_template_kwargs.messages"
+
+
+def test_another_model_does_not_exist():
+    assert completion(model="served") is not None
+    error = refusal(completion, model="gpt-9")
+    assert (error.status, error.code, error.kind) == (404, "model_not_found", "not_found_error")
+
+
+def test_messages_become_roles_and_text():
+    messages = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "d", "tool_call_id": "7"},
+        {"role": "function", "content": "e", "name": "f"},
+    ]
+    assert chat(messages=messages).chat.messages == [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b\nc"},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "d", "tool_call_id": "7"},
+        {"role": "tool", "content": "e", "name": "f"},
+    ]
+
+
+def test_calls_of_earlier_turns_have_their_arguments_as_objects():
+    function = {"name": "f", "arguments": '{"a": [1]}'}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    (message,) = chat(
+        messages=[{"role": "assistant", "content": None, "tool_calls": calls}]
+    ).chat.messages
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ("hi", "messages"),
+        ([], "messages"),
+        (None, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
+        ([USER, {"role": "boss", "content": "hi"}], "messages[1].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([calling("{")], "messages[0].tool_calls[0].function.arguments"),
+        ([calling("[]")], "messages[0].tool_calls[0].function.arguments"),
+        ([calling('{"a":' * 90 + "1" + "}" * 90)], "messages[0].tool_calls[0].function.arguments"),
+        ([{**calling("{}"), "role": "user", "content": ""}], "messages[0].tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_is_named_by_its_place(messages, param):
+    assert refusal(chat, messages=messages).param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nope",
+        b"[1]",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+        "{'prompt': 'a'}".encode("utf-16"),
+    ],
+)
+def test_what_is_not_json_is_refused(body):
+    for parse in (parse_completion, parse_chat):
+        with pytest.raises(RequestError) as error:
+            parse(body)
+        assert error.value.status == 400
+
+
+def test_of_duplicate_keys_the_last_counts():
+    body = b'{"prompt": "a", "prompt": "b"}'
+    assert parse_completion(body).prompts == ["b"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+NAMES = [
+    *CHAT_NEUTRAL,
+    *COMPLETION_NEUTRAL,
+    *("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs"),
+    *("stream", "stream_options", "return_token_ids", "user", "n", "best_of", "echo", "min_tokens"),
+    *("presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
+    *("structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar"),
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=8), st.booleans())
+def test_any_object_is_an_ask_or_a_refusal(fields, has_prompt):
+    if has_prompt:
+        fields |= {"prompt": "hi", "messages": [USER]}
+    body = json.dumps(fields).encode("utf-8", "surrogatepass")
+    for parse in (parse_completion, parse_chat):
+        with contextlib.suppress(RequestError):  # and nothing else may be raised
+            ask = parse(body)
+            assert ask.is_chat != bool(ask.prompts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_refused_or_read(body):
+    for parse in (parse_completion, parse_chat):
+        with pytest.raises(RequestError):
+            parse(body)

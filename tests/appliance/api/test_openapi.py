@@ -1,0 +1,245 @@
+"""The document is true: of the routes, of what is sent, and of what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+
+import httpx
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import checks
+
+from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
+from appliance.api.openapi import OPERATIONS, document
+from appliance.api.responses import NEUTRAL, response_ask
+from appliance.api.routes import build_app
+from appliance.fields import Fields
+from appliance.http.access import AccessPolicy
+from appliance.http.keys import new_key, read_keys
+from appliance.http.listeners import bind_tcp
+from appliance.http.server import ApiServer
+from appliance.log.reader import read_events, read_rows, read_usage
+from engine.tokenizer import Tokenizer
+from tests.appliance.logs import row, start
+from tests.appliance.peers import ALICE, BOB, client_of
+from tests.fakes import FakeAppliance
+from tests.tiny_tokenizers import CHATML, byte_level
+from tests.tui.frames import busy
+
+CHECKS = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]
+ENDLESS = "/v1/penstock/stream"
+
+
+class TrueAppliance(FakeAppliance):
+    """Shows what a daemon shows, real frames and rows, and never stays drained."""
+
+    def __init__(self, log_path):
+        super().__init__(Tokenizer(byte_level(), chat_template=CHATML))
+        self._log_path = log_path
+        log = start(log_path)
+        log.event("warning", "worker.died", "it died", "ann")
+        for number in range(3):
+            log.record(row(f"cmpl-{number}"))
+        assert log.close()
+
+    def drain(self, by):
+        self.drained_by = by
+
+    def request_frames(self):
+        return [msgspec.to_builtins(frame) for frame in busy(1).requests]
+
+    def frame_json(self):
+        return msgspec.json.encode(busy(1))
+
+    def log_rows(self, query):
+        return read_rows(self._log_path, query)
+
+    def log_events(self, query):
+        return read_events(self._log_path, query)
+
+    def log_usage(self, query):
+        return read_usage(self._log_path, query)
+
+
+class Running:
+    """The real server on loopback TCP, in a thread of its own."""
+
+    def __init__(self, folder):
+        self.key, line = new_key("ann", "operator")
+        keys = folder / "keys"
+        keys.write_text(line)
+        keys.chmod(0o600)
+        self._policy = AccessPolicy(keys=read_keys(keys))
+        self._app = build_app(TrueAppliance(folder / "log.db"))
+        self._is_ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
+
+    async def _run(self):
+        self._stop = asyncio.Event()
+        listeners = bind_tcp("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
+        server = ApiServer(self._app, listeners, self._policy)
+        await server.start()
+        self._is_ready.set()
+        await self._stop.wait()
+        await server.stop(grace_s=1.0)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._is_ready.wait(30)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    with Running(tmp_path_factory.mktemp("api")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def schema(running):
+    """The document as it is read over TCP; requests carry a key unless they make up one."""
+    asked = {"headers": {"Authorization": f"Bearer {running.key}"}}
+    return schemathesis.openapi.from_url(f"{running.url}/openapi.json", **asked)
+
+
+# Routes
+
+
+def test_every_route_is_in_the_document_and_no_other(tmp_path):
+    app = build_app(FakeAppliance(Tokenizer(byte_level())))
+    served = {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in app.routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert set(OPERATIONS) == served
+    described = document("1", needs_key=False)["paths"]
+    assert {(m.upper(), path) for path, methods in described.items() for m in methods} == served
+
+
+def test_operations_have_names_of_their_own():
+    names = [operation.name for operation in OPERATIONS.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_reference_leads_somewhere():
+    text = msgspec.json.encode(document("1", needs_key=False)).decode()
+    components = document("1", needs_key=False)["components"]
+    for kind, name in re.findall(r'"#/components/(\w+)/(\w+)"', text):
+        assert name in components[kind]
+
+
+async def test_a_key_is_needed_where_it_is_asked_for():
+    appliance = FakeAppliance(Tokenizer(byte_level()))
+    over_tcp = (await client_of(appliance, BOB).get("/openapi.json")).json()
+    assert over_tcp["security"] == [{"key": []}]
+    assert over_tcp["paths"]["/health"]["get"]["security"] == []
+    on_the_socket = (await client_of(appliance, ALICE).get("/openapi.json")).json()
+    assert on_the_socket["security"] == []
+
+
+class Recording(Fields):
+    """Fields that know which of them were asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.names = set()
+
+    def get(self, name):
+        self.names.add(name)
+        return super().get(name)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "component"),
+    [
+        (lambda f, m: completion_ask(f, m, 8), {"prompt": "a"}, "CompletionRequest"),
+        (chat_ask, {"messages": [{"role": "user", "content": "a"}]}, "ChatRequest"),
+        (response_ask, {"input": "a"}, "ResponseRequest"),
+    ],
+)
+def test_every_field_that_is_read_is_described_and_no_other(read, body, component):
+    fields = Recording(body)
+    read(fields, FakeAppliance(Tokenizer(byte_level())).model)
+    older = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
+    refused = CHAT_NEUTRAL.keys() | COMPLETION_NEUTRAL.keys() | NEUTRAL.keys() | older
+    described = document("1", needs_key=False)["components"]["schemas"][component]["properties"]
+    unknown = {"store"}  # asks for nothing that is noticed
+    assert fields.names - refused == set(described) - refused - unknown
+
+
+# Requests and replies
+
+
+SOMETHING = settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize(("method", "path"), [route for route in OPERATIONS if route[1] != ENDLESS])
+@pytest.mark.parametrize("mode", schemathesis.GenerationMode)
+def test_what_is_sent_by_the_document_is_answered_by_it(schema, running, method, path, mode):
+    operation = schema[path][method]
+    if mode is schemathesis.GenerationMode.NEGATIVE and OPERATIONS[method, path].is_open:
+        return  # nothing can be wrong, not even a key
+    statuses = set()
+
+    @SOMETHING
+    @given(operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        reply = case.call(headers={"Authorization": f"Bearer {running.key}"})
+        case.validate_response(reply, checks=CHECKS)
+        statuses.add(reply.status_code)
+
+    ask()
+    assert statuses - {401}
+    if mode is schemathesis.GenerationMode.POSITIVE and "{id}" not in path:
+        assert 200 in statuses
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_without_a_key_only_health_is_told(running, method, path):
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        reply = httpx.request(method, running.url + path, headers=headers)
+        if path == "/health":
+            assert reply.status_code == 200
+        else:
+            assert reply.status_code == 401
+            assert reply.headers["www-authenticate"] == "Bearer"
+        assert "x-request-id" in reply.headers
+
+
+def test_a_model_and_a_request_are_answered_as_the_document_says(schema, running):
+    request_id = busy(1).requests[0].id
+    for path, known in (("/v1/models/{id}", "fake/tiny-model"), ("/v1/requests/{id}", request_id)):
+        case = schema[path]["GET"].Case(path_parameters={"id": known})
+        reply = case.call(headers={"Authorization": f"Bearer {running.key}"})
+        assert reply.status_code == 200
+        case.validate_response(reply, checks=CHECKS)
+
+
+def test_a_reply_that_is_not_as_described_would_be_found(schema, running):
+    reply = schema["/health"]["GET"].Case().call()
+    with pytest.raises(schemathesis.errors.FailureGroup):
+        schema["/version"]["GET"].Case().validate_response(reply, checks=CHECKS)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.api.ask import Ask
+from appliance.api.openai import chat_ask
+from appliance.api.stream import Delta, Reply, StopMatcher
+from appliance.fields import Fields
+from appliance.request import ModelInfo, Peer, Request, TokensEmitted
+from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps, TokenLogprob
+from engine.tokenizer import Tokenizer
+from tests.tiny_tokenizers import byte_level
+
+
+class StopRecorder:
+    """The part of an Appliance that a reply calls."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer(byte_level())
+        self.stopped: list[tuple[int, int]] = []
+
+    def stop_sequence(self, sequence, num_kept_tokens):
+        self.stopped.append((sequence.index, num_kept_tokens))
+
+
+@pytest.fixture(scope="module")
+def appliance():
+    return StopRecorder()
+
+
+@pytest.fixture(autouse=True)
+def _forget(appliance):
+    appliance.stopped.clear()
+
+
+def request_of(num_sequences: int = 1) -> Request:
+    sequences = [
+        Sequence(
+            seq_id=10 + index,
+            request_id="cmpl-1",
+            index=index,
+            prompt_token_ids=[1],
+            sampling=SamplingParams(max_tokens=99, seed=0),
+            stamps=Stamps(arrived_ns=0),
+        )
+        for index in range(num_sequences)
+    ]
+    return Request("cmpl-1", "/v1/completions", "m", Peer(), True, "", sequences)
+
+
+def asking(stop=(), **fields) -> Ask:
+    """A chat, whose answer begins a text of its own."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stop": list(stop), **fields}
+    return chat_ask(Fields(body), ModelInfo("m", 100, 300, (), None, 0))
+
+
+def emit(request, token_ids, *, index=0, reason=None, logprobs=()):
+    sequence = request.sequences[index]
+    sequence.output_token_ids += token_ids
+    sequence.finish_reason = reason
+    emitted = TokensEmitted(sequence, token_ids, list(logprobs), reason is not None)
+    request.inbox.put_nowait(emitted)
+
+
+async def collect(reply: Reply) -> list[Delta]:
+    return [delta async for deltas in reply.deltas() for delta in deltas]
+
+
+def told(deltas: list[Delta], index: int = 0) -> str:
+    return "".join(delta.text for delta in deltas if delta.sequence.index == index)
+
+
+async def spoken(appliance, chunks, *, stop=(), reason=FinishReason.LENGTH) -> list[Delta]:
+    """The deltas of one sequence that emits these chunks of ids, each read before the next."""
+    request = request_of()
+    reply = Reply(appliance, request, asking(stop))
+    deltas: list[Delta] = []
+    stream = reply.deltas()
+    for number, ids in enumerate(chunks):
+        emit(request, ids, reason=reason if number == len(chunks) - 1 else None)
+        try:
+            deltas += await anext(stream)
+        except StopAsyncIteration:
+            break
+    return deltas
+
+
+async def test_tokens_become_text_and_the_last_delta_says_why_it_ended(appliance):
+    ids = appliance.tokenizer.encode("hello wörld", False)
+    deltas = await spoken(appliance, [[i] for i in ids])
+    assert told(deltas) == "hello wörld"
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(ids) - 1)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert not any("\ufffd" in delta.text for delta in deltas)
+
+
+async def test_whatever_waits_is_taken_at_once(appliance):
+    request = request_of(2)
+    reply = Reply(appliance, request, asking())
+    ids = appliance.tokenizer.encode("hello", False)
+    for token_id in ids:
+        emit(request, [token_id], index=0)
+        emit(request, [token_id], index=1)
+    emit(request, [], index=0, reason=FinishReason.ABORT)
+    emit(request, [], index=1, reason=FinishReason.LENGTH)
+    wakes = [deltas async for deltas in reply.deltas()]
+    assert len(wakes) == 1
+    assert [(d.text, d.finish_reason) for d in wakes[0]] == [
+        ("hello", FinishReason.ABORT),
+        ("hello", FinishReason.LENGTH),
+    ]
+
+
+async def test_silence_is_reported_and_loses_nothing(appliance):
+    request = request_of()
+    stream = Reply(appliance, request, asking()).deltas(0.01)
+    assert await anext(stream) == []
+    assert await anext(stream) == []
+    emit(request, appliance.tokenizer.encode("hello", False), reason=FinishReason.LENGTH)
+    assert told(await anext(stream)) == "hello"
+
+
+async def test_a_stop_string_across_tokens_is_not_sent_and_stops_the_sequence(appliance):
+    ids = appliance.tokenizer.encode("xyz12 stop abc", False)
+    deltas = await spoken(appliance, [[i] for i in ids], stop=("z12 st",))
+    assert told(deltas) == "xy"
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    kept = len(appliance.tokenizer.encode("xyz12 st", False))
+    assert appliance.stopped == [(0, kept)]
+    assert sum(len(delta.token_ids) for delta in deltas) == kept
+
+
+async def test_a_beginning_of_a_stop_string_is_held_back_and_sent_when_it_is_none(appliance):
+    ids = appliance.tokenizer.encode("abcX", False)
+    deltas = await spoken(appliance, [[i] for i in ids], stop=("abcd",))
+    assert [delta.text for delta in deltas] == ["", "", "", "abcX"]
+
+
+async def test_at_the_end_what_was_held_back_is_sent(appliance):
+    ids = appliance.tokenizer.encode("abc", False)
+    assert told(await spoken(appliance, [ids], stop=("abcd",))) == "abc"
+    assert appliance.stopped == []
+
+
+async def test_tokens_that_come_after_a_stop_are_dropped(appliance):
+    request = request_of(2)
+    reply = Reply(appliance, request, asking(("b",)))
+    emit(request, appliance.tokenizer.encode("abab", False), index=0)
+    emit(request, appliance.tokenizer.encode("aaaa", False), index=0)
+    emit(request, appliance.tokenizer.encode("cc", False), index=1, reason=FinishReason.LENGTH)
+    deltas = await collect(reply)
+    assert told(deltas, 0) == "a"
+    assert told(deltas, 1) == "cc"
+    assert appliance.stopped == [(0, 2)]
+
+
+async def test_a_stop_string_in_the_last_tokens_wins_over_length(appliance):
+    ids = appliance.tokenizer.encode("abc", False)
+    deltas = await spoken(appliance, [ids], stop=("bc",))
+    assert (told(deltas), deltas[-1].finish_reason) == ("a", FinishReason.STOP)
+    assert appliance.stopped == [(0, 3)]
+
+
+async def test_the_id_that_ends_a_sequence_is_no_text(appliance):
+    ids = appliance.tokenizer.encode("abc", False)
+    deltas = await spoken(appliance, [ids], reason=FinishReason.STOP)
+    assert told(deltas) == "ab"
+    assert deltas[-1].token_ids == ids
+    assert told(await spoken(appliance, [ids[:2], []], reason=FinishReason.ABORT)) == "ab"
+
+
+async def test_logprobs_stay_with_their_tokens_and_know_where_the_text_begins(appliance):
+    request = request_of()
+    reply = Reply(appliance, request, asking(("c",)))
+    ids = appliance.tokenizer.encode("aäbcd", False)
+    logprobs = [TokenLogprob(-float(i), [], []) for i in range(len(ids))]
+    emit(request, ids, reason=FinishReason.LENGTH, logprobs=logprobs)
+    (delta,) = await collect(reply)
+    assert delta.token_ids == ids[:5]
+    assert [entry.logprob for entry in delta.logprobs] == [0, -1, -2, -3, -4]
+    assert delta.text_offsets == [0, 1, 1, 2, 3]
+
+
+async def test_an_unfinished_character_at_the_end_is_one_replacement(appliance):
+    ids = appliance.tokenizer.encode("a\u00e4", False)[:-1]
+    assert told(await spoken(appliance, [[i] for i in ids])) == "a\ufffd"
+
+
+TEXTS = st.text(alphabet="ab1ä😀 ", max_size=14)
+STOPS = st.lists(st.text(alphabet="ab1ä😀 ", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, stops=STOPS, data=st.data())
+def test_the_text_does_not_depend_on_how_tokens_are_batched(appliance, text, stops, data):
+    ids = appliance.tokenizer.encode(text, False)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)), max_size=4)) | {0, len(ids)})
+    batches = [ids[a:b] for a, b in itertools.pairwise(cuts)] or [[]]
+    singly = [[token_id] for token_id in ids] or [[]]
+    outcomes = []
+    for chunks in (singly, batches):
+        appliance.stopped.clear()
+        deltas = asyncio.run(spoken(appliance, chunks, stop=stops))
+        num_tokens = sum(len(delta.token_ids) for delta in deltas)
+        outcomes.append((told(deltas), num_tokens, list(appliance.stopped)))
+    assert outcomes[0] == outcomes[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(TEXTS, max_size=8), stops=STOPS)
+def test_a_matcher_lets_out_what_precedes_the_first_complete_stop(pieces, stops):
+    matcher = StopMatcher(stops)
+    sent = "".join(matcher.push(piece) for piece in pieces) + matcher.flush()
+    text = "".join(pieces)
+    ends = [
+        (end, start)
+        for end in range(len(text) + 1)
+        for start in range(end)
+        if text[start:end] in stops
+    ]
+    assert matcher.has_matched == bool(ends)
+    assert sent == (text[: min(ends)[1]] if ends else text)

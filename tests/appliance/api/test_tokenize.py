@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from appliance.api import tokenize as tokenize_api
+from engine.tokenizer import Tokenizer
+from tests.appliance.peers import VIEWER, client_of
+from tests.fakes import FakeAppliance
+from tests.tiny_tokenizers import CHATML, byte_level
+
+
+@pytest.fixture
+def tokenizer():
+    return Tokenizer(byte_level(), chat_template=CHATML)
+
+
+@pytest.fixture
+def client(tokenizer):
+    return client_of(FakeAppliance(tokenizer), VIEWER)
+
+
+async def tokenize(client, **body):
+    reply = await client.post("/tokenize", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def test_a_text_becomes_token_ids(client, tokenizer):
+    reply = await tokenize(client, model="fake/tiny-model", prompt="hello wörld")
+    assert reply == {
+        "count": len(tokenizer.encode("hello wörld")),
+        "max_model_len": 256,
+        "tokens": tokenizer.encode("hello wörld"),
+        "token_strs": None,
+    }
+
+
+async def test_tokens_are_told_as_the_vocabulary_writes_them(client):
+    reply = await tokenize(client, prompt="hello wo", return_token_strs=True)
+    assert reply["token_strs"] == ["<|begin|>", "hello", "Ġwo"]
+
+
+async def test_special_tokens_can_be_left_out(client, tokenizer):
+    reply = await tokenize(client, prompt="hello", add_special_tokens=False)
+    assert reply["tokens"] == tokenizer.encode("hello", add_special_tokens=False)
+    assert reply["count"] == 1
+
+
+async def test_a_chat_becomes_the_prompt_that_it_would_be_answered_to(client, tokenizer):
+    messages = [{"role": "user", "content": "hello"}]
+    reply = await tokenize(client, messages=messages)
+    rendered = tokenizer.render_chat(messages)
+    assert reply["tokens"] == tokenizer.encode(rendered, add_special_tokens=False)
+    shorter = await tokenize(client, messages=messages, add_generation_prompt=False)
+    assert shorter["count"] < reply["count"]
+
+
+async def test_an_empty_text_has_no_tokens_of_its_own(client):
+    assert (await tokenize(client, prompt="", add_special_tokens=False))["count"] == 0
+
+
+async def test_token_ids_become_the_text_again_special_tokens_included(client, tokenizer):
+    ids = tokenizer.encode("hello wörld 😀")
+    reply = await client.post("/detokenize", json={"tokens": ids})
+    assert reply.json() == {"prompt": "<|begin|>hello wörld 😀"}
+
+
+async def test_texts_longer_than_the_context_are_counted_all_the_same(client):
+    reply = await tokenize(client, prompt="x" * 10_000)
+    assert reply["count"] == 10_001
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "king"}]}, "messages[0].role"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+    ],
+)
+async def test_what_cannot_be_worked_on_is_refused_by_name(client, path, body, param):
+    reply = await client.post(path, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_texts_have_a_bound(client, monkeypatch):
+    monkeypatch.setattr(tokenize_api, "MAX_TEXT_CHARS", 10)
+    monkeypatch.setattr(tokenize_api, "MAX_TOKENS", 10)
+    reply = await client.post("/tokenize", json={"prompt": "x" * 11})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    reply = await client.post("/detokenize", json={"tokens": [1] * 11})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_another_model_is_not_there(client):
+    for path in ("/tokenize", "/detokenize"):
+        reply = await client.post(path, json={"model": "other", "prompt": "a", "tokens": [1]})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")

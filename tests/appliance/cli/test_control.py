@@ -1,0 +1,180 @@
+"""The verbs that change something, and the process around every verb."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.cli_data import ENDED, REQUEST
+from tests.appliance.cli_process import ROOT, command, penstock, user_environ
+from tests.appliance.fake_daemon import FakeDaemon
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "p.sock") as fake:
+        yield fake
+
+
+def test_cancel_takes_a_user_and_leaves_the_others(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    others = [{**REQUEST, "id": "cmpl-2", "user": "bob"}, {**ENDED, "user": "ann"}]
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": [REQUEST, *others]})}
+    assert penstock(environ, "cancel", "--user", "ann").stdout == "cancelled cmpl-1\n"
+    assert len(daemon.script.asked) == 2
+
+
+@pytest.mark.parametrize("arguments", [(), ("cmpl-1", "--user", "ann")])
+def test_cancel_wants_ids_or_a_user(environ: dict[str, str], arguments: tuple[str, ...]) -> None:
+    assert penstock(environ, "cancel", *arguments).returncode == 2
+
+
+def test_drain_and_resume_say_what_they_did(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.replies = {
+        "POST /v1/penstock/drain": (200, {"status": "draining"}),
+        "POST /v1/penstock/resume": (200, {"status": "resumed"}),
+        "GET /v1/penstock/state": (200, {"num_requests": 0}),
+    }
+    assert penstock(environ, "drain").stdout == "draining\n"
+    assert penstock(environ, "drain", "--wait").stdout == "drained\n"
+    assert penstock(environ, "resume").stdout == "serving\n"
+
+
+def test_a_drain_that_takes_too_long_is_exit_code_124(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.replies = {
+        "POST /v1/penstock/drain": (200, {"status": "draining"}),
+        "GET /v1/penstock/state": (200, {"num_requests": 3}),
+    }
+    ended = penstock(environ, "drain", "--wait", "--timeout", "0")
+    assert (ended.returncode, ended.stdout) == (124, "")
+    assert "3 requests" in ended.stderr
+
+
+def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    refusal = {"error": {"message": "operators may\x1b[2J", "code": "role_required"}}
+    daemon.script.replies = {"POST /v1/penstock/drain": (403, refusal)}
+    ended = penstock(environ, "drain")
+    assert (ended.returncode, ended.stderr) == (4, "penstock: operators may\\x1b[2J\n")
+
+
+def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    from appliance.http.keys import find_key, read_keys
+
+    ended = penstock(environ, "keys", "new", "ann", "--role", "viewer")
+    key = ended.stderr.split()[-1]
+    assert key not in ended.stdout
+    (tmp_path / "keys").write_text(ended.stdout)
+    (tmp_path / "keys").chmod(0o600)
+    found = find_key(read_keys(tmp_path / "keys"), key)
+    assert found is not None
+    assert found.name == "ann"
+    assert penstock(environ, "keys", "new", "a b").returncode == 78
+
+
+def test_serve_takes_its_settings_from_a_file_that_is_named(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    settings = tmp_path / "p.toml"
+    settings.write_text("\ndtype = 'int3'\n")
+    ended = penstock(environ, "serve", "--config", str(settings))
+    assert ended.returncode == 78
+    assert f"{settings}:2: dtype" in ended.stderr
+    ended = penstock(environ, "serve", "--listen", "0.0.0.0:80")
+    assert ended.returncode == 78
+    assert "--listen" in ended.stderr
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_verb_works_with_its_streams_closed(
+    daemon: FakeDaemon, environ: dict[str, str], closed: str
+) -> None:
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": []})}
+    line = f"'{command()[0]}' -m appliance.cli ps {closed}"
+    assert subprocess.run(["sh", "-c", line], env=environ, cwd=ROOT, check=False).returncode == 0
+    assert daemon.script.asked == [("GET /v1/requests", None)]
+
+
+def test_what_a_verb_starts_has_streams_as_well(environ: dict[str, str]) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "from appliance.cli import terminal\n"
+        "terminal.prepare()\n"
+        "child = 'import os; [os.fstat(number) for number in range(3)]'\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', child]).returncode)"
+    )
+    line = f"'{command()[0]}' -c \"{script}\" 0<&- 1>&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], env=environ, cwd=ROOT, check=False).returncode == 0
+
+
+def test_serve_without_stderr_still_says_by_its_exit_code_what_is_wrong(
+    environ: dict[str, str],
+) -> None:
+    line = f"'{command()[0]}' -m appliance.cli serve --kv-memory plenty 2>&-"
+    assert subprocess.run(["sh", "-c", line], env=environ, cwd=ROOT, check=False).returncode == 78
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_for_the_shell(environ: dict[str, str], shell: str) -> None:
+    ended = penstock(environ, "completion", shell)
+    assert ended.returncode == 0
+    assert f"complete_{shell}" in ended.stdout
+
+
+def completed(environ: dict[str, str], *words: str) -> list[str]:
+    asking = {
+        "_PENSTOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(["penstock", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    ended = penstock({**environ, **asking})
+    assert ended.stderr == ""
+    return ended.stdout.split()
+
+
+def test_verbs_and_ids_are_completed(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": [REQUEST, ENDED]})}
+    assert completed(environ, "res") == ["resume"]
+    assert completed(environ, "show", "cm") == ["cmpl-1", "cmpl-0"]
+    assert completed(environ, "cancel", "cm") == ["cmpl-1"]
+
+
+def test_completion_without_a_daemon_is_silent(environ: dict[str, str]) -> None:
+    assert completed(environ, "show", "cm") == []
+    assert completed({**environ, "PENSTOCK_HOST": "ftp://x"}, "show", "cm") == []
+
+
+def test_looking_at_the_status_imports_nothing_slow(environ: dict[str, str]) -> None:
+    script = (
+        "import sys; sys.argv = ['penstock', 'status']\n"
+        "import appliance.cli\n"
+        "try: appliance.cli.main()\n"
+        "except SystemExit: pass\n"
+        "slow = {'pydantic','httpx','textual','torch','msgspec','sqlite3','asyncio','numpy'}\n"
+        "print(sorted(sys.modules.keys() & slow))"
+    )
+    ended = subprocess.run(
+        [command()[0], "-c", script], env=environ, capture_output=True, cwd=ROOT, check=True
+    )
+    assert ended.stdout == b"[]\n"
+
+
+def test_every_verb_has_help(environ: dict[str, str]) -> None:
+    from appliance.cli.main import VERBS
+
+    shown = penstock(environ, "--help").stdout
+    assert all(name in shown for name in VERBS if name != "dial-stdio")
+    for name in VERBS:
+        assert penstock(environ, name, "--help").stdout.startswith(f"Usage: penstock {name}")

@@ -1,0 +1,82 @@
+"""What every verb prints in every format, character for character, at fixed data.
+
+To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/test_cli_golden.py, then read
+the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.cli_data import (
+    ENDED,
+    EVENTS,
+    FINISHED,
+    FRAME,
+    HOSTILE,
+    REQUEST,
+    ROW,
+    USAGE,
+    WHOAMI,
+)
+from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.fake_daemon import FakeDaemon
+from tests.appliance.model_folder import make_model
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FORMATS = ("table", "wide", "json", "ndjson", "csv")
+VERBS = {
+    "status": ("status",),
+    "ps": ("ps", "-a"),
+    "show": ("show", "cmpl-1"),
+    "show-live": ("show", "cmpl-2"),
+    "whoami": ("whoami",),
+    "log": ("log", "-n", "3"),
+    "events": ("events",),
+    "usage": ("usage",),
+    "models-list": ("models", "list", "--dir", "models"),
+    "models-show": ("models", "show", "models/tiny"),
+    "models-verify": ("models", "verify", "models/tiny"),
+}
+EVIL_REQUEST = {**REQUEST, "id": "cmpl-2", "user": HOSTILE, "worker": "@SUM(A1)"}
+EVIL_ROW = {**ROW, "rid": "cmpl-0", "user": HOSTILE, "ttft_ms": None, "error": HOSTILE}
+REPLIES: dict[str, object] = {
+    "GET /v1/penstock/state": FRAME,
+    "GET /v1/requests": {"data": [REQUEST, EVIL_REQUEST, ENDED]},
+    "GET /v1/requests/cmpl-1": FINISHED,
+    "GET /v1/requests/cmpl-2": EVIL_REQUEST,
+    "GET /v1/penstock/whoami": WHOAMI,
+    "GET /v1/penstock/log?limit=3": {"data": [ROW, EVIL_ROW]},
+    "GET /v1/penstock/events?limit=20": {"data": EVENTS},
+    "GET /v1/penstock/usage?by=user": {"data": USAGE},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the verbs run: a daemon that knows everything above, and two models, one of no use."""
+    folder = tmp_path_factory.mktemp("golden")
+    make_model(folder / "models" / "tiny")
+    (folder / "models" / "broken\x1b[1m").mkdir()
+    (folder / "models" / "broken\x1b[1m" / "config.json").write_text("{")
+    with FakeDaemon(folder / "p.sock") as daemon:
+        daemon.script.replies = {line: (200, reply) for line, reply in REPLIES.items()}
+        yield folder
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_output(home: Path, verb: str, form: str) -> None:
+    ended = penstock(user_environ(home), *VERBS[verb], "-o", form, cwd=home)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    shown = ended.stdout.replace(str(home), "HOME")
+    assert all(char == "\n" or char.isprintable() for char in shown)
+    path = GOLDEN / f"cli-{verb}.{form}.txt"
+    if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown, encoding="utf-8")
+    assert shown == path.read_text(encoding="utf-8")

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from appliance.config import ServeConfig
+from appliance.http.access import AccessPolicy, Credentials, People, credentials_of
+from appliance.http.keys import new_key
+from appliance.request import Role
+from engine.errors import ConfigError
+
+STRANGER = Credentials(uid=54321, gid=54321, pid=1, gids=frozenset({54321, 777}))
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(**settings):
+        return ServeConfig(tmp_path / "s", tmp_path, tmp_path, **settings)
+
+    return config
+
+
+def test_whoever_the_kernel_knows_and_nobody_named_is_a_user():
+    peer = AccessPolicy().peer_of(STRANGER)
+    assert (peer.role, peer.user, peer.name) == (Role.USER, None, "uid:54321")
+
+
+def test_root_and_the_daemons_own_user_are_operators_always():
+    policy = AccessPolicy(viewers=People(uids=frozenset({0, os.geteuid()})))
+    for uid in (0, os.geteuid()):
+        assert policy.peer_of(Credentials(uid, 1, 1, frozenset())).role is Role.OPERATOR
+
+
+def test_users_and_groups_get_the_role_they_are_named_for():
+    by_uid = People(uids=frozenset({54321}))
+    by_group = People(gids=frozenset({777}))
+    for people in (by_uid, by_group):
+        assert AccessPolicy(operators=people).peer_of(STRANGER).role is Role.OPERATOR
+        assert AccessPolicy(viewers=people).peer_of(STRANGER).role is Role.VIEWER
+    assert AccessPolicy(operators=by_group, viewers=by_uid).peer_of(STRANGER).role is Role.OPERATOR
+
+
+def test_names_become_numbers_and_those_that_do_not_exist_are_left_out():
+    user, group = pwd.getpwall()[-1], grp.getgrall()[-1]
+    people = People.named([user.pw_name, f"@{group.gr_name}", "no-such-user", "@no-such-group"])
+    assert people == People(frozenset({user.pw_uid}), frozenset({group.gr_gid}))
+
+
+def test_tcp_without_keys_is_a_config_error_that_says_how_to_make_one(config):
+    with pytest.raises(ConfigError) as error:
+        AccessPolicy.from_config(config(listen=("127.0.0.1", 0)), {})
+    assert error.value.where == "listen"
+    assert "penstock keys new" in error.value.hint
+    assert AccessPolicy.from_config(config(), {}).keys == ()
+
+
+def test_keys_come_from_the_named_file_or_from_systemd(config, tmp_path):
+    key, line = new_key("named", "viewer")
+    named = tmp_path / "keys"
+    named.write_text(line)
+    named.chmod(0o600)
+    credential, credential_line = new_key("systemd")
+    (tmp_path / "api-keys").write_text(credential_line)
+    (tmp_path / "api-keys").chmod(0o400)
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    policy = AccessPolicy.from_config(config(api_keys=named, listen=("::1", 1)), environ)
+    peer = policy.holder_of(key)
+    assert (peer.name, peer.role, peer.uid) == ("key:named", Role.VIEWER, None)
+    assert policy.holder_of(credential) is None
+    policy = AccessPolicy.from_config(config(listen=("::1", 1)), environ)
+    assert policy.holder_of(credential).name == "key:systemd"
+    assert policy.holder_of("") is None
+
+
+def test_a_tcp_connection_says_nothing_of_who_it_is():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with client, accepted:
+            assert credentials_of(accepted) is None
+
+
+def test_we_are_ourselves_at_both_ends():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        who = credentials_of(ours)
+    assert (who.uid, who.gid, who.pid) == (os.getuid(), os.getgid(), os.getpid())
+    assert who.gids == {os.getgid(), *os.getgroups()}
+
+
+def connect_with_groups(path, groups):
+    script = "import socket,sys; c = socket.socket(1); c.connect(sys.argv[1]); c.recv(1)"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = subprocess.Popen([sys.executable, "-c", script, str(path)], extra_groups=groups)
+        accepted, _ = listener.accept()
+        with accepted:
+            who = credentials_of(accepted)
+    assert client.wait(10) == 0
+    assert who.pid == client.pid
+    return who
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else")
+@pytest.mark.parametrize("num_groups", [0, 3, 200])
+def test_all_of_a_clients_groups_are_known(tmp_path, num_groups):
+    groups = list(range(60000, 60000 + num_groups))
+    assert connect_with_groups(tmp_path / "s", groups).gids == {os.getgid(), *groups}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else")
+def test_of_very_many_groups_those_of_the_user_database_count(tmp_path):
+    name = pwd.getpwuid(os.getuid()).pw_name
+    who = connect_with_groups(tmp_path / "s", list(range(60000, 60500)))
+    assert who.gids == {os.getgid(), *os.getgrouplist(name, os.getgid())}

@@ -1,0 +1,520 @@
+"""Clients that are slow, silent, greedy, half gone, or no clients of HTTP at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import socket
+
+import httpx
+import pytest
+
+from appliance.api.routes import build_app
+from appliance.http import gate, listeners, server
+from appliance.http.access import AccessPolicy
+from appliance.http.connection import Limits
+from appliance.http.keys import ApiKey, new_key, read_keys
+from appliance.http.listeners import bind_socket, bind_tcp
+from appliance.http.server import ApiServer
+from appliance.request import Role
+from engine.tokenizer import Tokenizer
+from tests.fakes import FakeAppliance, until
+from tests.tiny_tokenizers import byte_level
+
+QUICK = Limits(head_s=0.2, body_s=0.3, unread_s=0.3, linger_s=0.2, idle_s=0.3)
+MAX_BODY_BYTES = 1 << 20
+COMPLETION = json.dumps({"prompt": "hello"}).encode()
+
+
+def post(body=COMPLETION, path="/v1/completions", extra=""):
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def read_all(reader) -> bytes:
+    """All that comes until the other side closes, politely or not."""
+    received = b""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(65536):
+                received += part
+    return received
+
+
+class Running:
+    """A server on a Unix socket and on TCP, with clients."""
+
+    def __init__(self, appliance, folder, **settings):
+        self.appliance = appliance
+        self.limits = settings.pop("limits", QUICK)
+        self.key, line = new_key("ann", "viewer")
+        (folder / "keys").write_text(line)
+        (folder / "keys").chmod(0o600)
+        self.path = folder / "api.sock"
+        settings = {"max_body_bytes": MAX_BODY_BYTES, **settings}
+        self.policy = AccessPolicy(keys=read_keys(folder / "keys"), **settings)
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self):
+        tcp = bind_tcp("localhost", 0)
+        self.port = tcp[0].getsockname()[1]
+        bound = [bind_socket(self.path), *tcp]
+        self.server = ApiServer(build_app(self.appliance), bound, self.policy, self.limits)
+        await self.server.start()
+        transport = httpx.AsyncHTTPTransport(uds=str(self.path))
+        self.http = httpx.AsyncClient(base_url="http://localhost", transport=transport)
+        self.tcp = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}")
+        await self._open.enter_async_context(self.http)
+        await self._open.enter_async_context(self.tcp)
+        return self
+
+    async def __aexit__(self, *_):
+        await self._open.aclose()
+        await self.server.stop(grace_s=1.0)
+        assert len(self.appliance.closed) == len(self.appliance.submitted)
+
+    async def connect(self, *, tcp=False):
+        opened = (
+            asyncio.open_connection("127.0.0.1", self.port)
+            if tcp
+            else asyncio.open_unix_connection(str(self.path))
+        )
+        reader, writer = await opened
+        self._open.callback(writer.close)
+        return reader, writer
+
+    async def say(self, *parts: bytes, tcp=False) -> bytes:
+        reader, writer = await self.connect(tcp=tcp)
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0)
+        return await read_all(reader)
+
+    async def works(self) -> bool:
+        return (await self.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+@pytest.fixture
+def appliance():
+    return FakeAppliance(Tokenizer(byte_level()))
+
+
+@pytest.fixture
+async def running(appliance, tmp_path):
+    async with Running(appliance, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def patient(appliance, tmp_path):
+    async with Running(appliance, tmp_path, limits=Limits()) as running:
+        yield running
+
+
+def code_of(reply: bytes) -> tuple[int, str]:
+    """Status and error code of one whole reply that ends the connection."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+# who
+
+
+async def test_tcp_needs_a_key_and_says_so(running):
+    for headers in ({}, {"Authorization": "Bearer nonsense"}, {"Authorization": "Basic x"}):
+        reply = await running.tcp.get("/v1/models", headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert reply.json()["error"]["type"] == "authentication_error"
+        assert reply.headers["www-authenticate"] == "Bearer"
+    reply = await running.tcp.get("/v1/models", headers={"Authorization": f"bearer {running.key}"})
+    assert reply.status_code == 200
+
+
+async def test_only_liveness_is_open_without_a_key(running):
+    assert (await running.tcp.get("/health")).status_code == 200
+    for path in ("/ready", "/version", "/nothing", "/v1/penstock/state"):
+        assert (await running.tcp.get(path)).status_code == 401
+
+
+async def test_two_keys_at_once_are_none(running):
+    headers = [("Authorization", f"Bearer {running.key}")] * 2
+    assert (await running.tcp.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_tcp_is_for_names_of_this_machine_only(running):
+    key = {"Authorization": f"Bearer {running.key}"}
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000"):
+        reply = await running.tcp.get("/v1/models", headers={**key, "Host": host})
+        assert reply.status_code == 200, host
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]", "x"):
+        for path in ("/v1/models", "/health"):
+            reply = await running.tcp.get(path, headers={**key, "Host": host})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+async def test_the_log_knows_the_key_by_its_name(running, appliance):
+    running.server.policy = dataclasses.replace(
+        running.policy,
+        keys=tuple(dataclasses.replace(k, role=Role.USER) for k in running.policy.keys),
+    )
+    key = {"Authorization": f"Bearer {running.key}"}
+    await running.tcp.post("/v1/completions", json={"prompt": "a"}, headers=key)
+    await running.http.post("/v1/completions", json={"prompt": "a"}, headers=key)
+    over_tcp, over_unix = (request.peer for request in appliance.submitted)
+    assert (over_tcp.name, over_tcp.role, over_tcp.uid) == ("key:ann", Role.USER, None)
+    assert (over_unix.key, over_unix.role, over_unix.uid) == (None, Role.OPERATOR, os.getuid())
+
+
+async def test_a_new_policy_holds_for_connections_that_are_open(running):
+    key = {"Authorization": f"Bearer {running.key}"}
+    assert (await running.tcp.get("/v1/models", headers=key)).status_code == 200
+    running.server.policy = AccessPolicy(keys=(ApiKey("bob", Role.USER, bytes(32)),))
+    assert (await running.tcp.get("/v1/models", headers=key)).status_code == 401
+
+
+# what
+
+
+TLS_HELLO = bytes.fromhex("160301020001000001fc0303") + bytes(300)
+MALFORMED = {
+    "a TLS hello": TLS_HELLO,
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/2 with a host": b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "binary": bytes(range(256)) + b"\r\n\r\n",
+    "an empty line": b"\r\n\r\n",
+    "negative length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+    "two lengths": post(extra="Content-Length: 3\r\n"),
+    "length and chunks": post(b"0\r\n\r\n", extra="Transfer-Encoding: chunked\r\n"),
+    "two encodings": post(b"", extra="Transfer-Encoding: gzip, chunked\r\n"),
+    "space before a colon": b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n",
+    "a bare feed in a value": b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n",
+    "a huge chunk size": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("sent", MALFORMED.values(), ids=MALFORMED)
+async def test_what_is_malformed_is_400_and_the_end(running, caplog, sent, tcp):
+    status, code = code_of(await running.say(sent, tcp=tcp))
+    assert (status, code) in ((400, "invalid_http"), (501, "invalid_http"))
+    assert not caplog.records
+    assert await running.works()
+
+
+async def test_too_many_headers_are_refused(running):
+    headers = {f"x-{number}": "y" for number in range(gate.MAX_HEADERS + 1)}
+    reply = await running.http.get("/health", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (431, "headers_too_large")
+    big = {"x-big": "y" * gate.MAX_HEAD_BYTES}
+    with contextlib.suppress(httpx.HTTPError):
+        assert (await running.http.get("/health", headers=big)).status_code in (400, 431)
+    assert await running.works()
+
+
+async def test_an_upgrade_is_ignored_and_not_logged(running, caplog):
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    assert (await running.http.get("/health", headers=headers)).status_code == 200
+    assert not caplog.records
+
+
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(running):
+    reader, writer = await running.connect()
+    size = MAX_BODY_BYTES + 1
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    writer.write(head.encode())
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.write(b"x" * 1000)
+    assert b"body_too_large" in await read_all(reader)
+
+
+async def test_a_body_that_grows_too_large_is_refused(running):
+    async def pieces():
+        for _ in range(MAX_BODY_BYTES // 2**16 + 1):
+            yield b" " * 2**16
+
+    reply = await running.http.post("/v1/completions", content=pieces())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    assert await running.works()
+
+
+async def test_half_sent_bodies_together_are_bounded(patient, monkeypatch):
+    running = patient
+    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 2)
+    size, writers = MAX_BODY_BYTES - 1, []
+    for _ in range(2):
+        _reader, writer = await running.connect()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode() + b" " * (size - 100))
+        await writer.drain()
+        writers.append(writer)
+    await until(lambda: running.server._gate.num_arriving_bytes >= 2 * (size - 100))
+    reply = await running.http.post("/v1/completions", content=b" " * 5000)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "busy")
+    assert reply.headers["retry-after"]
+    for writer in writers:
+        writer.close()
+    await until(lambda: not running.server._gate.num_arriving_bytes)
+    assert await running.works()
+
+
+async def test_pipelined_requests_are_answered_in_order(running, appliance):
+    replies = await running.say(post() * 3 + post(extra="Connection: close\r\n"))
+    assert replies.count(b"HTTP/1.1 200 OK") == 4
+    assert len(appliance.submitted) == 4
+
+
+# how fast
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+async def test_who_says_nothing_is_cut_without_a_word(running, tcp):
+    assert await running.say(tcp=tcp) == b""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"GET /hea", post()[:-1], b"GET / HTTP/1.1\r\nHost: x\r\n"],
+    ids=["line", "body", "head"],
+)
+async def test_who_stops_halfway_is_told_and_cut(running, part, caplog):
+    assert code_of(await running.say(part)) == (400, "request_timeout")
+    assert not caplog.records
+    assert not running.appliance.submitted
+
+
+async def test_a_head_that_trickles_in_is_cut(running):
+    reader, writer = await running.connect()
+
+    async def trickle():
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            while not writer.is_closing():
+                writer.write(b"x-more: y\r\n")
+                await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(trickle())
+    assert code_of(await read_all(reader)) == (400, "request_timeout")
+    task.cancel()
+
+
+async def test_a_second_request_has_its_own_time(running):
+    reader, writer = await running.connect()
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        await reader.readuntil(b'"ok"}')
+    writer.write(b"GET /hea")
+    assert code_of(await read_all(reader)) == (400, "request_timeout")
+
+
+async def test_an_idle_connection_is_closed_in_the_end(running):
+    reader, writer = await running.connect()
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await read_all(reader)).endswith(b'{"status":"ok"}')
+
+
+async def test_a_slow_but_steady_body_is_waited_for(running, appliance):
+    body = COMPLETION[:-1] + b" " * 4000 + b"}"
+    reader, writer = await running.connect()
+    writer.write(post(body, extra="Connection: close\r\n")[: -len(body)])
+    for start in range(0, len(body), 400):
+        writer.write(body[start : start + 400])
+        await asyncio.sleep(0.07)
+    assert b" 200 OK" in await read_all(reader)
+
+
+async def test_a_body_that_goes_on_after_its_reply_is_not_listened_to_for_long(running):
+    reader, writer = await running.connect()
+    writer.write(post(b"", "/nothing").replace(b"Content-Length: 0", b"Content-Length: 999999999"))
+
+    async def flood():
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x" * 10_000)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(flood())
+    assert b" 404 " in await read_all(reader)
+    task.cancel()
+
+
+async def test_a_wait_for_us_is_never_cut(running, appliance):
+    appliance.gate.clear()
+    task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "a"}))
+    await asyncio.sleep(1.0)
+    appliance.gate.set()
+    assert (await task).status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(running, appliance):
+    appliance.interval_s, appliance.burst = 0.001, 1
+    appliance.model = dataclasses.replace(appliance.model, max_model_len=10**6)
+    appliance.script = lambda prompt: [97] * 100_000
+    body = {"prompt": "a", "stream": True, "max_tokens": 100_000, "n": 1}
+    reader, writer = await running.connect()
+    writer.transport.pause_reading()
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    writer.write(post(json.dumps(body).encode()))
+    await until(lambda: appliance.closed, 30)
+    assert appliance.submitted[0].cancelled_by == "client"
+    assert appliance.closed[0][1] == 499
+    assert not reader.at_eof()
+
+
+async def test_frames_that_nobody_reads_do_not_pile_up(running, appliance):
+    appliance.frame_json = lambda: b" " * 200_000
+    made = []
+    newest = appliance.next_frame_json
+
+    async def counted(seq):
+        made.append(seq)
+        return await newest(seq)
+
+    appliance.next_frame_json = counted
+    reader, writer = await running.connect()
+    writer.transport.pause_reading()
+    writer.write(b"GET /v1/penstock/stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: made)
+    connections = running.server._connections
+    await until(lambda: any(c.flow.write_paused for c in connections))
+    num_made = len(made)
+    assert sum(c.transport.get_write_buffer_size() for c in connections) < 1 << 20
+    await until(lambda: not connections)
+    assert len(made) <= num_made + 2
+    assert not reader.at_eof()
+
+
+# half closed, and gone
+
+
+async def test_a_client_that_has_said_all_still_gets_its_reply(running, appliance):
+    appliance.interval_s = 0.02
+    reader, writer = await running.connect()
+    writer.write(post() + post())
+    writer.write_eof()
+    replies = await read_all(reader)
+    assert replies.count(b" 200 OK") == 2
+
+
+async def test_a_client_that_leaves_after_it_has_said_all_is_noticed(running, appliance):
+    appliance.gate.clear()
+    _reader, writer = await running.connect()
+    writer.write(post())
+    writer.write_eof()
+    await until(lambda: appliance.live)
+    writer.close()
+    await until(lambda: appliance.closed)
+    assert appliance.submitted[0].cancelled_by == "client"
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+async def test_a_client_that_leaves_pipelined_requests_behind_is_noticed(running, appliance, tcp):
+    appliance.gate.clear()
+    running.server.policy = dataclasses.replace(
+        running.policy,
+        keys=tuple(dataclasses.replace(k, role=Role.USER) for k in running.policy.keys),
+    )
+    _reader, writer = await running.connect(tcp=tcp)
+    key = f"Authorization: Bearer {running.key}\r\n"
+    writer.write((post(extra=key) * 3).replace(b"Host: x", b"Host: localhost"))
+    await until(lambda: appliance.live)
+    writer.close()
+    await until(lambda: appliance.closed)
+    assert len(appliance.submitted) == 1
+
+
+async def test_half_a_body_and_then_the_end_is_nothing(running, appliance, caplog):
+    reader, writer = await running.connect()
+    writer.write(post()[:-3])
+    writer.write_eof()
+    assert await read_all(reader) == b""
+    assert not appliance.submitted
+    assert not caplog.records
+
+
+# how many
+
+
+@pytest.fixture
+async def narrow(appliance, tmp_path):
+    async with Running(appliance, tmp_path, max_connections=4, limits=Limits()) as running:
+        yield running
+
+
+async def test_beyond_the_limit_503_is_said_at_once(narrow):
+    opened = [await narrow.connect(tcp=True) for _ in range(3)]
+    await until(lambda: len(narrow.server._connections) == 3)
+    reply = await narrow.say(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", tcp=True)
+    assert code_of(reply) == (503, "too_many_connections")
+    assert b"retry-after: 1\r\n" in reply
+    opened[0][1].close()
+    await until(lambda: len(narrow.server._connections) == 2)
+    assert (await narrow.tcp.get("/health")).status_code == 200
+
+
+async def test_operators_get_in_when_nobody_else_does(narrow, monkeypatch):
+    monkeypatch.setattr(server, "SHARE_OF_ONE", 1.0)
+    for _ in range(4):
+        await narrow.connect(tcp=True)
+    await until(lambda: len(narrow.server._connections) == 4)
+    assert b" 503 " in await narrow.say(tcp=True)
+    assert (await narrow.http.get("/health")).status_code == 200
+
+
+async def test_one_user_cannot_take_all_connections(narrow, monkeypatch):
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
+    for _ in range(3):
+        await narrow.connect()
+    await until(lambda: len(narrow.server._connections) == 3)
+    assert b" 503 " in await narrow.say()
+    assert (await narrow.tcp.get("/health")).status_code == 200
+
+
+async def test_an_idle_connection_gives_way_to_a_new_one(narrow, monkeypatch):
+    monkeypatch.setattr(server, "SHARE_OF_ONE", 1.0)
+    idle = []
+    for _ in range(4):
+        reader, writer = await narrow.connect(tcp=True)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(10):
+            await reader.readuntil(b'"ok"}')
+        idle.append(reader)
+    connections = narrow.server._connections
+    await until(lambda: sum(c.idle_since is not None for c in connections) == 4)
+    assert (await narrow.tcp.get("/health")).status_code == 200
+    assert sum(reader.at_eof() for reader in idle) <= 1
+
+
+async def test_running_out_of_descriptors_is_survived(narrow, monkeypatch, caplog):
+    monkeypatch.setattr(listeners, "ACCEPT_PAUSE_S", 0.05)
+    assert await narrow.works()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        in_use = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (in_use, before[1]))
+        spare = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(0))
+            client.connect(str(narrow.path))
+            await until(lambda: "Too many open files" in caplog.text)
+        finally:
+            for fd in spare:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        client.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), 10)
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    assert len(caplog.records) < 100

@@ -1,0 +1,165 @@
+"""The file of the request log: private, migrated, and followed when it moves."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from sqlite_utils import Database
+
+from appliance.log.file import open_log, remove_backups
+from appliance.log.query import RowQuery
+from appliance.log.reader import read_row, read_rows
+from appliance.log.request_log import RequestLog
+from engine.errors import ConfigError, PenstockError
+from migrations.request_log import migration
+from tests.appliance.logs import query, rids, row, start, write
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "requests.db"
+
+
+def test_the_file_and_those_beside_it_are_private_to_owner_and_group(path: Path) -> None:
+    log = start(path)
+    log.record(row("cmpl-1"))
+    assert log.flush(10)
+    modes = {found.name: found.stat().st_mode & 0o777 for found in path.parent.iterdir()}
+    assert modes == dict.fromkeys(("requests.db", "requests.db-wal", "requests.db-shm"), 0o640)
+    assert log.close()
+    assert query(path, "PRAGMA auto_vacuum") == [(2,)]
+    assert query(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as db:
+        migration.apply(Database(db, execute_plugins=False), stop_before="m002_users")
+        with db:
+            db.execute(
+                "INSERT INTO runs (run_id, started_at, version, model, dtype, roles)"
+                " VALUES (1, '', '', '', '', '')"
+            )
+            db.executemany(
+                "INSERT INTO requests (rid, run_id, received_at, endpoint, model, peer_uid,"
+                " peer_user, stream, num_sequences, prompt_tokens, completion_tokens,"
+                " http_status, recoveries)"
+                " VALUES (?, 1, '2026-01-01T00:00:00.000Z', '', 'm', ?, ?, 0, 1, 1, 1, 200, 0)",
+                [("a", 7, "ann"), ("b", 8, None), ("c", None, None)],
+            )
+    with pytest.raises(PenstockError, match="no such column") as caught:
+        read_rows(path, RowQuery(user="ann"))
+    assert "penstock serve" in caught.value.hint
+    open_log(path).close()
+    users = {found["rid"]: found["user"] for found in read_rows(path, RowQuery())}
+    assert users == {"a": "ann", "b": "uid:8", "c": "unknown"}
+    backup = path.with_name("requests.db.before-m002_users")
+    assert backup.stat().st_mode & 0o777 == 0o640
+    assert query(backup, "SELECT rid, peer_user FROM v_requests ORDER BY rid")[0] == ("a", "ann")
+
+
+def test_backups_go_when_what_they_hold_is_to_be_forgotten(path: Path) -> None:
+    write(path, row("cmpl-1"))
+    backup = path.with_name("requests.db.before-m002_users")
+    backup.write_bytes(b"")
+    now_s = time.time()
+    remove_backups(path, now_s - 60)
+    assert backup.exists()
+    os.utime(backup, (now_s - 120, now_s - 120))
+    remove_backups(path, now_s - 60)
+    assert not backup.exists()
+    assert path.exists()
+
+
+def test_a_log_deleted_under_the_daemon_is_made_again(path: Path) -> None:
+    log = start(path)
+    log.record(row("cmpl-1"))
+    assert log.flush(10)
+    path.unlink()
+    with pytest.raises(PenstockError, match="cannot read"):
+        log.rows(RowQuery())
+    log.record(row("cmpl-2"))
+    assert log.flush(10)
+    assert log.close()
+    assert rids(read_rows(path, RowQuery())) == ["cmpl-2"]
+    assert query(path, "SELECT severity, code FROM events") == [("warning", "log.replaced")]
+    assert query(path, "SELECT version, model FROM runs") == [("1", "tiny")]
+    assert query(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_log_replaced_under_the_daemon_takes_the_new_rows_and_the_old_stays_whole(
+    path: Path,
+) -> None:
+    spare, moved = path.with_name("spare.db"), path.with_name("moved.db")
+    write(spare, *(row(f"spare-{number}") for number in range(200)))
+    log = start(path)
+    log.record(row("cmpl-1"))
+    assert log.flush(10)
+    path.rename(moved)
+    spare.rename(path)
+    log.record(row("cmpl-2"))
+    assert log.flush(10)
+    assert log.close()
+    assert rids(read_rows(moved, RowQuery())) == ["cmpl-1"]
+    assert {"cmpl-2", "spare-0"} < set(rids(read_rows(path, RowQuery(limit=300))))
+    for one in (path, moved):
+        assert query(one, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_log_replaced_by_something_else_is_waited_for(path: Path) -> None:
+    log = start(path)
+    path.unlink()
+    path.write_text("not a database, and long enough to be read as a header " * 40)
+    log.record(row("cmpl-1"))
+    assert not log.flush(0.5)
+    path.unlink()
+    assert log.flush(10)
+    assert log.rows_lost == 0
+    assert rids(log.rows(RowQuery())) == ["cmpl-1"]
+    assert log.close()
+
+
+def test_a_newer_schema_is_refused_and_left_alone(path: Path) -> None:
+    assert start(path).close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+            " VALUES ('request_log', 'm999_from_the_future', '')"
+        )
+    with pytest.raises(ConfigError, match="m999") as caught:
+        RequestLog(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 78
+
+
+def test_a_file_that_is_something_else_is_a_clear_error(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("not a database, and long enough to be read as a header " * 40)
+    with pytest.raises(ConfigError, match=r"requests\.db"):
+        RequestLog(path)
+    with pytest.raises(PenstockError, match=r"requests\.db"):
+        read_rows(path, RowQuery())
+    with pytest.raises(PenstockError, match=r"missing\.db"):
+        read_row(path.with_name("missing.db"), "cmpl-1")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_a_reader_without_write_permission_reads_a_stopped_log() -> None:
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder, "requests.db")
+        log = start(path)
+        log.record(row("cmpl-1"))
+        assert log.close()
+        path.chmod(0o644)
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            os._exit(len(read_rows(path, RowQuery())))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
