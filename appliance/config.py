@@ -23,6 +23,8 @@ from engine.errors import ConfigError
 __all__ = ["ServeConfig", "changes", "load", "parse_bytes", "prepare_directories", "socket_path"]
 
 DEFAULT = "default"
+DEFAULT_OPERATORS = ("@penstock-admin",)
+"""The unit's group; most machines have none of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class ServeConfig:
     kv_memory_bytes: int | None = None
     listen: tuple[str, int] | None = None
     api_keys: Path | None = None
-    operators: tuple[str, ...] = ("@penstock-admin",)
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
     viewers: tuple[str, ...] = ()
     max_queued: int = 512
     max_queued_tokens: int = 1 << 20

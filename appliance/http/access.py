@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.config import ServeConfig
+from appliance.config import DEFAULT_OPERATORS, ServeConfig
 from appliance.http.keys import ApiKey, find_key, read_keys
 from appliance.request import Peer, Role
 from engine.errors import ConfigError
@@ -52,8 +52,12 @@ class People:
     gids: frozenset[int] = frozenset()
 
     @classmethod
-    def named(cls, names: Iterable[str]) -> People:
-        """Those of them that exist: most machines have no group of the default's name."""
+    def named(cls, names: Iterable[str], setting: str) -> People:
+        """By their names; the default's group need not exist.
+
+        Raises:
+            ConfigError: there is no such user or group; a typo must not shut somebody out unseen.
+        """
         uids, gids = set(), set()
         for name in names:
             try:
@@ -61,8 +65,14 @@ class People:
                     gids.add(grp.getgrnam(name[1:]).gr_gid)
                 else:
                     uids.add(pwd.getpwnam(name).pw_uid)
-            except KeyError:
-                continue
+            except KeyError as error:
+                if name not in DEFAULT_OPERATORS:
+                    kind = "group" if name.startswith("@") else "user"
+                    raise ConfigError(
+                        f"there is no {kind} {name.removeprefix('@')!r} on this machine",
+                        where=setting,
+                        hint="a group is written as @name",
+                    ) from error
         return cls(frozenset(uids), frozenset(gids))
 
     def has(self, who: Credentials) -> bool:
@@ -98,8 +108,8 @@ class AccessPolicy:
                 hint="`penstock keys new NAME` makes a key; name its file with --api-keys",
             )
         return cls(
-            operators=People.named(config.operators),
-            viewers=People.named(config.viewers),
+            operators=People.named(config.operators, "operators"),
+            viewers=People.named(config.viewers, "viewers"),
             keys=() if path is None else read_keys(path),
             max_connections=config.max_connections,
             max_body_bytes=config.max_body_bytes,

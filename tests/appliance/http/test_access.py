@@ -46,10 +46,19 @@ def test_users_and_groups_get_the_role_they_are_named_for():
     assert AccessPolicy(operators=by_group, viewers=by_uid).peer_of(STRANGER).role is Role.OPERATOR
 
 
-def test_names_become_numbers_and_those_that_do_not_exist_are_left_out():
+def test_names_become_numbers_and_the_defaults_group_need_not_exist():
     user, group = pwd.getpwall()[-1], grp.getgrall()[-1]
-    people = People.named([user.pw_name, f"@{group.gr_name}", "no-such-user", "@no-such-group"])
-    assert people == People(frozenset({user.pw_uid}), frozenset({group.gr_gid}))
+    names = [user.pw_name, f"@{group.gr_name}", "@penstock-admin"]
+    people = People.named(names, "operators")
+    assert people.uids == {user.pw_uid}
+    assert group.gr_gid in people.gids
+
+
+@pytest.mark.parametrize(("name", "kind"), [("no-such-user", "user"), ("@no-such-group", "group")])
+def test_a_name_that_nobody_has_is_refused_and_not_left_out(name, kind):
+    with pytest.raises(ConfigError, match=f"no {kind} 'no-such-{kind}'") as error:
+        People.named([name], "viewers")
+    assert error.value.where == "viewers"
 
 
 def test_tcp_without_keys_is_a_config_error_that_says_how_to_make_one(config):
