@@ -17,6 +17,9 @@ from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
+HUNG_UP = "client"
+"""Who has cancelled a request whose client is gone."""
+
 
 class Role(IntEnum):
     """What a peer may do; each may all that those before it may."""
@@ -88,7 +91,7 @@ class Request:
     """Filled by the daemon; read by exactly one reply."""
     http_status: int = 200
     cancelled_by: str | None = None
-    """`client` (disconnect), `drain`, or the name of the peer that asked for it."""
+    """HUNG_UP, `drain`, or the name of the peer that asked for it."""
 
     @property
     def is_finished(self) -> bool:
@@ -122,8 +125,8 @@ class Appliance(Protocol):
         """Its tokenizer."""
 
     @property
-    def max_queued(self) -> int:
-        """Sequences that may wait at once; of one request fewer, see engine.queue."""
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring; the queue never takes more at once."""
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
@@ -144,7 +147,7 @@ class Appliance(Protocol):
         """
 
     def queue_place(self, request: Request) -> int | None:
-        """Sequences that wait, up to its own, in the order of arrival; None if none of its does."""
+        """How many will be taken until one of its own is; None if none of its waits."""
 
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""

@@ -22,13 +22,13 @@ from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
-from appliance.request import ModelInfo, Request, TokensEmitted
+from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.messages import Loaded, Report, Stepped
 from engine.router import Router
-from engine.sequence import FinishReason, Sequence, TokenLogprob
+from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
@@ -86,9 +86,9 @@ class Service:
         return self._tokenizer
 
     @property
-    def max_queued(self) -> int:
-        """Sequences that may wait at once."""
-        return self._router.queue.max_sequences
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring."""
+        return self._router.queue.max_per_request
 
     def set_queue_limits(self, max_queued: int, max_queued_tokens: int) -> None:
         """Change what may wait from now on; what waits already stays."""
@@ -141,10 +141,12 @@ class Service:
         self._router.dispatch(now_ns)
 
     def queue_place(self, request: Request) -> int | None:
-        """Sequences that wait, up to its own, in the order of arrival; None if none of its does."""
-        own = {sequence.seq_id for sequence in request.sequences}
-        waiting = sorted(sequence.seq_id for sequence in self._router.queue)
-        return next((place for place, one in enumerate(waiting, 1) if one in own), None)
+        """How many will be taken until one of its own is; None if none of its waits."""
+        if all(sequence.phase is not Phase.QUEUED for sequence in request.sequences):
+            return None
+        order = enumerate(self._router.queue.forecast(time.monotonic_ns()), 1)
+        request_id = request.request_id
+        return next((place for place, one in order if one.request_id == request_id), None)
 
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""
@@ -159,7 +161,8 @@ class Service:
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
-        self.event("info", "request.cancelled", f"{request_id} cancelled by {by}", by)
+        if by != HUNG_UP:  # its row says that; clients could fill the journal by hanging up
+            self.event("info", "request.cancelled", f"{request_id} cancelled by {by}", by)
         return True
 
     def close(self, request: Request, http_status: int) -> None:

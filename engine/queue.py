@@ -50,6 +50,11 @@ class FairQueue:
         return self._sequences.limit
 
     @property
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring; a single one always may."""
+        return max(self._sequences.max_per_request, 1)
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens that wait."""
         return self._tokens.total
@@ -93,13 +98,22 @@ class FairQueue:
 
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """What waits, the next one first; taking one moves its owner's next turn back."""
+        return self._by_turns(self._charged, now_ns)
 
+    def forecast(self, now_ns: int) -> Iterator[Sequence]:
+        """What waits, in the order in which it will be taken if nothing else comes."""
+        charged = dict(self._charged)
+        for sequence in self._by_turns(charged, now_ns):
+            charged[sequence.owner] += _charge(sequence)
+            yield sequence
+
+    def _by_turns(self, charged: dict[str, int], now_ns: int) -> Iterator[Sequence]:
         def key(sequence: Sequence) -> float:
             return prefill_key(sequence.num_prompt_tokens, now_ns - sequence.stamps.arrived_ns)
 
         # Of owners charged alike the one with less waiting is first: it is the newcomer.
         turns = [
-            (self._charged[owner], len(waiting), owner, sorted(waiting.values(), key=key)[::-1])
+            (charged[owner], len(waiting), owner, sorted(waiting.values(), key=key)[::-1])
             for owner, waiting in self._waiting.items()
         ]
         heapq.heapify(turns)
@@ -107,7 +121,7 @@ class FairQueue:
             _, num_waiting, owner, rest = heapq.heappop(turns)
             yield rest.pop()
             if rest:
-                heapq.heappush(turns, (self._charged[owner], num_waiting, owner, rest))
+                heapq.heappush(turns, (charged[owner], num_waiting, owner, rest))
 
     def take(self, sequence: Sequence, now_ns: int) -> None:
         """It is being placed: its owner is charged."""

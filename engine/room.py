@@ -43,6 +43,11 @@ class Room:
         """Owners that have something here."""
         return len(self._held)
 
+    @property
+    def max_per_request(self) -> int:
+        """The most that one request of several sequences may bring: an owner's alone."""
+        return OWNER_SHARE * self.limit // (1 + OWNER_SHARE)
+
     def held(self, owner: str) -> int:
         """How much of it is this owner's."""
         return self._held.get(owner, 0)
@@ -75,7 +80,7 @@ class Room:
         free, held = self.limit - self.total, self.held(owner)
         if is_single and not held and (wanted <= free or not self.total):
             return
-        most = OWNER_SHARE * self.limit // (1 + OWNER_SHARE)
+        most = self.max_per_request
         if wanted > most and not is_single:
             raise RequestError(
                 f"the prompts of one request may be {most} {self.unit}, these are {wanted}",

@@ -66,6 +66,10 @@ class FakeAppliance:
         self._last_seq_id = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
+    @property
+    def max_per_request(self) -> int:
+        return self.max_queued
+
     def check_available(self) -> None:
         if self.unavailable is not None:
             raise self.unavailable

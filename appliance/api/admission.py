@@ -80,9 +80,11 @@ async def accept(http: HttpRequest, ask: Ask) -> Accepted:
     appliance, state = appliance_of(http), http.scope["state"]
     model = appliance.model
     num_sequences = max(len(ask.prompts), 1) * ask.num_choices
-    if num_sequences > appliance.max_queued:
+    if num_sequences > appliance.max_per_request:
         raise invalid_value(
-            "n", f"asks for {num_sequences} choices in all; the queue holds {appliance.max_queued}"
+            "n",
+            f"asks for {num_sequences} choices in all; "
+            f"the queue takes {appliance.max_per_request} from one request",
         )
     is_quick = not ask.is_chat and not ask.constraint
     if is_quick and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS:

@@ -3,7 +3,8 @@
 Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
 Called by: api, which routes to `complete` and `chat`; other endpoints bring a shape of their own.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
-Never: keeps a client waiting for its headers once a stream is accepted.
+Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
+while it writes a large one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
+import msgspec
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept, receive
@@ -23,11 +26,14 @@ from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.stream import Delta, Reply
-from appliance.wire import appliance_of, error_response, json_response, reply_headers
+from appliance.request import HUNG_UP
+from appliance.wire import appliance_of, error_response, reply_headers
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
 
 KEEP_ALIVE_S = 10.0
+MAX_INLINE_LOGPROBS = 2048
+"""Replies that tell more of them at once are written in a thread."""
 CLIENT_CLOSED_REQUEST = 499
 MAX_IGNORED = 20
 """Names in the header that tells which fields had no effect."""
@@ -57,7 +63,8 @@ class Shape(Protocol):
 async def complete(http: HttpRequest) -> Generation:
     """POST /v1/completions."""
     fields, appliance = await receive(http, "cmpl"), appliance_of(http)
-    return await _generation(http, completion_ask(fields, appliance.model, appliance.max_queued))
+    ask = completion_ask(fields, appliance.model, appliance.max_per_request)
+    return await _generation(http, ask)
 
 
 async def chat(http: HttpRequest) -> Generation:
@@ -120,7 +127,7 @@ class Generation:
             pass
         self._has_hung_up = True
         if not self._request.is_finished:
-            self._appliance.cancel(self._request.request_id, "client")
+            self._appliance.cancel(self._request.request_id, HUNG_UP)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
         """One JSON object when everything is there."""
@@ -130,7 +137,8 @@ class Generation:
                 whole[delta.sequence.seq_id].add(delta)
         failure = self._failure(list(whole.values()))
         if failure is None:
-            response = json_response(self._shape.whole(whole.values()), headers=self._headers())
+            body = await self._written(self._whole, list(whole.values()))
+            response = Response(body, headers=self._headers(), media_type="application/json")
         else:
             response = error_response(self._http, failure)
             # Tokens were spent on it: a client that repeats it by itself doubles the load.
@@ -166,10 +174,23 @@ class Generation:
             if failure is not None:
                 yield self._shape.failure(failure)
                 return
-            piece = b"".join(map(self._shape.events, deltas)) if deltas else self._keep_alive()
-            if piece:
+            if not deltas:
+                yield self._keep_alive()
+            elif piece := await self._written(self._events, deltas):
                 yield piece
         yield self._shape.closing()
+
+    async def _written(self, write: Callable[[list[Delta]], bytes], deltas: list[Delta]) -> bytes:
+        """What a client reads of deltas; where that is much, other replies go on meanwhile."""
+        if sum(delta.num_logprobs for delta in deltas) <= MAX_INLINE_LOGPROBS:
+            return write(deltas)
+        return await asyncio.to_thread(write, deltas)
+
+    def _whole(self, deltas: list[Delta]) -> bytes:
+        return msgspec.json.encode(self._shape.whole(deltas))
+
+    def _events(self, deltas: list[Delta]) -> bytes:
+        return b"".join(map(self._shape.events, deltas))
 
     def _keep_alive(self) -> bytes:
         """A comment, which clients skip; of a request that waits it tells the place."""

@@ -1,11 +1,15 @@
 """Log-probabilities in OpenAI's two shapes: columns for completions, entries for chats.
 
 Owns: how tokens are spelled in replies. Called by: replies.
-Invariant: every token has a spelling, also one that is only part of a character.
+Invariant: every token has a spelling, also one that is only part of a character. Each is worked out
+once in a delta: likely alternatives come again and again.
 Never: changes a log-probability, but that JSON has no infinity.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
 
 from appliance.api.stream import Delta
 from engine.sequence import TokenLogprob
@@ -22,45 +26,46 @@ def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
         token_ids = delta.sequence.prompt_token_ids + token_ids
         offsets = delta.echo.offsets + offsets
         entries = [None, *delta.sequence.prompt_logprobs, *entries]  # nothing precedes the first
+    key = cache(partial(token_key, tokenizer))
     pairs = list(zip(token_ids, entries, strict=True))
     return {
         "text_offset": offsets,
         "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
-        "tokens": [token_key(tokenizer, token_id) for token_id in token_ids],
-        "top_logprobs": [entry and _top(tokenizer, token_id, entry) for token_id, entry in pairs],
+        "tokens": [key(token_id) for token_id in token_ids],
+        "top_logprobs": [entry and _top(key, token_id, entry) for token_id, entry in pairs],
     }
 
 
-def _top(tokenizer: Tokenizer, token_id: int, entry: TokenLogprob) -> Json:
+def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob) -> Json:
     """The likeliest tokens, and the one that came."""
     alternatives = zip(entry.top_ids, entry.top_logprobs, strict=True)
     return {
-        token_key(tokenizer, other): finite(logprob)
-        for other, logprob in [*alternatives, (token_id, entry.logprob)]
+        key(other): finite(logprob) for other, logprob in [*alternatives, (token_id, entry.logprob)]
     }
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
     """One entry for each token of the output."""
+    spell = cache(partial(_spelling, tokenizer))
     pairs = zip(delta.token_ids, delta.logprobs, strict=True)
     return {
-        "content": [_entry(tokenizer, token_id, entry) for token_id, entry in pairs],
+        "content": [_entry(spell, token_id, entry) for token_id, entry in pairs],
         "refusal": None,
     }
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, entry: TokenLogprob) -> Json:
+def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> Json:
     top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return _token(tokenizer, token_id, entry.logprob) | {
-        "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in top]
+    return spell(token_id) | {
+        "logprob": finite(entry.logprob),
+        "top_logprobs": [spell(other) | {"logprob": finite(logprob)} for other, logprob in top],
     }
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
+def _spelling(tokenizer: Tokenizer, token_id: int) -> Json:
     raw = tokenizer.token_bytes(token_id)
     return {
         "token": tokenizer.token_text(token_id),
-        "logprob": finite(logprob),
         "bytes": None if raw is None else list(raw),
     }
 

@@ -71,7 +71,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
     Args:
         fields: the body.
         model: for the id, and the range of token ids.
-        max_prompts: more prompts than the queue holds could never be accepted.
+        max_prompts: the queue would never take more from one request.
     """
     refuse_unsupported(fields, COMPLETION_NEUTRAL)
     is_echo = fields.boolean("echo")
@@ -285,7 +285,8 @@ def _prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | li
     else:
         prompts = [value]
     if len(prompts) > max_prompts:
-        raise invalid_value("prompt", f"has {len(prompts)} prompts; the queue holds {max_prompts}")
+        what = f"has {len(prompts)} prompts; the queue takes {max_prompts} from one request"
+        raise invalid_value("prompt", what)
     return [_prompt(prompt, model) for prompt in prompts]
 
 

@@ -53,6 +53,12 @@ class Delta:
     """The sequence has begun a tool call, here or before."""
     finish_reason: FinishReason | None = None
 
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities in it, those of alternatives included."""
+        told = [*self.logprobs, *(self.sequence.prompt_logprobs if self.echo else ())]
+        return sum(1 + len(entry.top_ids) for entry in told)
+
     def add(self, later: Delta) -> None:
         """Make this the sum of both."""
         self.text += later.text

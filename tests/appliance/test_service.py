@@ -8,7 +8,7 @@ import pytest
 from appliance.boot import make_plan
 from appliance.config import ServeConfig
 from appliance.log.request_log import RequestLog
-from appliance.request import Peer, Request
+from appliance.request import HUNG_UP, Peer, Request
 from appliance.service import Service
 from engine.blocks import Ledger
 from engine.errors import QueueFull, RequestError, Unavailable
@@ -156,6 +156,27 @@ def test_a_live_request_has_an_owner_and_others_have_none(machine):
     assert request.sequences[0].finish_reason is FinishReason.ABORT
 
 
+def test_a_cancel_is_told_and_a_hang_up_is_not(machine):
+    gone, cancelled = machine.submit(), machine.submit()
+    machine.service.cancel(gone.request_id, HUNG_UP)
+    machine.service.cancel(cancelled.request_id, "him")
+    assert gone.cancelled_by == HUNG_UP
+    assert machine.events() == [
+        ("request.cancelled", f"{cancelled.request_id} cancelled by him"),
+    ]
+
+
+def test_a_place_in_the_queue_is_the_one_in_the_fair_order(machine):
+    flood = [machine.submit("her") for _ in range(3)]
+    late = machine.submit("him")
+    place = machine.service.queue_place
+    assert place(late) < max(map(place, flood))
+    assert sorted(map(place, [*flood, late])) == [1, 2, 3, 4]
+    machine.service.cancel(late.request_id, HUNG_UP)
+    assert place(late) is None
+    assert sorted(map(place, flood)) == [1, 2, 3]
+
+
 def test_the_queue_is_shared_and_shown(machine):
     machine.submit("her", num_sequences=3)
     machine.submit("him", num_prompt_tokens=7)
@@ -185,4 +206,4 @@ def test_limits_change_while_requests_wait(machine):
     machine.service.set_queue_limits(20, 1000)
     machine.submit("him")
     assert machine.service.num_live == 2
-    assert machine.service.max_queued == 20
+    assert machine.service.max_per_request == 15

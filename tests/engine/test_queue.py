@@ -64,6 +64,29 @@ def test_one_owner_alone_is_served_shortest_first_with_ageing(sizes):
     assert [take_next(queue, now_ns) for _ in sequences] == expected
 
 
+@pytest.mark.parametrize("limit", [1, 2, 4, 5, 512])
+def test_one_request_may_bring_so_much_and_no_more(make, limit):
+    queue = FairQueue(limit, 10**9)
+    most = queue.max_per_request
+    with pytest.raises(RequestError) as refused:
+        queue.push([make() for _ in range(most + 1)], 0)
+    assert refused.value.status == 400
+    queue.push([make() for _ in range(most)], 0)
+    assert len(queue) == most
+
+
+@given(st.lists(Sizes, min_size=1, max_size=4), st.integers(0, 20))
+def test_what_is_forecast_comes_true_if_nothing_else_comes(work, num_before):
+    make, queue = Makes(), roomy()
+    for owner, sizes in zip(OWNERS, work, strict=False):
+        queue.push([make(owner, *size) for size in sizes], 0)
+    for _ in range(min(num_before, len(queue))):
+        take_next(queue)
+    forecast = list(queue.forecast(0))
+    assert len(forecast) == len(queue)
+    assert [take_next(queue) for _ in forecast] == forecast
+
+
 @given(st.lists(Sizes, min_size=2, max_size=4))
 def test_owners_that_keep_waiting_stay_within_one_sequence_of_each_other(work):
     make, queue = Makes(), roomy()

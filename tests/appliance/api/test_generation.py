@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
+from appliance.api import replies
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import events, fill, says, serving
 from tests.fakes import FakeAppliance, until
@@ -222,6 +224,36 @@ async def test_a_waiting_stream_has_its_headers_and_is_kept_alive(served, applia
         appliance.gate.set()
         rest = [line async for line in lines]
     assert rest[-2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_others_are_served_while_a_large_reply_is_written(
+    served, appliance, stream, is_chat, monkeypatch
+):
+    name = "chat_logprobs" if is_chat else "completion_logprobs"
+    real = getattr(replies, name)
+    is_writing, may_go_on = threading.Event(), threading.Event()
+
+    def held_up(*args):
+        is_writing.set()
+        assert may_go_on.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(replies, name, held_up)
+    appliance.burst = 200  # so that a stream has much to tell at once
+    asked = {"logprobs": True, "top_logprobs": 20} if is_chat else {"logprobs": 20}
+    ask = served.chat if is_chat else served.complete
+    large = asyncio.create_task(ask(**asked, max_tokens=200, stream=stream))
+    await until(is_writing.is_set)
+    assert (await served.complete(max_tokens=1)).status_code == 200
+    assert not large.done()
+    may_go_on.set()
+    reply = await large
+    told = [one["choices"][0] for one in (events(reply.text) if stream else [reply.json()])]
+    column = "content" if is_chat else "tokens"
+    tokens = [one for choice in told if choice["logprobs"] for one in choice["logprobs"][column]]
+    assert len(tokens) == 200
 
 
 async def test_many_at_once_all_get_their_own_answer(served, appliance):

@@ -95,7 +95,7 @@ async def test_choices_of_a_streamed_chat_add_up_to_the_whole(chat, appliance):
 
 
 async def test_more_choices_than_the_queue_holds_are_refused(complete):
-    with pytest.raises(openai.BadRequestError, match="the queue holds 8") as refused:
+    with pytest.raises(openai.BadRequestError, match="takes 8 from one request") as refused:
         await complete(prompt=["a", "b", "c"], n=3)
     assert refused.value.param == "n"
 
