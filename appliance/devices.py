@@ -1,7 +1,7 @@
 """Power, clocks and temperature: RAPL for CPU packages, NVML for GPUs. The only door to pynvml.
 
 Owns: the open NVML handle and the last energy readings.
-Called by: service, once a second.
+Called by: frames, once a second.
 Invariant: None means not reported; power is the energy counter's difference over the interval.
 Never: changes a clock, a limit or a mode; needs a driver.
 """

@@ -1,7 +1,7 @@
 """One accepted request: what was asked, by whom, and the reply that is open for it.
 
 Owns: the request's identity and its sequences.
-Called by: generation (creates), service (routes, logs), stream (reads the deltas).
+Called by: admission (creates), service (routes, logs), stream (reads the inbox).
 Invariant: exactly one terminal reply and one log row per accepted request.
 Never: chooses blocks or workers.
 """
@@ -77,7 +77,7 @@ class Request:
     """What a client asked; one reply, one log row."""
 
     request_id: str
-    """`cmpl-...` or `chatcmpl-...`; the `id` of the reply and the x-request-id header."""
+    """`cmpl-...`, `chatcmpl-...`, `resp-...`; the reply's `id`, and its x-request-id header."""
     endpoint: str
     model: str
     peer: Peer
@@ -114,7 +114,7 @@ class ModelInfo:
 
 
 class Appliance(Protocol):
-    """What the api calls in the daemon. Every call is synchronous and on the daemon's loop."""
+    """What the api calls in the daemon, on its loop unless a call says that it blocks."""
 
     @property
     def model(self) -> ModelInfo:

@@ -1,7 +1,7 @@
 """The request log over HTTP: requests, events, usage.
 
 Owns: the three routes, and how many queries run at once.
-Called by: api, which joins the routes to its own.
+Called by: routes, which has them in its table.
 Invariant: a query runs in a thread, and at most MAX_READERS of them do, so that readers of the log
 leave threads to those who wait for a reply.
 Never: writes; knows SQL.

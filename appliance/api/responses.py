@@ -1,7 +1,7 @@
 """POST /v1/responses, as far as it needs no memory: its fields, brought into those of a chat.
 
 Owns: which fields and items there are, and what is refused because it would need one.
-Called by: api, which routes to `respond`.
+Called by: routes (`respond`).
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps a response; `store` asks for nothing that a client could notice, and is ignored.
 """

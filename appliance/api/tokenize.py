@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, in the shapes of vLLM.
 
 Owns: their fields, and how many texts are worked on at once.
-Called by: api, which joins the routes to its own.
+Called by: routes, which has them in its table.
 Invariant: work that grows with the text is done in a thread, replies included, and at most
 MAX_AT_ONCE texts are in work, so that generating keeps its threads.
 Never: generates, or touches the queue; asks for a role.

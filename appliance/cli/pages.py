@@ -1,6 +1,6 @@
 """The pages that are not lists: the daemon's state, a reply's timings, who one is.
 
-Owns: their wording. Called by: look and reply. Invariant: pure; one subject a line.
+Owns: their wording. Called by: the verbs, and reply. Invariant: pure; one subject a line.
 Never: computes a figure that the daemon did not send.
 """
 
