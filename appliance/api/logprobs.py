@@ -1,15 +1,20 @@
 """Log-probabilities in OpenAI's two shapes: columns for completions, entries for chats.
 
 Owns: how tokens are spelled in replies. Called by: replies.
-Invariant: every token has a spelling, also one that is only part of a character. Each is worked out
-once in a delta: likely alternatives come again and again.
+Invariant: every token has a spelling, also one that is only part of a character.
 Never: changes a log-probability, but that JSON has no infinity.
+
+A reply can have a hundred thousand of them. So a spelling is worked out once in a delta, as likely
+alternatives come again and again, and each token's part is encoded at once: a heap of objects would
+be encoded, and then freed, in single calls during which no other thread runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+
+import msgspec
 
 from appliance.api.stream import Delta
 from engine.sequence import TokenLogprob
@@ -36,12 +41,11 @@ def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
     }
 
 
-def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob) -> Json:
+def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob) -> msgspec.Raw:
     """The likeliest tokens, and the one that came."""
     alternatives = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return {
-        key(other): finite(logprob) for other, logprob in [*alternatives, (token_id, entry.logprob)]
-    }
+    every = [*alternatives, (token_id, entry.logprob)]
+    return _encoded({key(other): finite(logprob) for other, logprob in every})
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
@@ -54,12 +58,15 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
     }
 
 
-def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> Json:
+def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> msgspec.Raw:
     top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return spell(token_id) | {
-        "logprob": finite(entry.logprob),
-        "top_logprobs": [spell(other) | {"logprob": finite(logprob)} for other, logprob in top],
-    }
+    alternatives = [spell(other) | {"logprob": finite(logprob)} for other, logprob in top]
+    told: Json = {"logprob": finite(entry.logprob), "top_logprobs": alternatives}
+    return _encoded(spell(token_id) | told)
+
+
+def _encoded(told: Json) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(told))
 
 
 def _spelling(tokenizer: Tokenizer, token_id: int) -> Json:

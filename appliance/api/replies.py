@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -44,7 +43,7 @@ class ReplyShape:
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """The reply in one piece; one delta per sequence."""
-        choices: list[msgspec.Raw] = []
+        choices = []
         for delta in deltas:
             choice = self._choice(delta)
             if self.ask.is_chat:
@@ -53,8 +52,7 @@ class ReplyShape:
                 choice["text"] = delta.text
             if self.ask.return_token_ids:
                 choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
-            # Encoded one by one: no single call, in which no other thread runs, takes long.
-            choices.append(msgspec.Raw(msgspec.json.encode(choice)))
+            choices.append(choice)
         return self._object("chat.completion", choices) | {"usage": self._usage()}
 
     def opening(self) -> bytes:
@@ -104,7 +102,7 @@ class ReplyShape:
         # Asked for usage, clients find the key in every chunk, null until the last.
         return chunk | {"usage": None} if self.ask.include_usage else chunk
 
-    def _object(self, kind: str, choices: list[Any]) -> Json:
+    def _object(self, kind: str, choices: list[Json]) -> Json:
         return {
             "id": self.request.request_id,
             "object": kind if self.ask.is_chat else "text_completion",
