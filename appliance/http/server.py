@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientProtocol, Limits
-from appliance.http.gate import Gate
+from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
 from appliance.request import Role
 from appliance.wire import error_object
@@ -33,8 +33,6 @@ NUM_RESERVED = 16
 SHARE_OF_ONE = 0.75
 """Of the connections, that one user may hold, or all TCP clients together."""
 RETRY_AFTER_MS = 1000
-MAX_HEAD_BYTES = 16 << 10
-"""Unfinished head that is kept waiting for the rest."""
 
 
 class ApiServer:

@@ -219,6 +219,16 @@ async def test_too_many_headers_are_refused(running):
     assert await running.works()
 
 
+async def test_how_a_large_head_is_cut_does_not_matter(running):
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Big: "
+    value = b"y" * (gate.MAX_HEAD_BYTES // 3)
+    reader, writer = await running.connect()
+    writer.write(head + value)
+    await asyncio.sleep(0.05)
+    writer.write(value + b"\r\n\r\n")
+    assert (await read_all(reader)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_an_upgrade_is_ignored_and_not_logged(running, caplog):
     headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
     assert (await running.http.get("/health", headers=headers)).status_code == 200
