@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
+from appliance.address import TcpAddress
 from appliance.api.routes import build_app
 from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, prepare_directories, take_over
@@ -74,8 +75,7 @@ def _address(listener: socket.socket) -> str:
     """Where clients find it."""
     if listener.family == socket.AF_UNIX:
         return str(listener.getsockname())
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return str(TcpAddress(*listener.getsockname()[:2]))
 
 
 class _Daemon:

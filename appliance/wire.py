@@ -1,4 +1,4 @@
-"""Between HTTP and the handlers: bodies in, JSON and errors out.
+"""Between HTTP and the handlers: JSON and errors out.
 
 Owns: the headers that replies carry, and what of a client's headers is kept.
 Called by: the api, and http for what it refuses.
@@ -21,19 +21,13 @@ from starlette.responses import Response
 from appliance.request import Appliance
 from engine.errors import RequestError
 
+CLIENT_CLOSED_REQUEST = 499
+"""Nginx's status for a client that left before its reply; it is only logged."""
+
 
 def appliance_of(http: Request) -> Appliance:
     """The appliance that the application was built for."""
     return cast(Appliance, http.app.state.appliance)
-
-
-async def read_body(http: Request) -> bytes:
-    """The whole body.
-
-    Raises:
-        RequestError: 413 `body_too_large`, from the gate, as soon as it is known.
-    """
-    return await http.body()
 
 
 def error_object(error: RequestError) -> dict[str, object]:

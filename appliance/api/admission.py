@@ -24,7 +24,7 @@ from appliance.api.tools import Tools
 from appliance.fields import Fields, invalid_value, unsupported
 from appliance.protocol import utc_now
 from appliance.request import ModelInfo, Request, Role
-from appliance.wire import appliance_of, client_request_id, read_body
+from appliance.wire import appliance_of, client_request_id
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.sequence import Sequence, Stamps
@@ -66,7 +66,7 @@ async def receive(http: HttpRequest, prefix: str) -> Fields:
         "received_at": utc_now(),
     }
     require(http, Role.USER)
-    body = await read_body(http)
+    body = await http.body()
     appliance_of(http).check_available()
     return Fields.of_body(body)
 

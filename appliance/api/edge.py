@@ -25,10 +25,8 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from appliance.request import Appliance
-from appliance.wire import error_response, reply_headers
+from appliance.wire import CLIENT_CLOSED_REQUEST, error_response, reply_headers
 from engine.errors import RequestError
-
-CLIENT_CLOSED_REQUEST = 499
 
 _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
 _EVERYTHING = "/*"

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from appliance.api.openai import check_model, read_chat
 from appliance.fields import Fields, integer, invalid_type, invalid_value
-from appliance.wire import appliance_of, json_response, read_body
+from appliance.wire import appliance_of, json_response
 from engine.tokenizer import Tokenizer
 
 MAX_AT_ONCE = 2
@@ -44,7 +44,7 @@ class _TokenizeApi:
 
     async def tokenize(self, http: Request) -> Response:
         """A text, or the prompt that a chat becomes, as token ids."""
-        appliance, body = appliance_of(http), await read_body(http)
+        appliance, body = appliance_of(http), await http.body()
 
         def work() -> Json:
             fields = Fields.of_body(body)
@@ -64,7 +64,7 @@ class _TokenizeApi:
 
     async def detokenize(self, http: Request) -> Response:
         """Token ids as text, special tokens included."""
-        appliance, body = appliance_of(http), await read_body(http)
+        appliance, body = appliance_of(http), await http.body()
 
         def work() -> Json:
             fields = Fields.of_body(body)

@@ -93,7 +93,7 @@ def row_query(params: Mapping[str, str]) -> RowQuery:
         user=params.get("user") or None,
         failed_only=_flag(params, "errors"),
         slow=_slow(params),
-        after=_after(params),
+        after=_integer(params, "after"),
     )
 
 
@@ -104,7 +104,7 @@ def event_query(params: Mapping[str, str]) -> EventQuery:
         since=_time(params, "since"),
         until=_time(params, "until"),
         severity=_one_of(params, "severity", SEVERITIES),
-        after=_after(params),
+        after=_integer(params, "after"),
     )
 
 
@@ -165,10 +165,6 @@ def _limit(params: Mapping[str, str]) -> int:
     if not 1 <= limit <= MAX_ROWS:
         raise invalid_value("limit", f"must be between 1 and {MAX_ROWS}")
     return limit
-
-
-def _after(params: Mapping[str, str]) -> int | None:
-    return _integer(params, "after")
 
 
 def _integer(params: Mapping[str, str], name: str) -> int | None:
