@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from appliance.api.tool_format import tool_format_of
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError
+from engine.tokenizer import Tokenizer
 
 SUMS_FILE = "SHA256SUMS"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -74,7 +76,7 @@ def detail(found: Found) -> dict[str, Any]:
     """
     checkpoint = Checkpoint.open(found.folder)
     config = checkpoint.config
-    template = _chat_template(found.folder)
+    tokenizer = Tokenizer.from_folder(found.folder)
     return {
         **_place(found),
         **_basics(checkpoint),
@@ -85,8 +87,8 @@ def detail(found: Found) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "kv_bytes_per_token": config.kv_block_bytes(1, checkpoint.stored_dtype),
-        "chat_template": template is not None,
-        "tools": template is not None and "tools" in template,
+        "chat_template": tokenizer.chat_template is not None,
+        "tools": tool_format_of(tokenizer) is not None,
     }
 
 
@@ -167,15 +169,3 @@ def _read_sums(path: Path) -> dict[str, str]:
         if _SHA256.fullmatch(digest.lower()):
             sums[name.strip().removeprefix("*").removeprefix("./")] = digest.lower()
     return sums
-
-
-def _chat_template(folder: Path) -> str | None:
-    """The template's text, or what holds it; None if there is none."""
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        try:
-            text = (folder / name).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        if name.endswith(".jinja") or '"chat_template"' in text:
-            return text
-    return None

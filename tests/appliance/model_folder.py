@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.checkpoint import expected_shapes
 from engine.config import ModelConfig
+from tests.tiny_tokenizers import byte_level
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,7 +28,8 @@ def make_model(folder: Path) -> Path:
     """Write a checkpoint that can be opened; returns its weights' file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    template = {"chat_template": "{% if tools %}{{ tools }}{% endif %}"}
+    (folder / "tokenizer.json").write_text(byte_level().to_str())
+    template = {"chat_template": "{% if tools %}<tool_call>{{ tools }}{% endif %}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
     header, offset = {}, 0
     for name, shape in expected_shapes(ModelConfig.from_folder(folder)):

@@ -72,6 +72,19 @@ def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str
     assert penstock(environ, "models", "show", "nothing").returncode == 78
 
 
+def test_tools_are_said_to_work_only_where_the_daemon_would_take_them(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = tmp_path / "model"
+    make_model(folder)
+    shown = json.loads(penstock(environ, "models", "show", str(folder), "-o", "json").stdout)
+    assert (shown["chat_template"], shown["tools"]) == (True, True)
+    template = "{% if tools %}{{ tools }}{% endif %}"  # in no format that can be read back
+    (folder / "chat_template.jinja").write_text(template)
+    shown = json.loads(penstock(environ, "models", "show", str(folder), "-o", "json").stdout)
+    assert (shown["chat_template"], shown["tools"]) == (True, False)
+
+
 def verified(environ: dict[str, str], folder: Path) -> tuple[int, list[str]]:
     ended = penstock(environ, "models", "verify", str(folder), "-o", "ndjson")
     return ended.returncode, [json.loads(line)["result"] for line in ended.stdout.splitlines()]
