@@ -17,8 +17,9 @@ from appliance import config
 from appliance.cli import pages, terminal
 from appliance.cli.history import StateDir
 from appliance.cli.tables import Format
-from appliance.cli.terminal import AsJson, Output
+from appliance.cli.terminal import Output
 from appliance.cli.text import printable
+from appliance.setting_kinds import parse_bytes
 
 # appliance.log.store costs 70 ms, so it comes with the verbs.
 
@@ -34,16 +35,13 @@ def show_path(state_dir: StateDir = None) -> None:
 
 
 @db.command()
-def stats(
-    state_dir: StateDir = None, output: Output = Format.TABLE, as_json: AsJson = False
-) -> None:
+def stats(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
     """Show the file's sizes, its rows and the time that it covers."""
     from appliance.log import store as log_store
 
     content = log_store.stats(_path(state_dir))
     content["migration"] = content.pop("schema")  # a document's own `schema` is its form
-    form = terminal.form_of(output, as_json)
-    terminal.show("db", content, form, lambda: pages.facts(content))
+    terminal.show("db", content, output, lambda: pages.facts(content))
 
 
 @db.command()
@@ -93,6 +91,6 @@ def _days(text: str) -> int:
 
 def _num_bytes(text: str) -> int:
     try:
-        return config.parse_bytes(text)
+        return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is no size; give {error}") from error

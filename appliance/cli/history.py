@@ -20,7 +20,7 @@ from appliance import config
 from appliance.address import UnixAddress
 from appliance.cli import listings, terminal
 from appliance.cli.tables import Column, Format, Listing
-from appliance.cli.terminal import AsJson, Host, Output
+from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from engine.errors import RequestError
@@ -47,9 +47,8 @@ def log(
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
-    """Show finished requests, the newest last (in one JSON document: first).
+    """Show finished requests, the newest last.
 
     Without a daemon the log's file is read.
     """
@@ -62,7 +61,7 @@ def log(
         "slow": slow,
     }
     source = _Source("log", terminal.client(host), state_dir, wanted)
-    _print(source, listings.LOG, terminal.form_of(output, as_json), follow)
+    _print(source, listings.LOG, output, follow)
 
 
 def events(
@@ -76,12 +75,11 @@ def events(
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
-    """Show what an operator should know, the newest last (in one JSON document: first)."""
+    """Show what an operator should know, the newest last."""
     wanted = {"limit": str(limit), "since": since, "until": until, "severity": priority}
     source = _Source("events", terminal.client(host), state_dir, wanted)
-    _print(source, listings.EVENTS, terminal.form_of(output, as_json), follow)
+    _print(source, listings.EVENTS, output, follow)
 
 
 def usage(
@@ -91,13 +89,11 @@ def usage(
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
     """Sum up requests and tokens by user, model or day."""
     wanted = {"by": by, "since": since, "until": until}
     rows = _Source("usage", terminal.client(host), state_dir, wanted).read()
-    form = terminal.form_of(output, as_json)
-    terminal.write(terminal.listing("usage", listings.usage(by), form).render(rows))
+    terminal.write(terminal.listing("usage", listings.usage(by), output).render(rows))
 
 
 def request_from_file(
@@ -157,7 +153,7 @@ def _print(source: _Source, columns: tuple[Column, ...], form: Format, follow: b
         raise typer.BadParameter("-f has no end, and a document has: use -o ndjson")
     listing = terminal.listing(source.verb, columns, form)
     rows = source.read()
-    terminal.write(listing.render(rows if form is Format.JSON else reversed(rows)))
+    terminal.write(listing.render(reversed(rows)))
     if follow:
         _follow(source, listing, rows)
 

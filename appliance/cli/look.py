@@ -17,18 +17,17 @@ from appliance.address import SshAddress, UnixAddress, find
 from appliance.cli import history, listings, pages, terminal, waterfall
 from appliance.cli.completion import request_ids
 from appliance.cli.tables import Format
-from appliance.cli.terminal import AsJson, Host, Output
+from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
 from appliance.client import ClientError, DaemonUnreachable
 from engine.errors import ConfigError
 
 
-def status(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+def status(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show what the daemon is doing: state, queue, workers, KV, latency."""
     frame = terminal.client(host).get("/v1/penstock/state")
-    form = terminal.form_of(output, as_json)
     colour = terminal.has_colour()
-    terminal.show("status", frame, form, lambda: pages.status_page(frame, colour=colour))
+    terminal.show("status", frame, output, lambda: pages.status_page(frame, colour=colour))
 
 
 def ps(
@@ -37,7 +36,6 @@ def ps(
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
     state: Annotated[str | None, typer.Option(help="Only in this phase.")] = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
     """List live requests with their phase."""
     frames = terminal.client(host).get("/v1/requests").get("data", [])
@@ -48,8 +46,7 @@ def ps(
         and user in (None, frame.get("user"))
         and state in (None, frame.get("phase"))
     ]
-    form = terminal.form_of(output, as_json)
-    terminal.write(terminal.listing("ps", listings.REQUESTS, form).render(shown))
+    terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
 
 
 def show(
@@ -59,7 +56,6 @@ def show(
     host: Host = None,
     state_dir: history.StateDir = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
     """Show where one request's time went, stage by stage; live, or from the log."""
     client = terminal.client(host)
@@ -67,16 +63,14 @@ def show(
         frame = client.request(request_id)
     except DaemonUnreachable as error:
         frame = history.request_from_file(request_id, client, state_dir, error)
-    form = terminal.form_of(output, as_json)
     width, bar = terminal.width(), terminal.bar()
-    terminal.show("show", frame, form, lambda: waterfall.page(frame, width=width, bar=bar))
+    terminal.show("show", frame, output, lambda: waterfall.page(frame, width=width, bar=bar))
 
 
-def whoami(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show who the daemon takes you for, and what that lets you do."""
     content = terminal.client(host).get("/v1/penstock/whoami")
-    form = terminal.form_of(output, as_json)
-    terminal.show("whoami", content, form, lambda: pages.facts(content))
+    terminal.show("whoami", content, output, lambda: pages.facts(content))
 
 
 def top(
@@ -100,7 +94,7 @@ def top(
     )
 
 
-def version(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+def version(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show the version of this command, and of the daemon if one answers."""
     from importlib import metadata  # 20 ms that only this verb needs
 
@@ -112,4 +106,4 @@ def version(host: Host = None, output: Output = Format.TABLE, as_json: AsJson = 
     theirs = content["daemon_version"]
     about = "" if theirs is None else f" (daemon {printable(theirs)})"
     line = f"penstock {content['version'] or '(not installed)'}{about}"
-    terminal.show("version", content, terminal.form_of(output, as_json), lambda: line)
+    terminal.show("version", content, output, lambda: line)

@@ -19,7 +19,7 @@ import typer
 from appliance import config
 from appliance.cli import listings, pages, terminal
 from appliance.cli.tables import Format
-from appliance.cli.terminal import AsJson, Output
+from appliance.cli.terminal import Output
 from appliance.cli.text import size
 from engine.errors import CheckpointError, ConfigError
 
@@ -37,31 +37,25 @@ models = typer.Typer(help="Model folders on this machine.", no_args_is_help=True
 
 
 @models.command("list")
-def list_models(dirs: Dirs = None, output: Output = Format.TABLE, as_json: AsJson = False) -> None:
+def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
     """List the configured model, those of Hugging Face's cache, and those under --dir."""
     from appliance.cli import model_folders
 
     rows = [model_folders.describe(found) for found in _found(dirs)]
-    form = terminal.form_of(output, as_json)
-    terminal.write(terminal.listing("models", listings.MODELS, form).render(rows))
+    terminal.write(terminal.listing("models", listings.MODELS, output).render(rows))
 
 
 @models.command("show")
-def show_model(
-    model: Name, dirs: Dirs = None, output: Output = Format.TABLE, as_json: AsJson = False
-) -> None:
+def show_model(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> None:
     """Show a model's shape, its KV bytes per token, and whether it can chat and call tools."""
     from appliance.cli import model_folders
 
     about = model_folders.detail(_named(model, dirs))
-    form = terminal.form_of(output, as_json)
-    terminal.show("model", about, form, lambda: pages.facts(about))
+    terminal.show("model", about, output, lambda: pages.facts(about))
 
 
 @models.command("verify")
-def verify(
-    model: Name, dirs: Dirs = None, output: Output = Format.TABLE, as_json: AsJson = False
-) -> None:
+def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> None:
     """Read every byte of a model's weights; exits 78 if it cannot be served or a sum is wrong.
 
     Sums are compared with SHA256SUMS or FILE.sha256 in the folder, or with the names that Hugging
@@ -88,8 +82,7 @@ def verify(
             }
         )
     progress.end()
-    form = terminal.form_of(output, as_json)
-    terminal.write(terminal.listing("verify", listings.CHECKSUMS, form).render(rows))
+    terminal.write(terminal.listing("verify", listings.CHECKSUMS, output).render(rows))
     if wrong := [row["file"] for row in rows if row["result"] == "WRONG"]:
         raise CheckpointError(
             f"the sum is wrong of {', '.join(wrong)}",

@@ -13,7 +13,7 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
-from appliance.cli.terminal import AsJson, Output
+from appliance.cli.terminal import Output
 from appliance.config import SETTINGS, Found, explain
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
@@ -26,7 +26,6 @@ def show(
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     output: Output = Format.TABLE,
-    as_json: AsJson = False,
 ) -> None:
     """Show every setting as serve would find it here and now."""
     rows = [_row(found) for found in explain({"config": config_file})]
@@ -34,8 +33,7 @@ def show(
     columns += [Column("ORIGIN", "origin", is_wide=not origin)]
     columns += [Column("RELOADS", "is_reloadable", is_wide=True)]
     columns += [Column("MEANING", "about", is_wide=True)]
-    form = terminal.form_of(output, as_json)
-    terminal.write(terminal.listing("config", tuple(columns), form).render(rows))
+    terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -34,8 +34,6 @@ Host = Annotated[
     typer.Option("--host", "-H", "--socket", help="Socket's path, http://... or ssh://..."),
 ]
 Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
-AsJson = Annotated[bool, typer.Option("--json", hidden=True)]
-"""What `-o json` was once called; scripts have it."""
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")]
 
 
@@ -52,11 +50,6 @@ def prepare() -> None:
 def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
     """A client of the daemon that the options and the environment name."""
     return Client(find(host), timeout_s=timeout_s)
-
-
-def form_of(output: Format, as_json: bool) -> Format:
-    """The format asked for."""
-    return Format.JSON if as_json else output
 
 
 def listing(verb: str, columns: tuple[Column, ...], form: Format) -> Listing:

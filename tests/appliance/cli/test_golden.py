@@ -1,6 +1,6 @@
 """What every verb prints in every format, character for character, at fixed data.
 
-To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/test_cli_golden.py, then read
+To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/cli/test_golden.py, then read
 the diff.
 """
 

@@ -73,6 +73,12 @@ def test_the_file_answers_the_same_questions(
     assert f"reading {file}" in ended.stderr
 
 
+def test_every_format_has_the_newest_last(file: Path, environ: dict[str, str]) -> None:
+    document = json.loads(penstock(environ, "log", "-o", "json").stdout)
+    assert [row["rid"] for row in document["data"]] == ["cmpl-7", "cmpl-8"]
+    assert ids(penstock(environ, "log", "-o", "ndjson").stdout) == ["cmpl-7", "cmpl-8"]
+
+
 def test_a_question_that_the_file_refuses_is_a_usage_error(
     file: Path, environ: dict[str, str]
 ) -> None:

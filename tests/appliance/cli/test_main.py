@@ -36,7 +36,7 @@ def test_a_terminal_gets_colour_unless_it_is_refused(
 
 def test_status_as_json_is_the_frame(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.replies = {"GET /v1/penstock/state": (200, FRAME)}
-    shown = json.loads(penstock(environ, "status", "--json").stdout)
+    shown = json.loads(penstock(environ, "status", "-o", "json").stdout)
     assert shown == {"schema": "penstock.status/1", **FRAME}
 
 
@@ -71,7 +71,7 @@ def test_version_works_with_and_without_a_daemon(
     daemon.script.replies = {"GET /version": (200, {"version": "9.9.9"})}
     assert "(daemon 9.9.9)" in penstock(environ, "version").stdout
     environ["PENSTOCK_SOCKET"] = "/nonexistent"
-    shown = json.loads(penstock(environ, "version", "--json").stdout)
+    shown = json.loads(penstock(environ, "version", "-o", "json").stdout)
     assert shown["schema"] == "penstock.version/1"
     assert shown["daemon_version"] is None
 
