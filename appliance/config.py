@@ -20,8 +20,6 @@ from appliance import paths
 from appliance.setting_kinds import a_flag, a_path, an_address, at_least, names, one_of, parse_bytes
 from engine.errors import ConfigError
 
-__all__ = ["ServeConfig", "changes", "load", "parse_bytes", "prepare_directories", "socket_path"]
-
 DEFAULT = "default"
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""

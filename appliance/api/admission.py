@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from appliance.api.ask import Ask
-from appliance.api.authority import require
+from appliance.api.authority import peer_of, require
 from appliance.api.constraints import Constraint
 from appliance.api.stream import Echo
 from appliance.api.tool_format import ToolFormat, tool_format_of
@@ -91,7 +91,7 @@ async def accept(http: HttpRequest, ask: Ask) -> Accepted:
         prepared = _prepare(ask, appliance.tokenizer, model)
     else:
         prepared = await asyncio.to_thread(_prepare, ask, appliance.tokenizer, model)
-    peer = require(http, Role.USER)
+    peer = peer_of(http)
     tokenized_ns = time.monotonic_ns()
     sequences = [
         Sequence(

@@ -17,11 +17,11 @@ from appliance.config import (
     changes,
     explain,
     load,
-    parse_bytes,
     prepare_directories,
     socket_path,
     take_over,
 )
+from appliance.setting_kinds import parse_bytes
 from engine.errors import ConfigError
 
 
