@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import http
 import logging
 import math
 import select
 import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -27,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.http.access import Credentials
+from appliance.http.gate import headers_too_large
 from appliance.wire import error_object
 from engine.errors import RequestError
 
@@ -156,7 +159,12 @@ class ClientProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error object like everything else, and is cut off."""
-        self._refuse("this is not an HTTP request that can be read", code="invalid_http")
+        cause = sys.exception()  # uvicorn calls this while it handles h11's
+        if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
+            self._refuse(headers_too_large())
+        else:
+            what = "this is not an HTTP request that can be read"
+            self._refuse(RequestError(what, code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """An upgrade may be ignored, and is."""
@@ -197,7 +205,8 @@ class ClientProtocol(H11Protocol):
             self.transport.close()
         else:
             part = "head" if phase is Phase.HEAD else "body"
-            self._refuse(f"the request's {part} did not come in time", code="request_timeout")
+            what = f"the request's {part} did not come in time"
+            self._refuse(RequestError(what, code="request_timeout"))
 
     def _is_gone(self) -> bool:
         """Whether the client has hung up, also where no read would tell."""
@@ -207,17 +216,18 @@ class ClientProtocol(H11Protocol):
         poll.register(self._socket.fileno(), 0 if is_unix else select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def _refuse(self, what: str, *, code: str) -> None:
+    def _refuse(self, error: RequestError) -> None:
         """Say it if a reply can still begin, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = msgspec.json.encode(error_object(RequestError(what, code=code)))
+            body = msgspec.json.encode(error_object(error))
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
             ]
+            reason = http.HTTPStatus(error.status).phrase.encode()
             for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Response(status_code=error.status, headers=headers, reason=reason),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):

@@ -51,7 +51,7 @@ class Gate:
             response = error_response(Request(scope), error)
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
-            if error.code == "invalid_http":
+            if error.code in ("invalid_http", "headers_too_large"):
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
@@ -140,11 +140,7 @@ def _check_head(scope: Scope) -> None:
     names = [name for name, _ in headers]
     num_bytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
     if len(names) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
-        raise RequestError(
-            f"more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them",
-            code="headers_too_large",
-            status=431,
-        )
+        raise headers_too_large()
     if scope["http_version"] not in ("1.0", "1.1"):
         raise RequestError("only HTTP/1.1 is spoken here", code="invalid_http")
     # With both, two programs can disagree on where the body ends, and smuggling begins.
@@ -152,6 +148,15 @@ def _check_head(scope: Scope) -> None:
         raise RequestError(
             "a body has a content-length or a transfer-encoding, not both", code="invalid_http"
         )
+
+
+def headers_too_large() -> RequestError:
+    """The same whether they were read, or given up before they had ended."""
+    return RequestError(
+        f"more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them",
+        code="headers_too_large",
+        status=431,
+    )
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
