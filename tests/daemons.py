@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
+
+from appliance.http.keys import new_key
 
 ARMS = {
     "alias": ["--roles", "static", "--transport", "alias"],
     "shm": ["--roles", "static", "--transport", "shm"],
     "colocated": ["--roles", "colocated"],
 }
+DOORS = ("socket", "tcp")
 READY_S = 60.0
 
 
@@ -54,6 +61,22 @@ class Daemon:
         self.wait_for(self.is_listening, READY_S)
         self.wait_for(lambda: self.get_status("/ready") == 200, READY_S)
         return self
+
+    @property
+    def tcp_url(self) -> str:
+        """Where it listens on TCP, as it says when it is ready."""
+        pattern = r"ready on .*(http://127\.0\.0\.1:\d+)"
+        return self.wait_for(lambda: re.search(pattern, self.stderr)).group(1)
+
+    def official_client(self, key: str | None = None) -> openai.OpenAI:
+        """OpenAI's own client: on the socket, or on TCP if it has a key."""
+        transport = httpx.HTTPTransport(uds=str(self.socket) if key is None else None)
+        return openai.OpenAI(
+            base_url=f"{'http://localhost' if key is None else self.tcp_url}/v1",
+            api_key=key or "-",
+            max_retries=0,
+            http_client=httpx.Client(transport=transport, timeout=60),
+        )
 
     def is_listening(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -133,6 +156,32 @@ class Daemon:
         self.process.kill()
         self.process.wait()
         self.http.close()
+
+
+def make_keys(folder: Path, **role_by_name: str) -> tuple[Path, dict[str, str]]:
+    """A file of fresh keys, and the keys by name."""
+    keys, lines = {}, []
+    for name, role in role_by_name.items():
+        keys[name], line = new_key(name, role)
+        lines.append(line)
+    path = folder / "api-keys"
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    return path, keys
+
+
+@contextlib.contextmanager
+def open_by_both_doors(
+    folder: Path, model: Path
+) -> Iterator[tuple[Daemon, dict[str, openai.OpenAI]]]:
+    """A daemon, and clients on the socket and on TCP; all must be free when they are done."""
+    path, keys = make_keys(folder, laptop="user")
+    daemon = Daemon(folder, "--listen", "127.0.0.1:0", "--api-keys", str(path), model=model)
+    daemon.wait_ready()
+    with daemon.official_client() as on_socket, daemon.official_client(keys["laptop"]) as on_tcp:
+        yield daemon, dict(zip(DOORS, (on_socket, on_tcp), strict=True))
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
 
 
 def is_alive(pid: int) -> bool:

@@ -1,30 +1,25 @@
-"""OpenAI's own client, unmodified, against the running daemon."""
+"""OpenAI's own client, unmodified, against the running daemon, through both its doors."""
 
-import httpx
 import openai
 import pytest
 
-from tests.daemons import Daemon
+from tests.daemons import DOORS, open_by_both_doors
 
 
 @pytest.fixture(scope="module")
-def served(tiny_llama, tmp_path_factory):
-    daemon = Daemon(tmp_path_factory.mktemp("official"), model=tiny_llama).wait_ready()
-    yield daemon
-    daemon.assert_all_free()
-    assert daemon.stop() == 0
+def opened(tiny_llama, tmp_path_factory):
+    with open_by_both_doors(tmp_path_factory.mktemp("official"), tiny_llama) as opened:
+        yield opened
 
 
 @pytest.fixture
-def client(served):
-    transport = httpx.HTTPTransport(uds=str(served.socket))
-    with openai.OpenAI(
-        base_url="http://localhost/v1",
-        api_key="-",
-        max_retries=0,
-        http_client=httpx.Client(transport=transport),
-    ) as client:
-        yield client
+def served(opened):
+    return opened[0]
+
+
+@pytest.fixture(params=DOORS)
+def client(opened, request):
+    return opened[1][request.param]
 
 
 def test_models_are_listed(client):

@@ -1,21 +1,29 @@
-"""What only a model can show: the fields of the official client against the running daemon."""
+"""What only a model can show: the fields of the official client against the running daemon.
+
+Each is asked for on the socket and on TCP, whole and streamed: presence_penalty, frequency_penalty,
+repetition_penalty, logit_bias, n, echo, min_tokens, logprobs in both forms, max_completion_tokens,
+content in parts and all roles, response_format (json_object, json_schema), tools and tool_choice
+(auto, none, required, a named function), stream_options (include_usage, continuous_usage_stats).
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
+from dataclasses import dataclass, field
 
-import httpx
 import openai
 import pydantic
 import pytest
 
 from tests.checkpoints import load_oracle
-from tests.daemons import Daemon
+from tests.daemons import DOORS, open_by_both_doors
 from tests.family_templates import FAMILIES
 
 MODEL = "with-tools"
 USER = {"role": "user", "content": "hi"}
+EOS_ID = 297
 
 
 class Step(pydantic.BaseModel):
@@ -26,6 +34,7 @@ class Step(pydantic.BaseModel):
 
 
 TOOL = openai.pydantic_function_tool(Step, name="step")
+NAMED = {"type": "function", "function": {"name": "step"}}
 
 
 @pytest.fixture(scope="module")
@@ -38,119 +47,211 @@ def folder(tiny_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(folder, tmp_path_factory):
-    daemon = Daemon(tmp_path_factory.mktemp("fields"), model=folder).wait_ready()
-    yield daemon
-    daemon.assert_all_free()
-    assert daemon.stop() == 0
+def clients(folder, tmp_path_factory):
+    with open_by_both_doors(tmp_path_factory.mktemp("fields"), folder) as (_daemon, clients):
+        yield clients
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    transport = httpx.HTTPTransport(uds=str(served.socket))
-    with openai.OpenAI(
-        base_url="http://localhost/v1",
-        api_key="-",
-        max_retries=0,
-        http_client=httpx.Client(transport=transport, timeout=60),
-    ) as client:
-        yield client
+@pytest.fixture(params=DOORS)
+def client(clients, request):
+    return clients[request.param]
 
 
-def text_of(client, **fields) -> str:
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request):
+    return request.param
+
+
+@dataclass
+class Said:
+    """One choice, put together from wherever it came."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    calls: dict[int, str] = field(default_factory=lambda: defaultdict(str))
+    """Arguments by the index of the call."""
+
+
+def read(reply) -> list[Said]:
+    """The choices of a reply, or of a stream."""
+    found: dict[int, Said] = defaultdict(Said)
+    for chunk in reply if isinstance(reply, openai.Stream) else [reply]:
+        for choice in chunk.choices:
+            said = found[choice.index]
+            said.finish_reason = choice.finish_reason or said.finish_reason
+            said.prompt_token_ids += getattr(choice, "prompt_token_ids", None) or []
+            said.token_ids += getattr(choice, "token_ids", None) or []
+            if hasattr(choice, "text"):
+                said.text += choice.text
+                said.logprobs += choice.logprobs.token_logprobs if choice.logprobs else []
+                continue
+            message = choice.message if hasattr(choice, "message") else choice.delta
+            said.text += message.content or ""
+            for index, call in enumerate(message.tool_calls or []):
+                said.calls[getattr(call, "index", index)] += call.function.arguments or ""
+            entries = choice.logprobs.content if choice.logprobs else []
+            said.logprobs += [entry.logprob for entry in entries]
+    return [found[index] for index in sorted(found)]
+
+
+def complete(client, **fields) -> list[Said]:
+    extra = {"return_token_ids": True, **fields.pop("extra_body", {})}
     fixed = {"model": MODEL, "prompt": "a b", "max_tokens": 24, "temperature": 0}
-    return client.completions.create(**(fixed | fields)).choices[0].text
+    return read(client.completions.create(**(fixed | fields), extra_body=extra))
 
 
-def ids_of(served, **fields) -> list[int]:
-    return served.complete("a b", max_tokens=24, ignore_eos=True, **fields)["choices"][0][
-        "token_ids"
-    ]
+def chat(client, **fields) -> list[Said]:
+    extra = {"return_token_ids": True, **fields.pop("extra_body", {})}
+    fixed = {"model": MODEL, "messages": [USER], "temperature": 0}
+    return read(client.chat.completions.create(**(fixed | fields), extra_body=extra))
 
 
-def test_penalties_change_the_output(served):
-    plain = ids_of(served)
-    assert ids_of(served) == plain
-    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        punished = ids_of(served, **{penalty: 2})
-        assert len(set(punished)) >= len(set(plain))
-        assert punished != plain
+# Sampling
 
 
-def test_a_bias_forces_a_token_and_forbids_another(served):
-    first = ids_of(served)[0]
-    assert set(ids_of(served, logit_bias={"65": 100})) == {65}
-    assert first not in ids_of(served, logit_bias={str(first): -100})[:1]
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_penalties_change_the_output(client, stream, penalty):
+    (plain,) = complete(client, extra_body={"ignore_eos": True})
+    (punished,) = complete(client, stream=stream, extra_body={"ignore_eos": True, penalty: 2})
+    assert len(set(punished.token_ids)) >= len(set(plain.token_ids))
+    assert punished.token_ids != plain.token_ids
 
 
-def test_choices_differ_and_repeat(client):
+def test_a_bias_forces_a_token_and_forbids_another(client, stream):
+    (plain,) = complete(client)
+    (forced,) = complete(client, logit_bias={"65": 100}, stream=stream)
+    assert forced.token_ids == [65] * 24
+    (other,) = complete(client, logit_bias={str(plain.token_ids[0]): -100}, stream=stream)
+    assert other.token_ids[0] != plain.token_ids[0]
+
+
+def test_choices_differ_and_repeat(client, stream):
     def texts():
-        reply = client.completions.create(
-            model=MODEL, prompt="a", n=3, seed=1, temperature=2, max_tokens=12
-        )
-        return [choice.text for choice in reply.choices]
+        choices = complete(client, n=3, seed=1, temperature=2, max_tokens=12, stream=stream)
+        return [choice.text for choice in choices]
 
-    assert texts() == texts()
-    assert len(set(texts())) == 3
-
-
-def test_no_output_ends_before_the_minimum(served, client):
-    eos = {"logit_bias": {"297": 100}}  # the tiny model's end-of-text id
-    assert served.complete("x", max_tokens=9, **eos)["usage"]["completion_tokens"] == 1
-    held = served.complete("x", max_tokens=9, min_tokens=5, **eos)
-    assert held["usage"]["completion_tokens"] == 6
+    first = texts()
+    assert texts() == first
+    assert len(set(first)) == 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_an_echo_are_the_models_own(served, folder, stream):
+def test_no_output_ends_before_the_minimum(client, stream):
+    asked = {"logit_bias": {str(EOS_ID): 100}, "max_tokens": 9, "stream": stream}
+    (ended,) = complete(client, **asked)
+    assert ended.token_ids == [EOS_ID]
+    (held,) = complete(client, **asked, extra_body={"min_tokens": 5})
+    assert held.token_ids.index(EOS_ID) == len(held.token_ids) - 1 == 5
+    assert held.finish_reason == "stop"
+
+
+# Log-probabilities, usage
+
+
+def oracle_logprobs(folder, ids) -> list[float]:
+    """Of each id but the first, after those before it."""
     import torch
 
-    prompt = "To be, or not to be: that is the question, and so on and on."
-    fields = {"echo": True, "logprobs": 2, "max_tokens": 4}
-    if stream:
-        choices = [chunk["choices"][0] for chunk in served.stream(prompt, **fields)]
-    else:
-        choices = served.complete(prompt, **fields)["choices"]
-    assert "".join(choice["text"] for choice in choices).startswith(prompt)
-    ids = [one for choice in choices for one in choice.get("prompt_token_ids", [])]
-    ids += [one for choice in choices for one in choice["token_ids"]]
-    found = [
-        one
-        for choice in choices
-        if choice["logprobs"]
-        for one in choice["logprobs"]["token_logprobs"]
-    ]
     with torch.inference_mode():
         logits = load_oracle(folder)(torch.tensor([ids])).logits[0]
     logprobs = torch.log_softmax(logits.double(), dim=-1)
-    wanted = [logprobs[at, token_id].item() for at, token_id in enumerate(ids[1:])]
-    assert found[0] is None
-    assert found[1:] == pytest.approx(wanted, abs=1e-3)
+    return [logprobs[at, token_id].item() for at, token_id in enumerate(ids[1:])]
+
+
+def test_logprobs_of_an_echo_are_the_models_own(client, folder, stream):
+    prompt = "To be, or not to be: that is the question, and so on and on."
+    (said,) = complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=4, stream=stream)
+    assert said.text.startswith(prompt)
+    wanted = oracle_logprobs(folder, said.prompt_token_ids + said.token_ids)
+    assert said.logprobs[0] is None
+    assert said.logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+
+
+def test_logprobs_of_a_chat_are_the_models_own(client, folder, stream):
+    (said,) = chat(client, logprobs=True, top_logprobs=2, max_completion_tokens=6, stream=stream)
+    wanted = oracle_logprobs(folder, said.prompt_token_ids + said.token_ids)
+    assert len(said.logprobs) == 6
+    assert said.logprobs == pytest.approx(wanted[-6:], abs=1e-3)
+    assert said.finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_usage_runs_along_and_comes_at_the_end(client, is_chat):
+    create = client.chat.completions.create if is_chat else client.completions.create
+    fields = {"messages": [USER]} if is_chat else {"prompt": "a b"}
+    fields |= {"model": MODEL, "max_tokens": 5, "extra_body": {"ignore_eos": True}}
+    whole = create(**fields).usage
+    for options, is_running in (
+        ({"include_usage": True}, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True),
+    ):
+        *chunks, last = create(**fields, stream=True, stream_options=options)
+        assert (last.choices, last.usage) == ([], whole)
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert counts == sorted(counts)
+        assert counts[-1:] == ([5] if is_running else [])
+
+
+# Messages and forms
+
+
+def test_parts_and_all_roles_make_the_same_prompt_as_text(client, stream):
+    call = {"id": "c", "type": "function", "function": {"name": "step", "arguments": "{}"}}
+    rest = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "17", "tool_call_id": "c"},
+    ]
+    plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a\nb"}, *rest]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    newer = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}, *rest]
+    first, second = (
+        chat(client, messages=messages, max_completion_tokens=8, stream=stream)
+        for messages in (plain, newer)
+    )
+    assert first == second
+    assert first[0].token_ids
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
 def test_answers_have_the_form_that_was_asked_for(client, temperature):
-    reply = client.chat.completions.parse(
-        model=MODEL,
-        messages=[USER],
-        response_format=Step,
-        temperature=temperature,
-        seed=3,
-        max_tokens=400,
-    )
-    assert isinstance(reply.choices[0].message.parsed, Step)
-    assert reply.choices[0].finish_reason == "stop"
+    fields = {"model": MODEL, "messages": [USER], "response_format": Step}
+    fields |= {"temperature": temperature, "seed": 3, "max_tokens": 400}
+    whole = client.chat.completions.parse(**fields).choices[0]
+    assert isinstance(whole.message.parsed, Step)
+    assert whole.finish_reason == "stop"
+    with client.chat.completions.stream(**fields) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole.message.parsed
 
 
-def test_choices_and_patterns_bind_completions_too(client):
-    choice = text_of(client, extra_body={"guided_choice": ["yes", "no"]})
-    assert choice in ("yes", "no")
-    digits = text_of(client, extra_body={"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}})
-    assert len(digits) == 6
-    assert digits.replace("-", "").isdigit()
+def test_any_object_is_an_object(client, stream):
+    kind = {"type": "json_object"}
+    # Biased to a few characters it ends soon, whatever the model would like to say.
+    bias = {str(token_id): 50 for token_id in ids_of(client, '{"a":1}')}
+    (said,) = chat(client, response_format=kind, logit_bias=bias, max_tokens=200, stream=stream)
+    assert said.finish_reason == "stop"
+    assert isinstance(json.loads(said.text), dict)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "step"}}])
+def ids_of(client, text) -> list[int]:
+    (said,) = complete(client, prompt=text, max_tokens=1)
+    return [*said.prompt_token_ids, EOS_ID]
+
+
+def test_choices_and_patterns_bind_completions_too(client, stream):
+    (choice,) = complete(client, extra_body={"guided_choice": ["yes", "no"]}, stream=stream)
+    assert choice.text in ("yes", "no")
+    pattern = {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}}
+    (digits,) = complete(client, extra_body=pattern, stream=stream)
+    assert len(digits.text) == 6
+    assert digits.text.replace("-", "").isdigit()
+
+
+# Tools
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_required_calls_always_parse(client, choice):
     fixed = {"model": MODEL, "messages": [USER], "tools": [TOOL], "tool_choice": choice}
     fixed |= {"temperature": 2, "seed": 5, "max_tokens": 900, "parallel_tool_calls": False}
@@ -165,11 +266,30 @@ def test_required_calls_always_parse(client, choice):
     assert final.finish_reason == "tool_calls"
 
 
-def test_free_text_with_tools_at_hand_is_served(client):
-    reply = client.chat.completions.create(
-        model=MODEL, messages=[USER], tools=[TOOL], temperature=1.5, seed=1, max_tokens=60
-    )
-    message = reply.choices[0].message
-    for call in message.tool_calls or []:
-        assert Step(**json.loads(call.function.arguments))
-    assert message.content or message.tool_calls
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_free_text_with_tools_at_hand_is_served(client, stream, choice):
+    asked = {"tools": [TOOL], "tool_choice": choice, "temperature": 1.5, "seed": 1}
+    (said,) = chat(client, **asked, max_tokens=60, stream=stream)
+    for arguments in said.calls.values():
+        assert Step(**json.loads(arguments))
+    assert said.text or said.calls
+    if choice == "none":
+        (without,) = chat(client, temperature=1.5, seed=1, max_tokens=60, stream=stream)
+        assert said == without
+
+
+def test_the_starter_model_takes_tools_and_their_results(start_daemon):
+    daemon = start_daemon().wait_ready()
+    fixed = {"tools": [TOOL], "max_tokens": 400, "parallel_tool_calls": False}
+    with daemon.official_client() as client:
+        fixed["model"] = client.models.list().data[0].id
+        for choice in ("required", NAMED):
+            reply = client.chat.completions.parse(messages=[USER], tool_choice=choice, **fixed)
+            (call,) = reply.choices[0].message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Step)
+            assert reply.choices[0].finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        said = reply.choices[0].message.model_dump(exclude_none=True, exclude={"parsed"})
+        messages = [USER, said, result]
+        after = client.chat.completions.create(messages=messages, **{**fixed, "max_tokens": 8})
+    assert after.usage.prompt_tokens > reply.usage.prompt_tokens

@@ -1,4 +1,4 @@
-"""The real server on a real socket around a FakeAppliance, for tests."""
+"""The real server on real sockets around a FakeAppliance, for tests."""
 
 from __future__ import annotations
 
@@ -13,31 +13,51 @@ import httpx
 import openai
 
 from appliance.api.routes import build_app
-from appliance.http.listeners import bind_socket
+from appliance.http.access import AccessPolicy
+from appliance.http.keys import new_key, read_keys
+from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from tests.fakes import FakeAppliance, until
 
+DOORS = ("socket", "tcp")
+KEY_NAME = "laptop"
+
 
 class Served:
-    """A running server, and clients for it."""
+    """A running server, and clients for it that come in by one of its doors.
 
-    def __init__(self, appliance: FakeAppliance, path: Path) -> None:
+    Args:
+        appliance: what is served.
+        path: of the Unix socket.
+        port: of TCP, if the clients come in there.
+        key: that they show there.
+    """
+
+    def __init__(
+        self, appliance: FakeAppliance, path: Path, port: int | None = None, key: str = "-"
+    ) -> None:
         self.appliance = appliance
         self.path = path
+        self.url = "http://localhost" if port is None else f"http://127.0.0.1:{port}"
+        self.key = key
+        self.uds = str(path) if port is None else None
+        """None on TCP, as httpx takes it."""
         self.http = httpx.AsyncClient(
-            base_url="http://localhost", transport=httpx.AsyncHTTPTransport(uds=str(path))
+            base_url=self.url,
+            headers={"authorization": f"Bearer {key}"},
+            transport=httpx.AsyncHTTPTransport(uds=self.uds),
         )
         self.openai = openai.AsyncOpenAI(
-            base_url="http://localhost/v1",
-            api_key="-",
-            http_client=httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))),
+            base_url=f"{self.url}/v1",
+            api_key=key,
+            http_client=httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self.uds)),
             max_retries=0,
         )
         """The official client, as an application would set it up."""
         self._writers: list[asyncio.StreamWriter] = []
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection, closed at the end if not before."""
+        """A bare connection to the socket, closed at the end if not before."""
         reader, writer = await asyncio.open_unix_connection(str(self.path))
         self._writers.append(writer)
         return reader, writer
@@ -69,17 +89,32 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(appliance: FakeAppliance, path: Path) -> AsyncIterator[Served]:
+async def serving(
+    appliance: FakeAppliance, path: Path, door: str = "socket"
+) -> AsyncIterator[Served]:
     """Serve until the block ends; then every accepted request must have been closed."""
-    server = ApiServer(build_app(appliance), [bind_socket(path)])
+    listeners, entrance, policy = [bind_socket(path)], (), None
+    if door == "tcp":
+        listeners += bind_tcp("127.0.0.1", 0)
+        key, policy = _one_key(path.with_name("keys"))
+        entrance = listeners[-1].getsockname()[1], key
+    server = ApiServer(build_app(appliance), listeners, policy)
     await server.start()
-    served = Served(appliance, path)
+    served = Served(appliance, path, *entrance)
     try:
         yield served
     finally:
         await served.close()
         await server.stop(grace_s=2.0)
     assert len(appliance.closed) == len(appliance.submitted)
+
+
+def _one_key(path: Path) -> tuple[str, AccessPolicy]:
+    """A user's key, and the policy that knows it."""
+    key, line = new_key(KEY_NAME, "user")
+    path.write_text(line)
+    path.chmod(0o600)
+    return key, AccessPolicy(keys=read_keys(path))
 
 
 def events(body: str) -> list[Any]:

@@ -1,6 +1,9 @@
+"""OpenAI's own client, through both doors: the Unix socket, and TCP with a key."""
+
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import httpx
 import openai
@@ -8,7 +11,7 @@ import pytest
 
 from engine.errors import Unavailable
 from engine.tokenizer import Tokenizer
-from tests.appliance.api_server import fill, says, serving
+from tests.appliance.api_server import DOORS, KEY_NAME, fill, says, serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
 
@@ -18,9 +21,9 @@ def appliance():
     return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
 
 
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
+@pytest.fixture(params=DOORS)
+async def served(request, appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock", request.param) as served:
         yield served
 
 
@@ -88,12 +91,39 @@ async def test_the_official_client_reads_logprobs(served):
     assert [len(top) for top in logprobs.top_logprobs] == [3, 3, 3, 3]
 
 
+async def test_streamed_logprobs_are_those_of_the_whole(served):
+    messages = [{"role": "user", "content": "hi"}]
+    chat = partial(
+        served.openai.chat.completions.create,
+        model="fake/tiny-model",
+        messages=messages,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    whole = (await chat()).choices[0].logprobs.content
+    chunks = [choice async for chunk in await chat(stream=True) for choice in chunk.choices]
+    assert [one for each in chunks if each.logprobs for one in each.logprobs.content] == whole
+    complete = partial(
+        served.openai.completions.create,
+        model="fake/tiny-model",
+        prompt="aä",
+        max_tokens=4,
+        logprobs=2,
+    )
+    columns = (await complete()).choices[0].logprobs.model_dump()
+    chunks = [choice async for chunk in await complete(stream=True) for choice in chunk.choices]
+    parts = [choice.logprobs.model_dump() for choice in chunks if choice.logprobs]
+    assert {name: [one for part in parts for one in part[name]] for name in columns} == columns
+
+
 async def test_the_synchronous_client_works_too(served):
     def complete() -> list[str]:
-        transport = httpx.HTTPTransport(uds=str(served.path))
+        transport = httpx.HTTPTransport(uds=served.uds)
+        address = {"base_url": f"{served.url}/v1", "api_key": served.key}
         with (
             httpx.Client(transport=transport) as http,
-            openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http) as client,
+            openai.OpenAI(**address, http_client=http) as client,
         ):
             whole = client.completions.create(model="fake/tiny-model", prompt="hello")
             with client.completions.create(
@@ -104,6 +134,14 @@ async def test_the_synchronous_client_works_too(served):
     whole, streamed = await asyncio.to_thread(complete)
     assert whole == streamed
     assert whole.startswith("hello")
+
+
+async def test_requests_belong_to_who_came_in(served, appliance):
+    await served.openai.completions.create(model="fake/tiny-model", prompt="hi")
+    (request,) = appliance.submitted
+    assert request.peer.key == (None if served.uds else KEY_NAME)
+    assert (request.peer.uid is None) == (served.uds is None)
+    assert [sequence.owner for sequence in request.sequences] == [request.peer.name]
 
 
 async def test_the_official_client_raises_its_own_errors(served, appliance):

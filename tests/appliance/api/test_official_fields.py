@@ -1,4 +1,12 @@
-"""What OpenAI's own client asks beyond the simplest, over the socket, streamed and whole."""
+"""What OpenAI's own client asks beyond the simplest, through both doors, streamed and whole.
+
+Held here: presence_penalty, frequency_penalty, repetition_penalty, logit_bias, n, echo, min_tokens,
+logprobs (of echoes; of answers next door, in test_official_client), max_completion_tokens, content
+in parts, the roles developer, system, user, assistant and tool, response_format (json_object and
+json_schema), tools, tool_choice (auto, none, required, a named function), and stream_options
+(include_usage and continuous_usage_stats). What a model makes of them, tests/test_official_fields
+shows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ import pytest
 from appliance.api import authority
 from appliance.request import Peer, Role
 from engine.tokenizer import Tokenizer
-from tests.appliance.api_server import events, says, serving
+from tests.appliance.api_server import DOORS, events, says, serving
 from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import byte_level
@@ -39,6 +47,9 @@ WEATHER = {
     "function": {"name": "get_weather", "parameters": Weather.model_json_schema()},
 }
 
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
 
 @pytest.fixture
 def appliance():
@@ -50,10 +61,22 @@ def appliance():
     )
 
 
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
+@pytest.fixture(params=DOORS)
+async def served(request, appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock", request.param) as served:
         yield served
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request):
+    return request.param
+
+
+async def read(reply) -> list:
+    """The choices of a reply, or of all chunks of a stream."""
+    if isinstance(reply, openai.AsyncStream):
+        return [choice async for chunk in reply for choice in chunk.choices]
+    return reply.choices
 
 
 @pytest.fixture
@@ -103,8 +126,9 @@ async def test_more_choices_than_the_queue_holds_are_refused(complete):
 # Sampling, usage, echo
 
 
-async def test_fields_of_the_sampler_arrive_there(chat, appliance):
-    await chat(
+async def test_fields_of_the_sampler_arrive_there(chat, appliance, stream):
+    reply = await chat(
+        stream=stream,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={"5": -100},
@@ -114,6 +138,7 @@ async def test_fields_of_the_sampler_arrive_there(chat, appliance):
         store=False,
         extra_body={"repetition_penalty": 1.2, "min_tokens": 2},
     )
+    assert (await read(reply))[-1].finish_reason == "length"
     (sequence,) = appliance.submitted[0].sequences
     sampling = sequence.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
@@ -180,30 +205,33 @@ async def test_an_echo_may_be_all_that_is_wanted(complete, appliance):
     assert reply.usage.completion_tokens == 0
 
 
-async def test_stop_strings_wait_for_the_minimum(complete, appliance):
+async def test_stop_strings_wait_for_the_minimum(complete, appliance, stream):
     says(appliance, "a.b.c.<|im_end|>")
-    fields = {"prompt": "x", "stop": ".", "max_tokens": 9}
-    assert (await complete(**fields)).choices[0].text == "a"
-    reply = await complete(**fields, extra_body={"min_tokens": 3})
-    assert reply.choices[0].text == "a.b"
+    fields = {"prompt": "x", "stop": ".", "max_tokens": 9, "stream": stream}
+    at_once = await read(await complete(**fields))
+    held = await read(await complete(**fields, extra_body={"min_tokens": 3}))
+    assert ["".join(one.text for one in said) for said in (at_once, held)] == ["a", "a.b"]
 
 
 # Messages
 
 
-async def test_all_roles_and_parts_become_a_prompt(chat, appliance):
+async def test_all_roles_and_parts_become_a_prompt(chat, appliance, stream):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    await chat(
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    reply = await chat(
+        stream=stream,
         messages=[
             {"role": "developer", "content": "be kind"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "eve"},
+            {"role": "user", "content": texts, "name": "eve"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "17", "tool_call_id": "c"},
         ],
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
+    assert await read(reply)
     assert appliance.submitted[0].prompt_text == (
-        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         "<|im_end|>\n<|im_start|>user\n<tool_response>\n17\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -279,18 +307,34 @@ async def test_what_is_no_call_stays_text(chat, appliance):
     assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
 
 
-async def test_a_required_call_is_bound_by_a_grammar_and_choice_none_hides_tools(chat, appliance):
-    await chat(tools=[WEATHER], tool_choice="required")
-    await chat(
-        tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}}
-    )
-    await chat(tools=[WEATHER], tool_choice="none")
-    grammars = [request.sequences[0].sampling.grammar for request in appliance.submitted]
-    assert "get_weather" in grammars[0]
-    assert "get_weather" in grammars[1]
-    assert grammars[2] is None
-    shown = ["get_weather" in request.prompt_text for request in appliance.submitted]
-    assert shown == [True, True, False]
+@pytest.mark.parametrize(
+    ("choice", "callable_names"),
+    [
+        ("auto", ["get_weather", "get_time"]),
+        ("required", ["get_weather", "get_time"]),
+        (NAMED, ["get_weather"]),
+        ("none", []),
+    ],
+    ids=["auto", "required", "named", "none"],
+)
+async def test_a_choice_of_tools_says_which_may_be_called(
+    chat, appliance, stream, choice, callable_names
+):
+    says(appliance, f"{CALL}<|im_end|>")
+    reply = await chat(tools=[WEATHER, TIME], tool_choice=choice, max_tokens=999, stream=stream)
+    ends = [one.finish_reason for one in await read(reply) if one.finish_reason]
+    assert ends == ["tool_calls" if callable_names else "stop"]
+    (request,) = appliance.submitted
+    assert ("get_weather" in request.prompt_text) == bool(callable_names)
+    grammar = request.sequences[0].sampling.grammar or ""
+    assert [name for name in ("get_weather", "get_time") if name in grammar] == callable_names
+
+
+async def test_a_required_call_is_bound_more_than_a_free_one(chat, appliance):
+    for choice in ("auto", "required"):
+        await chat(tools=[WEATHER], tool_choice=choice)
+    free, required = (request.sequences[0].sampling.grammar for request in appliance.submitted)
+    assert free != required
 
 
 async def test_special_tokens_that_mark_calls_are_read(tmp_path, appliance):
@@ -332,6 +376,16 @@ async def test_the_client_parses_answers_into_its_own_types(served, appliance):
     ) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.parsed == Weather(city="Rom", unit=Unit.F)
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+async def test_any_object_may_be_asked_for(chat, appliance, stream, kind):
+    says(appliance, '{"a": [1]}<|im_end|>')
+    choices = await read(await chat(response_format={"type": kind}, stream=stream))
+    said = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(one.content or "" for one in said) == '{"a": [1]}'
+    (sequence,) = appliance.submitted[0].sequences
+    assert (sequence.sampling.grammar is None) == (kind == "text")
 
 
 async def test_the_client_parses_calls_into_its_own_types(served, appliance):
