@@ -32,7 +32,7 @@ from engine.messages import PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
-STARTER_NAME = "penstock-starter-random-1"
+STARTER_NAME = "penstock-starter-random-2"
 STARTER_NOTE = "random weights: it answers with noise"
 MAX_STEP_TOKENS = 512
 """Where matrix products are within a tenth of their best rate on a CPU."""

@@ -280,7 +280,7 @@ def test_free_text_with_tools_at_hand_is_served(client, stream, choice):
 
 def test_the_starter_model_takes_tools_and_their_results(start_daemon):
     daemon = start_daemon().wait_ready()
-    fixed = {"tools": [TOOL], "max_tokens": 400, "parallel_tool_calls": False}
+    fixed = {"tools": [TOOL], "seed": 5, "max_tokens": 400, "parallel_tool_calls": False}
     with daemon.official_client() as client:
         fixed["model"] = client.models.list().data[0].id
         for choice in ("required", NAMED):

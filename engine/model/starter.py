@@ -27,11 +27,40 @@ from engine.checkpoint import expected_shapes
 from engine.config import ModelConfig
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = r"""{% if tools %}
+<|im_start|>system
+You may call these functions:
+<tools>
+{% for tool in tools %}
+{{ tool | tojson }}
+{% endfor %}
+</tools>
+To call one, write its name and its arguments:
+<tool_call>
+{"name": NAME, "arguments": OBJECT}
+</tool_call><|im_end|>
+{% endif %}
+{% for message in messages %}
+<|im_start|>{{ message.role }}
+{% if message.role == 'tool' %}
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}
+{{ message.content }}
+{%- for call in message.tool_calls %}
+{{ '\n' if message.content or not loop.first }}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+<|im_end|>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+"""ChatML, with tools and calls in the manner of Hermes."""
 # Frequent pairs of English, so that a token is not always one byte; Ġ is the leading space.
 _MERGES = """Ġ t|h e|i n|Ġ a|r e|Ġt he|o n|e r|Ġ s|a t|Ġ w|n d|Ġ o|i s|o u|Ġ c|Ġ f|o r|e n|in g
 Ġ b|e d|a n|Ġ m|Ġ p|e s|a l|Ġ d|Ġ i|a r|i t|Ġo f|Ġa nd|a s|Ġt o|Ġi n|l e|s t|Ġ h|o m"""

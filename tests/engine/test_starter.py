@@ -81,3 +81,32 @@ def test_special_tokens_and_the_chat_template_work(folder):
     )
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer(text)["input_ids"][0] == 298
+
+
+def test_tools_calls_and_their_results_are_shown_to_the_model(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    definition = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "Bern"}}}
+    messages = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[definition], tokenize=False)
+    head, *turns = text.split("<|im_start|>")[1:]
+    assert '"name": "clock", "parameters": {}' in head
+    assert turns == [
+        "user\nWhen?<|im_end|>\n",
+        'assistant\n<tool_call>\n{"name": "clock", "arguments": {"zone": "Bern"}}\n</tool_call>'
+        "<|im_end|>\n",
+        "tool\n<tool_response>\nnoon\n</tool_response><|im_end|>\n",
+    ]
+
+
+def test_calls_follow_the_text_and_each_other_on_lines_of_their_own(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "Two:", "tool_calls": [call, call]}
+    text = tokenizer.apply_chat_template([message], tokenize=False)
+    one = '\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert text == f"<|im_start|>assistant\nTwo:{one}{one}<|im_end|>\n"
