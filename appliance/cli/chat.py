@@ -3,7 +3,8 @@
 Owns: the loop, the commands and the history of what was typed.
 Called by: main. Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
 pipe every line is one turn and none is a command.
-Never: writes the conversation anywhere unless it is told to.
+Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a
+terminal goes to `chat_history` in the state folder, which is for its owner alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import typer
 
-from appliance import paths
+from appliance import config
 from appliance.cli import terminal
 from appliance.cli.conversation import SETTINGS, Conversation, Refused
 from appliance.cli.reply import (
@@ -35,7 +36,7 @@ from appliance.cli.reply import (
     stream,
 )
 from appliance.cli.terminal import Host
-from appliance.cli.text import printable
+from appliance.cli.text import printable, things
 from appliance.client import Client, ClientError
 
 HISTORY_LINES = 1000
@@ -71,7 +72,7 @@ def chat(
                 terminal.write("\n")
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with _history(paths.default_state_dir(os.environ) / "chat_history"):
+    with _history(config.state_dir(None) / "chat_history"):
         _converse(session)
 
 
@@ -93,6 +94,8 @@ class Session:
             "stats": ("", self._stats),
             "retry": ("", self._retry),
             "exit": ("", self._exit),
+            "quit": ("", self._exit),
+            "bye": ("", self._exit),
         }
 
     def turn(self, text: str) -> None:
@@ -156,7 +159,7 @@ class Session:
         if not argument:
             raise Refused("say from where: /load FILE")
         self._conversation.load(argument)
-        return f"{len(self._conversation.turns)} messages"
+        return things(len(self._conversation.turns), "message")
 
     def _stats(self, argument: str) -> str:
         if self._last.request_id is None:

@@ -21,11 +21,12 @@ from appliance import config
 from appliance.address import UnixAddress, find
 from appliance.cli import terminal
 from appliance.cli.completion import live_request_ids
-from appliance.cli.terminal import Host, Timeout
-from appliance.cli.text import printable
+from appliance.cli.terminal import Host
+from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
 
 POLL_S = 0.2
+DRAIN_PATIENCE_S = 120.0
 TIMED_OUT = 124
 _COPY_BYTES = 1 << 16
 
@@ -95,19 +96,23 @@ def cancel(
 
 def drain(
     wait: Annotated[bool, typer.Option("--wait", help="Until no request is left.")] = False,
-    timeout: Timeout = 120.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Wait so many seconds at most; 120 with --wait.")
+    ] = None,
     host: Host = None,
 ) -> None:
-    """Take no new requests; those accepted go on. With --wait exits 124 when time is up."""
+    """Take no new requests; those accepted go on. Exits 124 when the time to wait is up."""
     client = terminal.client(host)
     client.post("/v1/penstock/drain")
-    if not wait:
+    if not wait and timeout is None:
         terminal.write("draining\n")
         return
-    end_s = time.monotonic() + timeout
+    patience_s = DRAIN_PATIENCE_S if timeout is None else timeout
+    end_s = time.monotonic() + patience_s
     while num_live := client.get("/v1/penstock/state")["num_requests"]:
         if time.monotonic() >= end_s:
-            terminal.note(f"penstock: {num_live} requests are left after {timeout:g} s")
+            left = f"{things(num_live, 'request')} {'is' if num_live == 1 else 'are'} left"
+            terminal.note(f"penstock: {left} after {patience_s:g} s")
             raise typer.Exit(TIMED_OUT)
         time.sleep(POLL_S)
     terminal.write("drained\n")

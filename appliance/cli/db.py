@@ -18,7 +18,7 @@ from appliance.cli import pages, terminal
 from appliance.cli.history import StateDir
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
-from appliance.cli.text import printable
+from appliance.cli.text import printable, things
 from appliance.setting_kinds import parse_bytes
 
 # appliance.log.store costs 70 ms, so it comes with the verbs.
@@ -75,7 +75,9 @@ def prune(
         dry_run=dry_run,
     )
     verb = "would forget" if dry_run else "forgot"
-    terminal.write(f"{verb} {pruned.requests} requests, {pruned.events} events\n")
+    terminal.write(
+        f"{verb} {things(pruned.requests, 'request')}, {things(pruned.events, 'event')}\n"
+    )
 
 
 def _path(state_dir: str | None) -> Path:

@@ -7,7 +7,7 @@ Never: computes a figure that the daemon did not send.
 from __future__ import annotations
 
 from appliance.cli.tables import Row, flat, painted
-from appliance.cli.text import DASH, count, ms, printable, size, tokens_per_s, word
+from appliance.cli.text import DASH, count, ms, printable, size, things, tokens_per_s, word
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"
 _STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "degraded": _RED}
@@ -78,10 +78,10 @@ def _worker_text(worker: Row) -> str:
     return (
         f"{worker.get('name')} {worker.get('state')} on"
         f" {worker.get('device')}, pid {count(worker.get('pid'))},"
-        f" {count(worker.get('num_sequences'))} sequences,"
+        f" {things(worker.get('num_sequences'), 'sequence')},"
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
-        f" {count(worker.get('num_restarts'))} restarts"
+        f" {things(worker.get('num_restarts'), 'restart')}"
     )
 
 
@@ -103,7 +103,7 @@ def _latency_text(latency: Row) -> str:
         f" itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}"
         f" max {ms(latency.get('itl_ms_max'))},"
         f" handoff p50 {ms(latency.get('handoff_ms_p50'))}"
-        f" ({latency['num_requests']} requests in {count(latency.get('window_s'))} s)"
+        f" ({things(latency['num_requests'], 'request')} in {count(latency.get('window_s'))} s)"
     )
 
 

@@ -9,6 +9,7 @@ Never: leaves a request running that nobody reads any more.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from appliance.cli import pages, terminal
 from appliance.cli.completion import model_ids
-from appliance.cli.text import for_terminal
+from appliance.cli.text import for_terminal, things
 from appliance.client import Client, ClientError, GenerationFailed, Stream
 
 Model = Annotated[
@@ -49,7 +50,8 @@ def body(**options: object) -> dict[str, Any]:
 def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> None:
     """Print one completion as it comes, and keep `reply` up to date.
 
-    Interrupted, it cancels the request and raises the interruption again.
+    A reply that the daemon's default length cut short is followed by a note. Interrupted, this
+    cancels the request and raises the interruption again.
 
     Raises:
         ClientError: no daemon, a refusal, or an incomplete reply.
@@ -63,6 +65,8 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> 
             raise
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
         raise GenerationFailed(f"the reply is incomplete (finish reason {reply.finish_reason!r})")
+    if reply.finish_reason == "length" and "max_tokens" not in content:
+        _note_cut(client, reply)
 
 
 def print_stats(client: Client, reply: Reply) -> None:
@@ -84,6 +88,15 @@ def _print(events: Stream, reply: Reply) -> None:
     finally:
         if is_terminal and not reply.text.endswith("\n"):
             terminal.write("\n")
+
+
+def _note_cut(client: Client, reply: Reply) -> None:
+    """Say at which length nobody asked for the reply ended."""
+    at = "the default length"
+    if reply.request_id is not None:
+        with suppress(ClientError):  # the reply is complete as it is
+            at = things(client.request(reply.request_id)["output_tokens"], "token")
+    terminal.note(f"penstock: cut at {at}; --max-tokens gives more, up to the model's length")
 
 
 def _cancel_after(client: Client, reply: Reply, ending: BaseException) -> None:

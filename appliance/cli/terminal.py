@@ -34,7 +34,6 @@ Host = Annotated[
     typer.Option("--host", "-H", "--socket", help="Socket's path, http://... or ssh://..."),
 ]
 Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")]
 
 
 def prepare() -> None:

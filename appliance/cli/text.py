@@ -37,6 +37,11 @@ def count(value: Any) -> str:
     return DASH if value is None else f"{value:g}" if isinstance(value, float) else printable(value)
 
 
+def things(number: int | None, noun: str) -> str:
+    """So many of something: 1 request, 2 requests."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def tokens_per_s(value: float | None) -> str:
     """A rate of tokens."""
     return DASH if value is None else f"{value:.0f} tok/s"

@@ -118,13 +118,20 @@ def test_what_goes_wrong_is_said_and_the_chat_goes_on(
 def test_what_was_typed_is_remembered_for_its_owner_alone(
     daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    environ["XDG_STATE_HOME"] = str(tmp_path / "xdg")
     with Typist(environ, "chat") as person:
         person.type("/help", shows="/retry")
         person.press(b"\x04")
-    history = tmp_path / "xdg" / "penstock" / "chat_history"
+    history = tmp_path / "state" / "chat_history"
+    assert not (tmp_path / ".local").exists()
     assert "/help" in history.read_text()
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_a_chat_is_left_by_the_word_that_people_know(environ: dict[str, str], word: str) -> None:
+    with Typist(environ, "chat") as person:
+        person.type(word)
+    assert person.exit_code == 0
 
 
 def test_a_saved_chat_is_private_and_comes_back_as_it_was(tmp_path: Path) -> None:

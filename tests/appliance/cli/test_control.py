@@ -49,16 +49,20 @@ def test_drain_and_resume_say_what_they_did(daemon: FakeDaemon, environ: dict[st
     assert penstock(environ, "resume").stdout == "serving\n"
 
 
+@pytest.mark.parametrize(
+    ("wait", "num_live", "left"),
+    [(("--wait",), 3, "3 requests are left after 0 s"), ((), 1, "1 request is left after 0 s")],
+)
 def test_a_drain_that_takes_too_long_is_exit_code_124(
-    daemon: FakeDaemon, environ: dict[str, str]
+    daemon: FakeDaemon, environ: dict[str, str], wait: tuple[str, ...], num_live: int, left: str
 ) -> None:
     daemon.script.replies = {
         "POST /v1/penstock/drain": (200, {"status": "draining"}),
-        "GET /v1/penstock/state": (200, {"num_requests": 3}),
+        "GET /v1/penstock/state": (200, {"num_requests": num_live}),
     }
-    ended = penstock(environ, "drain", "--wait", "--timeout", "0")
+    ended = penstock(environ, "drain", *wait, "--timeout", "0")
     assert (ended.returncode, ended.stdout) == (124, "")
-    assert "3 requests" in ended.stderr
+    assert ended.stderr == f"penstock: {left}\n"
 
 
 def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:

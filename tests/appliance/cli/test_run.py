@@ -36,6 +36,23 @@ def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, s
     ]
 
 
+@pytest.mark.parametrize(
+    ("replies", "at"),
+    [
+        ({f"GET /v1/requests/{RID}": (200, {**REQUEST, "output_tokens": 16})}, "16 tokens"),
+        ({}, "the default length"),
+    ],
+)
+def test_a_reply_cut_at_a_length_that_nobody_gave_is_noted(
+    daemon: FakeDaemon, environ: dict[str, str], replies: dict[str, tuple[int, object]], at: str
+) -> None:
+    daemon.script.events = [text_event("Hello", "length"), DONE]
+    daemon.script.replies = replies
+    ended = penstock(environ, "run", "p")
+    assert (ended.returncode, ended.stdout) == (0, "Hello")
+    assert ended.stderr.startswith(f"penstock: cut at {at}; --max-tokens gives more")
+
+
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_run_reads_a_piped_prompt(
     daemon: FakeDaemon, environ: dict[str, str], arguments: tuple[str, ...]
