@@ -173,6 +173,18 @@ def test_a_refusal_names_the_field(parse, name, value, code):
     assert (error.code, error.param, error.status) == (code, name, 400)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_tokens", 0, "1 or more"),
+        ("max_tokens", 2**63, "between 1 and 9223372036854775807"),
+        ("n", 0, "between 1 and 128"),
+    ],
+)
+def test_a_refusal_names_only_limits_that_somebody_could_meet(name, value, wanted):
+    assert refusal(completion, **{name: value}).what == f"`{name}` must be {wanted}"
+
+
 @pytest.mark.parametrize("value", [21, -1, True, 1.0])
 def test_logprobs_of_completions_are_a_count(value):
     assert completion(logprobs=0).base.logprobs == 0
@@ -228,6 +240,9 @@ def test_fields_that_nobody_knows_are_ignored_and_told(parse):
         (completion, "best_of", 3),
         (completion, "use_beam_search", True),
         (completion, "length_penalty", True),
+        (completion, "skip_special_tokens", False),
+        (completion, "bad_words", ["a"]),
+        (chat, "allowed_token_ids", [1]),
         (chat, "functions", [{}]),
         (chat, "function_call", {"name": "f"}),
         (chat, "echo", True),
