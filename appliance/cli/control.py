@@ -7,20 +7,21 @@ Never: imports the daemon before serve needs it.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from appliance import config
 from appliance.address import UnixAddress, find
-from appliance.cli import terminal
+from appliance.cli import short_ids, terminal
 from appliance.cli.completion import live_request_ids
+from appliance.cli.short_ids import AmbiguousId
 from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
@@ -53,7 +54,7 @@ def serve(
     ] = False,
 ) -> None:
     """Run the daemon in the foreground; SIGTERM drains it, SIGHUP reads its settings again."""
-    load_config = functools.partial(config.load, {**context.params, "config": config_file})
+    load_config = partial(config.load, {**context.params, "config": config_file})
     if check_config:
         _check(load_config())
         return
@@ -73,7 +74,7 @@ def _check(settings: config.ServeConfig) -> None:
 def cancel(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ID...", help="From ps.", autocompletion=live_request_ids),
+        typer.Argument(metavar="ID...", help="From ps or top.", autocompletion=live_request_ids),
     ] = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="All of this user's.")] = None,
     host: Host = None,
@@ -82,15 +83,25 @@ def cancel(
     if bool(ids) == (user is not None):
         raise typer.BadParameter("give ids, or a user with --user")
     client = terminal.client(host)
+
+    def end(request_id: str) -> str:
+        client.cancel(request_id)
+        return request_id
+
+    asked = ids or _live_ids(client, user)
+    if not asked:
+        terminal.note(f"penstock: nothing to cancel: {printable(user)} has no live request")
     exit_code = 0
-    for request_id in ids or _live_ids(client, user):
+    for text in asked:
         try:
-            client.cancel(request_id)
+            ended = short_ids.with_id(text, end, partial(short_ids.live, client))
+        except AmbiguousId as error:
+            exit_code = terminal.report(error)
         except ReplyError as error:
-            terminal.note(f"penstock: {printable(request_id)}: {printable(error)}")
+            terminal.note(f"penstock: {printable(text)}: {printable(error)}")
             exit_code = error.exit_code
         else:
-            terminal.write(f"cancelled {printable(request_id)}\n")
+            terminal.write(f"cancelled {printable(ended)}\n")
     raise typer.Exit(exit_code)
 
 

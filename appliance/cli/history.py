@@ -18,7 +18,7 @@ import typer
 
 from appliance import config
 from appliance.address import UnixAddress
-from appliance.cli import listings, terminal
+from appliance.cli import listings, short_ids, terminal
 from appliance.cli.tables import Column, Format, Listing
 from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
@@ -104,17 +104,26 @@ def request_from_file(
     Raises:
         DaemonUnreachable: `error`, if there is no file either.
         ReplyError: the log does not know it.
+        AmbiguousId: it is the beginning of several.
     """
     path = _log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.log.reader import read_row
+    from appliance.log.query import RowQuery
+    from appliance.log.reader import read_row, read_rows
     from appliance.log.row import frame_of_row
 
-    row = read_row(path, request_id)
-    if row is None:
-        raise ReplyError("no such request in the log", status=404, code="request_not_found")
-    return dict(msgspec.to_builtins(frame_of_row(row)))
+    def read(request_id: str) -> dict[str, Any]:
+        row = read_row(path, request_id)
+        if row is None:
+            raise ReplyError("no such request in the log", status=404, code="request_not_found")
+        return dict(msgspec.to_builtins(frame_of_row(row)))
+
+    def ids() -> list[str]:
+        newest = read_rows(path, RowQuery(limit=short_ids.SEARCHED_ROWS))
+        return [str(row["rid"]) for row in newest]
+
+    return short_ids.with_id(request_id, read, ids)
 
 
 class _Source:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from appliance.address import SshAddress, UnixAddress, find
-from appliance.cli import history, listings, pages, terminal, waterfall
+from appliance.cli import history, listings, pages, short_ids, terminal, waterfall
 from appliance.cli.completion import request_ids
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output
@@ -51,7 +52,12 @@ def ps(
 
 def show(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="From ps or log.", autocompletion=request_ids)
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="From ps, log or top; its beginning will do.",
+            autocompletion=request_ids,
+        ),
     ],
     host: Host = None,
     state_dir: history.StateDir = None,
@@ -59,8 +65,9 @@ def show(
 ) -> None:
     """Show where one request's time went, stage by stage; live, or from the log."""
     client = terminal.client(host)
+    sources = (partial(short_ids.recent, client), partial(short_ids.logged, client))
     try:
-        frame = client.request(request_id)
+        frame = short_ids.with_id(request_id, client.request, *sources)
     except DaemonUnreachable as error:
         frame = history.request_from_file(request_id, client, state_dir, error)
     width, bar = terminal.width(), terminal.bar()

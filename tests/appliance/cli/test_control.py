@@ -33,6 +33,15 @@ def test_cancel_takes_a_user_and_leaves_the_others(
     assert len(daemon.script.asked) == 2
 
 
+def test_cancel_says_that_a_user_has_nothing_to_cancel(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": [REQUEST, ENDED]})}
+    ended = penstock(environ, "cancel", "--user", "nobody")
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr == "penstock: nothing to cancel: nobody has no live request\n"
+
+
 @pytest.mark.parametrize("arguments", [(), ("cmpl-1", "--user", "ann")])
 def test_cancel_wants_ids_or_a_user(environ: dict[str, str], arguments: tuple[str, ...]) -> None:
     assert penstock(environ, "cancel", *arguments).returncode == 2

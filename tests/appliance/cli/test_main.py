@@ -58,7 +58,10 @@ def test_ps_chooses_by_user_and_phase(daemon: FakeDaemon, environ: dict[str, str
 
 def test_cancel_goes_on_after_an_unknown_id(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     missing = {"error": {"message": "no live request", "code": "request_not_found"}}
-    daemon.script.replies = {"POST /v1/requests/gone/cancel": (404, missing)}
+    daemon.script.replies = {
+        "POST /v1/requests/gone/cancel": (404, missing),
+        "GET /v1/requests": (200, {"data": [REQUEST]}),
+    }
     ended = penstock(environ, "cancel", "gone", "cmpl-1")
     assert ended.stdout == "cancelled cmpl-1\n"
     assert ended.stderr == "penstock: gone: no live request\n"
