@@ -14,6 +14,9 @@ import msgspec
 
 from engine.errors import RequestError
 
+INT64_MAX = 2**63 - 1
+"""The greatest integer that is asked for anywhere; engine and log keep 64 bits."""
+
 
 class Fields:
     """A JSON object whose values are taken out by name, with type and range; null is absent.
@@ -91,7 +94,7 @@ class Fields:
             raise invalid_type(self.path(name), "a string", value)
         return value
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
+    def integer(self, name: str, low: int, high: int = INT64_MAX) -> int | None:
         """An integer in [low, high]; 3.0 and true are none."""
         value = self.get(name)
         return None if value is None else integer(value, self.path(name), low, high)
@@ -109,12 +112,14 @@ class Fields:
         return default if value is None else value
 
 
-def integer(value: object, param: str, low: int, high: int) -> int:
+def integer(value: object, param: str, low: int, high: int = INT64_MAX) -> int:
     """An integer in [low, high], or a RequestError that names the field."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid_type(param, "an integer", value)
     if not low <= value <= high:
-        raise invalid_value(param, f"must be between {low} and {high}")
+        is_open = high == INT64_MAX and value < low
+        wanted = f"{low} or more" if is_open else f"between {low} and {high}"
+        raise invalid_value(param, f"must be {wanted}")
     return value
 
 

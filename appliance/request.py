@@ -77,7 +77,7 @@ class Request:
     """What a client asked; one reply, one log row."""
 
     request_id: str
-    """`cmpl-...`, `chatcmpl-...`, `resp-...`; the reply's `id`, and its x-request-id header."""
+    """`cmpl-...`, `chatcmpl-...`, `resp_...`; the reply's `id`, and its x-request-id header."""
     endpoint: str
     model: str
     peer: Peer

@@ -8,6 +8,8 @@ Never: colour, layout, or anything of Textual.
 
 from __future__ import annotations
 
+import re
+
 from rich.cells import cell_len, set_cell_size
 
 ABSENT = "-"
@@ -135,4 +137,4 @@ def clock(iso: str) -> str:
 
 def short_id(request_id: str) -> str:
     """What tells requests apart in a narrow column: eight characters after the prefix."""
-    return clean(request_id).rpartition("-")[2][:8]
+    return re.split("[-_]", clean(request_id))[-1][:8]

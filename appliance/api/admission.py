@@ -61,7 +61,7 @@ async def receive(http: HttpRequest, prefix: str) -> Fields:
         Unavailable: while loading or draining.
     """
     http.scope["state"] |= {
-        "request_id": f"{prefix}-{secrets.token_hex(12)}",
+        "request_id": f"{prefix}{secrets.token_hex(12)}",
         "arrived_ns": time.monotonic_ns(),
         "received_at": utc_now(),
     }

@@ -17,14 +17,13 @@ import msgspec
 from appliance.api.constraints import Constraint
 from appliance.api.messages import Message
 from appliance.api.tools import Tools
-from appliance.fields import invalid_value
+from appliance.fields import INT64_MAX, invalid_value
 from engine.errors import RequestError
 from engine.sequence import SamplingParams
 from engine.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 2048
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Ask:
             raise invalid_value("min_tokens", f"is more than max_tokens, which is {max_tokens}")
         seed = secrets.randbits(63) if self.seed is None else self.seed + choice
         return msgspec.structs.replace(
-            self.base, max_tokens=max_tokens, seed=seed & MAX_SEED, grammar=grammar
+            self.base, max_tokens=max_tokens, seed=seed & INT64_MAX, grammar=grammar
         )
 
     @property

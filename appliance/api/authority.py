@@ -31,7 +31,7 @@ def require(http: Request, role: Role) -> Peer:
     peer = peer_of(http)
     if peer.role < role:
         raise Forbidden(
-            f"this needs the role {role.name.lower()}; {peer.name} is {peer.role.name.lower()}",
+            f"this needs the role {role.name.lower()}; {peer.name} is a {peer.role.name.lower()}",
             code="role_required",
         )
     return peer
@@ -47,7 +47,7 @@ def require_owner(http: Request, request_id: str) -> Peer:
     peer = require(http, Role.USER)
     owner = appliance_of(http).owner_of(request_id)
     if owner is None:
-        raise request_not_found(request_id)
+        raise not_live(request_id)
     if peer.name != owner and peer.role < Role.OPERATOR:
         raise Forbidden(
             f"request `{request_id[:200]}` is not one of {peer.name}",
@@ -58,11 +58,21 @@ def require_owner(http: Request, request_id: str) -> Peer:
 
 
 def request_not_found(request_id: str) -> RequestError:
+    """No such request, neither live nor ended."""
+    return _not_found(f"there is no request `{request_id[:200]}`")
+
+
+def not_live(request_id: str) -> RequestError:
     """No such request, or not any more."""
+    return _not_found(f"there is no live request `{request_id[:200]}`", hint="it may have ended")
+
+
+def _not_found(what: str, hint: str = "") -> RequestError:
     return RequestError(
-        f"no request `{request_id[:200]}` is known, or it has ended",
+        what,
         code="request_not_found",
         param="id",
         status=404,
         kind="not_found_error",
+        hint=hint,
     )

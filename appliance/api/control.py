@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from appliance.api.authority import peer_of, request_not_found, require, require_owner
+from appliance.api.authority import not_live, peer_of, request_not_found, require, require_owner
 from appliance.request import Appliance, Role
 from appliance.wire import appliance_of, json_response
 
@@ -56,7 +56,7 @@ async def cancel(http: Request) -> Response:
     request_id = http.path_params["id"]
     peer = require_owner(http, request_id)
     if not appliance_of(http).cancel(request_id, peer.name):
-        raise request_not_found(request_id)
+        raise not_live(request_id)
     return json_response({"id": request_id, "status": "cancelled"})
 
 

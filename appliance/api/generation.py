@@ -62,14 +62,14 @@ class Shape(Protocol):
 
 async def complete(http: HttpRequest) -> Generation:
     """POST /v1/completions."""
-    fields, appliance = await receive(http, "cmpl"), appliance_of(http)
+    fields, appliance = await receive(http, "cmpl-"), appliance_of(http)
     ask = completion_ask(fields, appliance.model, appliance.max_per_request)
     return await _generation(http, ask)
 
 
 async def chat(http: HttpRequest) -> Generation:
     """POST /v1/chat/completions."""
-    fields = await receive(http, "chatcmpl")
+    fields = await receive(http, "chatcmpl-")
     return await _generation(http, chat_ask(fields, appliance_of(http).model))
 
 

@@ -11,11 +11,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.api.ask import MAX_SEED, Ask, Chat
+from appliance.api.ask import Ask, Chat
 from appliance.api.constraints import read_constraint
 from appliance.api.messages import read_messages
 from appliance.api.tools import read_tools
-from appliance.fields import Fields, integer, invalid_type, invalid_value, number, unsupported
+from appliance.fields import (
+    INT64_MAX,
+    Fields,
+    integer,
+    invalid_type,
+    invalid_value,
+    number,
+    unsupported,
+)
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 from engine.sequence import SamplingParams
@@ -26,7 +34,6 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
-MAX_INTEGER = 2**63 - 1
 
 Neutral = dict[str, tuple[object, ...]]
 
@@ -83,7 +90,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
         num_prompt_logprobs=num_logprobs if is_echo else None,
         chat=None,
         prompts=_prompts(fields.required("prompt"), model, max_prompts),
-        max_tokens=fields.integer("max_tokens", 0 if is_echo else 1, MAX_INTEGER),
+        max_tokens=fields.integer("max_tokens", 0 if is_echo else 1),
         is_echo=is_echo,
     )
 
@@ -91,8 +98,8 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
 def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
     """Validate a body of /v1/chat/completions, or one that was brought into its form."""
     refuse_unsupported(fields, CHAT_NEUTRAL)
-    max_tokens = fields.integer("max_tokens", 1, MAX_INTEGER)
-    newer = fields.integer("max_completion_tokens", 1, MAX_INTEGER)
+    max_tokens = fields.integer("max_tokens", 1)
+    newer = fields.integer("max_completion_tokens", 1)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
@@ -149,7 +156,7 @@ def _ask(
     include_usage, has_running_usage = _stream_options(fields, is_stream)
     common: dict[str, Any] = {
         "num_choices": _num_choices(fields),
-        "seed": fields.integer("seed", -MAX_SEED - 1, MAX_SEED),
+        "seed": fields.integer("seed", -INT64_MAX - 1),
         "base": _base(fields, model.vocab_size, num_logprobs, num_prompt_logprobs),
         "stop": _stops(fields.get("stop")),
         "constraint": read_constraint(fields),
@@ -176,7 +183,7 @@ def _base(
         seed=0,
         temperature=fields.number("temperature", 0, 2, default=1.0),
         top_p=top_p,
-        top_k=max(fields.integer("top_k", -1, MAX_INTEGER) or 0, 0),
+        top_k=max(fields.integer("top_k", -1) or 0, 0),
         min_p=fields.number("min_p", 0, 1, default=0.0),
         presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
         frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
@@ -184,7 +191,7 @@ def _base(
         logit_bias=_logit_bias(fields.nested("logit_bias"), vocab_size),
         stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
-        min_tokens=fields.integer("min_tokens", 0, MAX_INTEGER) or 0,
+        min_tokens=fields.integer("min_tokens", 0) or 0,
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
@@ -216,7 +223,7 @@ def _is_same(value: object, neutral: object) -> bool:
 
 def _num_choices(fields: Fields) -> int:
     num_choices = fields.integer("n", 1, MAX_CHOICES) or 1
-    best_of = fields.integer("best_of", 1, MAX_INTEGER)
+    best_of = fields.integer("best_of", 1)
     if best_of not in (None, num_choices):
         raise unsupported("best_of", "is not supported unless it equals `n`")
     return num_choices

@@ -19,7 +19,6 @@ from appliance.api.openai import (
 from appliance.api.schemas import (
     BOOLEAN,
     COUNT,
-    INT64_MAX,
     OBJECT,
     STRING,
     Json,
@@ -31,6 +30,7 @@ from appliance.api.schemas import (
     within,
 )
 from appliance.api.tools import MAX_TOOLS
+from appliance.fields import INT64_MAX
 
 _SAMPLING: Json = {
     "model": STRING,

@@ -19,7 +19,7 @@ from appliance.api.admission import accept, receive
 from appliance.api.ask import Ask
 from appliance.api.generation import Generation
 from appliance.api.messages import Message
-from appliance.api.openai import MAX_INTEGER, chat_ask, refuse_unsupported
+from appliance.api.openai import chat_ask, refuse_unsupported
 from appliance.api.response_shape import ResponseShape
 from appliance.fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.request import ModelInfo
@@ -56,7 +56,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 async def respond(http: Request) -> Generation:
     """POST /v1/responses."""
-    fields, appliance = await receive(http, "resp"), appliance_of(http)
+    fields, appliance = await receive(http, "resp_"), appliance_of(http)
     try:
         accepted = await accept(http, response_ask(fields, appliance.model))
     except RequestError as error:
@@ -70,7 +70,7 @@ def response_ask(fields: Fields, model: ModelInfo) -> Ask:
     refuse_unsupported(fields, NEUTRAL)
     chat = {name: fields.get(name) for name in PASSED}
     chat["messages"] = _messages(fields)
-    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, MAX_INTEGER)
+    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1)
     chat["response_format"] = _response_format(fields.nested("text"))
     chat["tools"] = [
         _tool(Fields.of(one, f"tools[{index}]")) for index, one in enumerate(fields.items("tools"))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-Json = dict[str, Any]
+from appliance.fields import INT64_MAX
 
-INT64_MAX = 2**63 - 1
+Json = dict[str, Any]
 
 STRING: Json = {"type": "string"}
 INTEGER: Json = {"type": "integer"}

@@ -105,4 +105,5 @@ def test_the_clock_shows_the_time_of_day():
 
 def test_short_ids_leave_out_the_prefix():
     assert fmt.short_id("chatcmpl-3f9a21c0d7e2b1a4c0583f96") == "3f9a21c0"
+    assert fmt.short_id("resp_3f9a21c0d7e2b1a4c0583f96") == "3f9a21c0"
     assert fmt.short_id("plain") == "plain"

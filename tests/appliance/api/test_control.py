@@ -86,6 +86,21 @@ async def test_what_has_ended_cannot_be_cancelled(appliance):
     request_id = (await client.post("/v1/completions", json={"prompt": "a"})).json()["id"]
     reply = await client.delete(f"/v1/requests/{request_id}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "request_not_found")
+    assert reply.json()["error"]["message"].endswith(f"`{request_id}`; it may have ended")
+    unknown = await client.get("/v1/requests/cmpl-none")
+    assert unknown.json()["error"]["message"] == "there is no request `cmpl-none`"
+
+
+async def test_a_response_is_shown_and_cancelled_by_its_id(appliance):
+    client = client_of(appliance, OPERATOR)
+    appliance.gate.clear()
+    asked = {"input": "a", "max_output_tokens": 4}
+    reply = asyncio.create_task(client.post("/v1/responses", json=asked))
+    await until(lambda: appliance.live)
+    (request_id,) = appliance.live
+    assert (await client.delete(f"/v1/requests/{request_id}")).status_code == 200
+    appliance.gate.set()
+    assert (await reply).json()["id"] == request_id
 
 
 async def test_operators_drain_and_resume(appliance):
@@ -103,6 +118,8 @@ async def test_operators_drain_and_resume(appliance):
 async def test_nobody_else_drains_or_resumes(appliance, peer, verb):
     reply = await client_of(appliance, peer).post(f"/v1/penstock/{verb}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "role_required")
+    role = "user" if peer is None else peer.role.name.lower()
+    assert reply.json()["error"]["message"].endswith(f" is a {role}")
     assert appliance.drained_by is appliance.resumed_by is None
 
 

@@ -99,7 +99,7 @@ async def test_the_official_client_gets_a_response(served, appliance):
     assert reply.output_text == "hello wörld"
     assert (reply.object, reply.status, reply.error) == ("response", "completed", None)
     assert reply.id == reply._request_id == appliance.submitted[0].request_id
-    assert reply.id.startswith("resp-")
+    assert reply.id.startswith("resp_")
     (message,) = reply.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
     assert (reply.instructions, reply.metadata) == ("be brief", {"trip": "1"})
@@ -273,7 +273,7 @@ async def test_a_call_is_streamed_as_an_item_of_its_own(tool_served, tool_applia
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"previous_response_id": "resp-1"}, "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv-1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
