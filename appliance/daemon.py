@@ -62,6 +62,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
     log.setLevel(logging.INFO)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     config = load_config()
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir)
@@ -78,6 +79,15 @@ def _address(listener: socket.socket) -> str:
     return str(TcpAddress(*listener.getsockname()[:2]))
 
 
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
 class _Daemon:
     """One run; built in the order in which it starts."""
 
@@ -88,6 +98,7 @@ class _Daemon:
         self._load_config = load_config
         self._plan = plan
         self._num_signals = 0
+        self._has_terminal = _has_terminal()
         self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -125,7 +136,7 @@ class _Daemon:
             server = self._server = ApiServer(build_app(self._service), listeners, policy)
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
-            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
             frames = asyncio.create_task(self._make_frames())
             stack.callback(frames.cancel)
             await self._serve()
@@ -186,8 +197,15 @@ class _Daemon:
         self._num_signals += 1
         (self._drain if self._num_signals == 1 else self._stop_now).set()
 
+    def _on_hangup(self) -> None:
+        """SIGHUP: read the settings again, or end with the terminal, if it is that which is gone."""
+        if self._has_terminal and not _has_terminal():
+            self._on_signal()
+        else:
+            self._reload()
+
     def _reload(self) -> None:
-        """SIGHUP: take over what a running daemon can, and say what it cannot."""
+        """Take over what a running daemon can, and say what it cannot."""
         if self._is_ready:  # before that systemd would take the READY below for the start's
             notify(RELOADING="1", MONOTONIC_USEC=time.monotonic_ns() // 1000)
         try:
@@ -228,10 +246,7 @@ class _Daemon:
     async def _make_frames(self) -> None:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
-            try:
-                self._service.make_frame()
-            except Exception:  # a reading that fails must not end all readings
-                log.exception("no frame this second")
+            self._service.make_frame()
 
     def _make_router(self) -> Router:
         placement = self._plan.placement

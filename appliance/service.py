@@ -71,7 +71,7 @@ class Service:
         self._num_checked = -1
         self._idle = asyncio.Event()
         self._idle.set()
-        self.make_frame()
+        self._frames.make(self._standing())
 
     # What the api asks
 
@@ -335,9 +335,14 @@ class Service:
             self.cancel(request_id, "drain")
 
     def make_frame(self) -> None:
-        """Take one reading of everything and wake those who wait for it."""
+        """Take one reading of everything and wake those who wait for it; if it fails, none."""
         self._check_when_idle()
-        self._frames.make(self._standing())
+        try:
+            self._frames.make(self._standing())
+        except (
+            Exception
+        ):  # a reading that fails must end neither the readings nor what asks for one
+            log.exception("no frame this time")
 
     def _standing(self) -> Standing:
         return Standing(

@@ -10,6 +10,7 @@ Never: knows a sequence.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -125,7 +126,10 @@ class Supervisor:
             WorkerFailed: one of them could not load.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._watch(w)) for w in self.workers.values()]
+        for worker in self.workers.values():
+            task = asyncio.create_task(self._watch(worker))
+            task.add_done_callback(functools.partial(self._watch_ended, worker))
+            self._tasks.append(task)
         await self._started
 
     def send(self, name: str, command: Command) -> None:
@@ -201,6 +205,20 @@ class Supervisor:
                 num_deaths = 0
             await self._respawn(worker, num_deaths)
             num_deaths += 1
+
+    def _watch_ended(self, worker: WorkerState, task: asyncio.Task[None]) -> None:
+        """Nobody may wait for a worker that is not watched any more, which is a bug of ours."""
+        if task.cancelled() or task.exception() is None:
+            return
+        about = f"worker {worker.plan.name} is not watched any more: {task.exception()!r}"
+        log.error("%s", about, exc_info=task.exception())
+        if worker.process is not None:
+            worker.process.kill()
+        worker.state, worker.num_failed_starts = "restarting", MAX_FAILED_STARTS
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(WorkerFailed(about))
+        else:
+            self._on_lost(worker.plan.name, about)
 
     async def _respawn(self, worker: WorkerState, num_deaths: int) -> None:
         """Start the process again, after a pause that grows; tries until it has one."""

@@ -31,7 +31,9 @@ READY_S = 60.0
 class Daemon:
     """`penstock serve` as an operator would start it."""
 
-    def __init__(self, folder: Path, *args: str, model: Path | None = None, env=None) -> None:
+    def __init__(
+        self, folder: Path, *args: str, model: Path | None = None, env=None, preexec_fn=None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.socket = folder / "p.sock"
@@ -45,7 +47,11 @@ class Daemon:
         self.env = {**inherited, **own, **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*command, *args], stdin=subprocess.DEVNULL, stderr=stderr, env=self.env
+                [*command, *args],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                env=self.env,
+                preexec_fn=preexec_fn,
             )
         self.http = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import socket
+import termios
 
 import httpx
 
@@ -82,3 +85,16 @@ def test_systemd_is_told_when_a_reload_begins_and_ends(start_daemon, tiny_llama,
         begun, ended = systemd.recv(4096).decode(), systemd.recv(4096).decode()
         assert begun.startswith("RELOADING=1\nMONOTONIC_USEC=")
         assert ended.startswith("READY=1")
+
+
+def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama):
+    leader, terminal = os.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    daemon = start_daemon(model=tiny_llama, preexec_fn=take_terminal).wait_ready()
+    os.close(terminal)
+    os.close(leader)  # the window is closed: the kernel sends SIGHUP
+    assert daemon.process.wait(30) == 0

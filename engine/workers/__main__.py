@@ -39,7 +39,7 @@ def main() -> int:
     faulthandler.enable()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to groups; the daemon decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too
         signal.signal(number, signal.SIG_IGN)
     cpus = [int(cpu) for cpu in options.cpus.split(",")]
     os.sched_setaffinity(0, cpus)
