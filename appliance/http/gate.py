@@ -2,7 +2,8 @@
 
 Owns: `scope["state"]["peer"]`, the key that TCP asks for, and the limits on heads and bodies.
 Called by: server, around the application of the api.
-Invariant: no handler runs for a peer that is not known, and none sees more body than allowed.
+Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
+the memory for half-sent bodies nobody holds more than is left for all others.
 Never: knows a route but /health, which tells nothing and is open so that probes need no key.
 
 Browsers: a page cannot send a key without asking first (CORS), and nothing here answers such a
@@ -13,6 +14,7 @@ Host header is: a page whose name was rebound to this machine sends its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from starlette.requests import Request
@@ -27,6 +29,8 @@ MAX_HEADERS = 100
 MAX_HEAD_BYTES = 64 << 10
 MAX_ARRIVING_BODIES = 16
 """Bodies of the greatest size that may be in memory half sent, all connections together."""
+UNCOUNTED_BYTES = 64 << 10
+"""Of each body, so that a small one always gets in; the number of connections bounds these."""
 OPEN_PATH = "/health"
 BUSY_RETRY_MS = 1000
 
@@ -38,8 +42,8 @@ class Gate:
 
     def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
         self.policy = policy
-        self.num_arriving_bytes = 0
-        """Of bodies that are not complete."""
+        self.arriving_bytes: Counter[str] = Counter()
+        """Of bodies that are not complete, by the name of whose they are."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,39 +98,50 @@ class _Body:
         self._receive = receive
         self._max_bytes = gate.policy.max_body_bytes
         self._declared = _header(scope, b"content-length") or b"0"
+        self._owner: str = scope["state"]["peer"].name
         self._num_bytes = 0
+        self._num_counted_bytes = 0
         self._is_complete = False
 
     async def receive(self) -> Message:
         """The next part.
 
         Raises:
-            RequestError: 413 `body_too_large`, as soon as it is known; 503 when too much of
-                others' bodies is on its way.
+            RequestError: 413 `body_too_large`, as soon as it is known; 503 `busy` when its owner
+                has more on its way than is left for others.
         """
         # The server has checked that the header is digits, but not how many.
         if len(self._declared) > 15 or int(self._declared) > self._max_bytes:
             raise self._too_large()
         message = await self._receive()
         if message["type"] == "http.request" and not self._is_complete:
-            size = len(message.get("body", b""))
-            self._num_bytes += size
-            self._gate.num_arriving_bytes += size
+            self._num_bytes += len(message.get("body", b""))
             if self._num_bytes > self._max_bytes:
                 raise self._too_large()
-            if self._gate.num_arriving_bytes > MAX_ARRIVING_BODIES * self._max_bytes:
-                raise Unavailable(
-                    "too many large bodies at once", code="busy", retry_after_ms=BUSY_RETRY_MS
-                )
-            if not message.get("more_body", False):
+            if message.get("more_body", False):
+                self._count(max(self._num_bytes - UNCOUNTED_BYTES, 0))
+            else:
                 self.settle()
         return message
 
     def settle(self) -> None:
         """It is not arriving any more."""
-        if not self._is_complete:
-            self._is_complete = True
-            self._gate.num_arriving_bytes -= self._num_bytes
+        self._is_complete = True
+        self._count(0)
+
+    def _count(self, num_bytes: int) -> None:
+        """Hold so much; refuse only whoever holds too much, never one who comes after them."""
+        held = self._gate.arriving_bytes
+        held[self._owner] += num_bytes - self._num_counted_bytes
+        self._num_counted_bytes = num_bytes
+        if not held[self._owner]:
+            del held[self._owner]
+        if num_bytes and held[self._owner] > MAX_ARRIVING_BODIES * self._max_bytes - held.total():
+            raise Unavailable(
+                "too many of your large bodies are on their way at once",
+                code="busy",
+                retry_after_ms=BUSY_RETRY_MS,
+            )
 
     def _too_large(self) -> RequestError:
         return RequestError(

@@ -260,24 +260,48 @@ async def test_a_body_that_grows_too_large_is_refused(running):
     assert await running.works()
 
 
-async def test_half_sent_bodies_together_are_bounded(patient, monkeypatch):
-    running = patient
-    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 2)
-    size, writers = MAX_BODY_BYTES - 1, []
-    for _ in range(2):
-        _reader, writer = await running.connect()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
-        writer.write(head.encode() + b" " * (size - 100))
-        await writer.drain()
-        writers.append(writer)
-    await until(lambda: running.server._gate.num_arriving_bytes >= 2 * (size - 100))
-    reply = await running.http.post("/v1/completions", content=b" " * 5000)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "busy")
-    assert reply.headers["retry-after"]
-    for writer in writers:
+async def half_sent(running, size, *, tcp):
+    """A body of which the last bytes are missing, under way."""
+    reader, writer = await running.connect(tcp=tcp)
+    key = f"Authorization: Bearer {running.key}\r\n"
+    head = post(b" " * size, "/tokenize", key).replace(b"Host: x", b"Host: localhost")
+    writer.write(head[:-10])
+    await writer.drain()
+    return reader, writer
+
+
+async def test_who_holds_more_half_sent_bodies_than_is_left_for_others_is_refused(
+    patient, monkeypatch
+):
+    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 4)
+    arriving = patient.server._gate.arriving_bytes
+    held = [await half_sent(patient, MAX_BODY_BYTES, tcp=True) for _ in range(2)]
+    await until(lambda: arriving["key:ann"] > 1.8 * MAX_BODY_BYTES)
+    reader, _ = await half_sent(patient, MAX_BODY_BYTES, tcp=True)
+    async with asyncio.timeout(10):
+        assert b" 503 " in await reader.readline()
+        assert b'"code":"busy"' in await reader.readuntil(b"}}")
+    for size in (10, gate.UNCOUNTED_BYTES, MAX_BODY_BYTES - 100):
+        body = json.dumps({"prompt": "a"}).ljust(size)
+        assert (await patient.http.post("/v1/completions", content=body)).status_code == 200
+    await half_sent(patient, MAX_BODY_BYTES, tcp=False)
+    await until(lambda: len(arriving) == 2)
+    for _, writer in held:
         writer.close()
-    await until(lambda: not running.server._gate.num_arriving_bytes)
-    assert await running.works()
+    await until(lambda: "key:ann" not in arriving)
+
+
+async def test_small_bodies_get_in_however_many_others_are_half_sent(patient, monkeypatch):
+    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 1)
+    readers = [await half_sent(patient, gate.UNCOUNTED_BYTES, tcp=False) for _ in range(40)]
+    key = {"Authorization": f"Bearer {patient.key}"}
+    reply = await patient.tcp.post("/tokenize", content=b'{"prompt": "a"}', headers=key)
+    assert reply.status_code == 200
+    for reader, writer in readers:
+        writer.write(b" " * 10)
+        async with asyncio.timeout(10):
+            assert b" 400 " in await reader.readline()
+    assert not patient.server._gate.arriving_bytes
 
 
 async def test_pipelined_requests_are_answered_in_order(running, appliance):
