@@ -18,6 +18,10 @@ import tokenizers
 from engine.chat_template import ChatTemplate
 from engine.errors import CheckpointError, RequestError
 
+MAX_HELD_LENGTH = 4096
+"""Longer texts and lists of ids are worked on in batches of one: `tokenizers` keeps the interpreter
+lock while it works on a single text, and gives it up for a batch. Short ones are faster alone."""
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
@@ -77,18 +81,31 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the ids its post-processor adds unless told not to."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > MAX_HELD_LENGTH:
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary are silent."""
         ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        if len(ids) > MAX_HELD_LENGTH:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where in the text each of its tokens stands; (0, 0) for those that encoding adds."""
-        spans: list[tuple[int, int]] = self._backend.encode(text).offsets
+        if len(text) > MAX_HELD_LENGTH:
+            (encoding,) = self._backend.encode_batch([text])
+        else:
+            encoding = self._backend.encode(text)
+        spans: list[tuple[int, int]] = encoding.offsets
         return spans
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import transformers
@@ -61,6 +63,43 @@ def test_encodes_and_decodes_as_transformers_does(tmp_path, build, flags, text):
         ids = oracle(text, add_special_tokens=add)["input_ids"]
         assert ours.encode(text, add_special_tokens=add) == ids
         assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("build", [byte_level, sentencepiece_like])
+def test_long_texts_become_what_short_ones_do(build):
+    ours, alone = Tokenizer(build()), build()
+    text = "hello wörld 😀 12 <|end|><s>\n" * 20_000
+    for add in (True, False):
+        assert ours.encode(text, add) == alone.encode(text, add_special_tokens=add).ids
+    encoding = alone.encode(text)
+    assert ours.spans(text) == encoding.offsets
+    for skip in (True, False):
+        wanted = alone.decode(encoding.ids, skip_special_tokens=skip)
+        assert ours.decode(encoding.ids, skip_special_tokens=skip) == wanted
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_the_interpreter_is_free_while_a_long_text_is_worked_on(work):
+    tokenizer = Tokenizer(byte_level())
+    text = "hello wörld 😀 12 " * 20_000
+    argument = text if work == "encode" else tokenizer.encode(text)
+    turns, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=count)
+    other.start()
+    try:
+        before = turns[0]
+        getattr(tokenizer, work)(argument)
+        taken = turns[0] - before
+    finally:
+        stop.set()
+        other.join()
+    assert taken > 100  # with the lock kept it has a handful, at the beginning and the end
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
