@@ -8,6 +8,7 @@ Never: speaks HTTP, or keeps a line open by itself.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from appliance import config
 from engine.errors import ConfigError
 
 DEFAULT_PORT = 8000
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 SSH_PATIENCE_S = 30.0
 """Logging in takes longer than any daemon needs for an answer."""
 
@@ -125,12 +127,15 @@ Address = UnixAddress | TcpAddress | SshAddress
 def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
     """The daemon that a client verb speaks to.
 
-    --host, PENSTOCK_HOST, and then the socket as config.socket_path() finds it.
+    --host, PENSTOCK_HOST, and then the socket as config.socket_path() finds it. What is no URL is
+    the path of a socket, or `host:port`.
 
     Raises:
         ConfigError: it cannot be an address, or the configuration file is wrong.
     """
     text = host or environ.get("PENSTOCK_HOST")
+    if text is not None and _HOST_AND_PORT.fullmatch(text):
+        text = f"http://{text}"
     if text is None or "://" not in text:
         return UnixAddress(config.socket_path(text, environ))
     return parse(text, where="--host" if host else "PENSTOCK_HOST")
@@ -140,7 +145,8 @@ def parse(text: str, *, where: str) -> Address:
     """An address from its URL.
 
     Args:
-        text: `unix:///path`, `http://host:port`, `ssh://[user@]host[:port][/path]`.
+        text: `unix:///path`, `http://host:port`, `ssh://[user@]host[:port][/path]`. The second may
+            end with `/v1`, as the base of OpenAI's API does.
         where: what set it, for the error.
 
     Raises:
@@ -153,7 +159,7 @@ def parse(text: str, *, where: str) -> Address:
         raise _wrong(text, where) from error
     if url.scheme == "unix" and not url.netloc and path:
         return UnixAddress(Path(path))
-    if url.scheme == "http" and url.hostname and path in ("", "/"):
+    if url.scheme == "http" and url.hostname and path.rstrip("/") in ("", "/v1"):
         return TcpAddress(url.hostname, DEFAULT_PORT if port is None else port)
     if url.scheme == "ssh" and url.hostname:
         user = f"{unquote(url.username)}@" if url.username else ""

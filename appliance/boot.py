@@ -96,9 +96,9 @@ def check_plan(config: ServeConfig) -> str:
     Raises:
         ConfigError: as make_plan().
     """
-    if config.model is None:
+    if config.model is None and not (config.cache_dir / STARTER_NAME / "config.json").exists():
         return "the configuration is good; it serves the embedded starter model"
-    checkpoint, dtype, placement = _placed(config, config.model, None)
+    checkpoint, dtype, placement = _placed(config, *_model_folder(config))
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request"

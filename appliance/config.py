@@ -21,6 +21,7 @@ from appliance.setting_kinds import a_flag, a_path, an_address, at_least, names,
 from engine.errors import ConfigError
 
 DEFAULT = "default"
+PREFIX = "PENSTOCK_"
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""
 
@@ -75,28 +76,51 @@ class Setting(NamedTuple):
 
 
 SETTINGS: Mapping[str, Setting] = {
-    "model": Setting(a_path, "checkpoint folder; none is the embedded starter model"),
-    "dtype": Setting(one_of("auto", "float32", "bfloat16", "float16"), "to serve in"),
-    "transport": Setting(one_of("auto", "alias", "shm"), "of the handoff"),
-    "roles": Setting(one_of("static", "colocated"), "one worker for each phase, or one for both"),
-    "max_model_len": Setting(at_least(2, "tokens"), "tokens of prompt and reply at most"),
-    "kv_memory": Setting(parse_bytes, "for KV blocks", field="kv_memory_bytes"),
-    "socket": Setting(a_path, "the Unix socket"),
-    "state_dir": Setting(a_path, "for the request log"),
-    "cache_dir": Setting(a_path, "for what can be made again"),
+    "model": Setting(a_path, "checkpoint folder to serve; without one the embedded starter model"),
+    "dtype": Setting(
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "dtype to serve in: auto, float32, bfloat16 or float16",
+    ),
+    "transport": Setting(
+        one_of("auto", "alias", "shm"), "how the KV is handed over: auto, alias or shm"
+    ),
+    "roles": Setting(
+        one_of("static", "colocated"),
+        "workers: static has one for each phase, colocated one for both",
+    ),
+    "max_model_len": Setting(
+        at_least(2, "tokens"), "most tokens of a prompt and its reply together"
+    ),
+    "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
+    "socket": Setting(a_path, "the Unix socket to listen on"),
+    "state_dir": Setting(a_path, "folder for the request log"),
+    "cache_dir": Setting(a_path, "folder for what can be made again, as the starter model"),
     "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),
-    "api_keys": Setting(a_path, "file of the keys that TCP clients need", True),
-    "operators": Setting(names, "users and @groups who may cancel anything and drain", True),
-    "viewers": Setting(names, "users and @groups who may only look", True),
-    "max_queued": Setting(at_least(1, "sequences"), "sequences that may wait", True),
-    "max_queued_tokens": Setting(at_least(1, "tokens"), "prompt tokens that may wait", True),
-    "max_connections": Setting(at_least(1, "connections"), "open at once", True),
-    "max_body": Setting(parse_bytes, "of a request", True, "max_body_bytes"),
-    "log_text": Setting(a_flag, "keep prompts in the request log", True),
-    "log_keep_days": Setting(at_least(1, "days"), "age at which the log forgets requests", True),
-    "log_max_size": Setting(parse_bytes, "of the request log", True, "log_max_bytes"),
+    "api_keys": Setting(a_path, "file of the keys that clients on TCP need", True),
+    "operators": Setting(
+        names, "users and @groups who may cancel anything and drain, with commas", True
+    ),
+    "viewers": Setting(names, "users and @groups who may only look, with commas", True),
+    "max_queued": Setting(at_least(1, "sequences"), "most sequences that may wait", True),
+    "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens that may wait", True),
+    "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
+    "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
+    "log_text": Setting(a_flag, "keep prompts in the request log: true or false", True),
+    "log_keep_days": Setting(
+        at_least(1, "days"), "days after which the log forgets a request", True
+    ),
+    "log_max_size": Setting(
+        parse_bytes,
+        "largest request log, as 2GiB; beyond it the oldest are forgotten",
+        True,
+        "log_max_bytes",
+    ),
 }
 """By the one name that a setting has in the file, as a flag and as PENSTOCK_NAME."""
+
+
+OTHER_VARIABLES = ("PENSTOCK_CONFIG", "PENSTOCK_HOST", "PENSTOCK_API_KEY")
+"""The file of settings, and what clients read."""
 
 
 class Found(NamedTuple):
@@ -118,11 +142,10 @@ class _Sources(NamedTuple):
 
     def lookup(self, name: str) -> Found | None:
         """The first source that sets it, unparsed; None leaves the default."""
-        variable = f"PENSTOCK_{name.upper()}"
         if (flag := self.flags.get(name)) is not None:
             return Found(name, flag, f"--{name.replace('_', '-')}")
-        if self.environ.get(variable):
-            return Found(name, self.environ[variable], variable)
+        if value := self.environ.get(variable(name)):
+            return Found(name, value, variable(name))
         if name in self.table:
             return Found(name, self.table[name], f"{self.file}:{_line_of(self.text, name)}: {name}")
         return None
@@ -175,6 +198,17 @@ def explain(
     ]
 
 
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """PENSTOCK_* variables that set nothing, as those that are misspelt."""
+    known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{name.upper()}"
+
+
 def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
     """Settings that differ: those that a running daemon can take over, and those it cannot."""
     changed = [
@@ -220,23 +254,42 @@ def socket_path(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
     return Path(_socket(_read({}, environ)).value)
 
 
-def prepare_directories(config: ServeConfig) -> None:
+def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Create the folders that the daemon writes to; those that exist stay as they are.
+
+    They are for their owner alone, but one that is named for the socket may be entered by the
+    group, as the socket itself may be.
 
     Raises:
         ConfigError: one cannot be created.
     """
-    for folder in (config.socket.parent, config.state_dir, config.cache_dir):
+    run_dir = config.socket.parent
+    is_private = run_dir in (paths.private_dir(environ), paths.own_temporary_dir())
+    modes = {config.state_dir: 0o700, config.cache_dir: 0o700}
+    for folder, mode in {run_dir: 0o700 if is_private else 0o750, **modes}.items():
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(folder, mode)
         except OSError as error:
             raise ConfigError(
                 f"cannot create the folder: {error.strerror}",
                 where=str(folder),
                 hint="choose others with --socket and --state-dir",
             ) from error
-    if config.socket.parent == paths.own_temporary_dir():
-        paths.check_private(config.socket.parent)
+    if run_dir == paths.own_temporary_dir():
+        paths.check_private(run_dir)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    """Make a folder and those above it that are missing, whatever the umask."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent, mode)
+    try:
+        folder.mkdir(mode)
+        folder.chmod(mode)
+    except FileExistsError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
 
 
 def _socket(sources: _Sources) -> Found:

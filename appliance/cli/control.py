@@ -1,17 +1,19 @@
 """Verbs that change something: serve, cancel, drain, resume, keys; and dial-stdio for ssh.
 
-Owns: their flags. Called by: main.
+Owns: their flags; serve has one for each setting. Called by: main.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -25,6 +27,7 @@ from appliance.cli.short_ids import AmbiguousId
 from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.setting_kinds import a_flag
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -34,27 +37,49 @@ _COPY_BYTES = 1 << 16
 keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
 
 
+def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb an option for each setting, in place of its `**given`."""
+    signature = inspect.signature(verb, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    flags = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None,
+            annotation=Annotated[
+                bool | None if setting.parse is a_flag else str | None,
+                typer.Option(*_decls(name), help=f"{setting.about[0].upper()}{setting.about[1:]}."),
+            ],
+        )
+        for name, setting in config.SETTINGS.items()
+    ]
+    verb.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
+    return verb
+
+
+def _decls(name: str) -> list[str]:
+    """How an option is written, where that is not its name alone."""
+    return ["--model", "-m"] if name == "model" else []
+
+
+@_with_settings
 def serve(
-    context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, alias or shm.")] = None,
-    roles: Annotated[str | None, typer.Option(help="static or colocated.")] = None,
-    socket: Annotated[str | None, typer.Option(help="The Unix socket.")] = None,
-    listen: Annotated[str | None, typer.Option(help="TCP as well, as 127.0.0.1:8000.")] = None,
-    api_keys: Annotated[str | None, typer.Option(help="File of the keys for TCP.")] = None,
-    state_dir: Annotated[str | None, typer.Option(help="For the request log.")] = None,
-    max_model_len: Annotated[str | None, typer.Option(help="Tokens of prompt and reply.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="For the KV pool, as 2GiB.")] = None,
+    folder: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Only say whether all of it could be served.")
     ] = False,
+    **given: Any,
 ) -> None:
     """Run the daemon in the foreground; SIGTERM drains it, SIGHUP reads its settings again."""
-    load_config = partial(config.load, {**context.params, "config": config_file})
+    if folder is not None and given["model"] is not None:
+        raise typer.BadParameter("give the model once: as an argument, or with --model")
+    model = given["model"] if folder is None else folder
+    load_config = partial(config.load, {**given, "model": model, "config": config_file})
     if check_config:
         _check(load_config())
         return
@@ -64,9 +89,15 @@ def serve(
 
 
 def _check(settings: config.ServeConfig) -> None:
+    from difflib import get_close_matches
+
     from appliance.boot import check_plan
     from appliance.http.access import AccessPolicy
 
+    for name in config.unknown_variables():
+        near = get_close_matches(name.removeprefix(config.PREFIX).lower(), config.SETTINGS, n=1)
+        meant = f"; is {config.variable(near[0])} meant?" if near else ""
+        terminal.note(f"penstock: {printable(name)} is set, and is no setting{meant}")
     AccessPolicy.from_config(settings)
     terminal.write(f"{check_plan(settings)}\n")
 

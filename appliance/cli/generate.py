@@ -31,7 +31,10 @@ from appliance.cli.terminal import Host
 
 
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or none is stdin.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]", help="The prompt, in quotes; - or none is stdin."),
+    ] = None,
     model: Model = None,
     system: System = None,
     max_tokens: MaxTokens = None,
@@ -69,7 +72,10 @@ def run(
         print_stats(client, reply)
 
 
-def _prompt(argument: str | None) -> str:
+def _prompt(words: list[str] | None) -> str:
+    if words and len(words) > 1:  # joined they might differ from what was written
+        raise typer.BadParameter("give one prompt, in quotes", param_hint="PROMPT")
+    argument = words[0] if words else None
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():

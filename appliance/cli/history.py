@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,10 +31,26 @@ BATCH_ROWS = "1000"
 
 StateDir = Annotated[str | None, typer.Option(help="Where the log is, if no daemon answers.")]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")]
-Since = Annotated[str | None, typer.Option(help="Not before: -1h, -2d, 2026-01-31T12:00.")]
+Since = Annotated[str | None, typer.Option(help="Not before: 1h, 2d (ago), 2026-01-31T12:00.")]
 Until = Annotated[str | None, typer.Option(help="Before; as --since.")]
 Limit = Annotated[int, typer.Option("-n", "--limit", min=1, max=10_000, help="The newest so many.")]
 Rows = list[dict[str, Any]]
+
+
+class Priority(StrEnum):
+    """How much an event matters, from the least."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class By(StrEnum):
+    """What usage can be summed up by."""
+
+    USER = "user"
+    MODEL = "model"
+    DAY = "day"
 
 
 def log(
@@ -70,7 +87,7 @@ def events(
     since: Since = None,
     until: Until = None,
     priority: Annotated[
-        str | None, typer.Option("-p", "--priority", help="At least: info, warning or error.")
+        Priority | None, typer.Option("-p", "--priority", help="At least this one.")
     ] = None,
     host: Host = None,
     state_dir: StateDir = None,
@@ -83,7 +100,7 @@ def events(
 
 
 def usage(
-    by: Annotated[str, typer.Option(help="user, model or day.")] = "user",
+    by: Annotated[By, typer.Option(help="Which sums.")] = By.USER,
     since: Since = None,
     until: Until = None,
     host: Host = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
@@ -24,6 +25,16 @@ from appliance.client import ClientError, DaemonUnreachable
 from engine.errors import ConfigError
 
 
+class State(StrEnum):
+    """The phases of a request."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
 def status(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show what the daemon is doing: state, queue, workers, KV, latency."""
     frame = terminal.client(host).get("/v1/penstock/state")
@@ -35,7 +46,7 @@ def ps(
     host: Host = None,
     show_all: Annotated[bool, typer.Option("-a", "--all", help="Also the last finished.")] = False,
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only in this phase.")] = None,
+    state: Annotated[State | None, typer.Option(help="Only in this phase.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List live requests with their phase."""
@@ -43,7 +54,7 @@ def ps(
     shown = [
         frame
         for frame in frames
-        if (show_all or state == "finished" or frame.get("phase") != "finished")
+        if (show_all or state is State.FINISHED or frame.get("phase") != "finished")
         and user in (None, frame.get("user"))
         and state in (None, frame.get("phase"))
     ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
@@ -53,8 +54,11 @@ def main() -> None:
     """Run one verb; the process's entry point."""
     terminal.prepare()
     completion.prepare()
+    words = sys.argv[1:]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
-        build(sys.argv[1] if len(sys.argv) > 1 else "")(prog_name="penstock")
+        build(words[0] if words else "")(words, prog_name="penstock")
     except PenstockError as error:
         sys.exit(terminal.report(error))
 
@@ -70,6 +74,7 @@ def build(asked: str) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_group)
     for name in [asked] if asked in VERBS else VERBS:
@@ -81,5 +86,20 @@ def build(asked: str) -> typer.Typer:
     return app
 
 
-def _group() -> None:
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from appliance.cli import look
+
+        look.version()
+        raise typer.Exit
+
+
+def _group(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", is_eager=True, callback=_version, help="The same as version."
+        ),
+    ] = False,
+) -> None:
     """Without it typer would take an app of one verb for the verb itself."""

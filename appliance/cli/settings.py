@@ -1,12 +1,13 @@
 """The verb on the daemon's settings: `config show`.
 
-Owns: how a setting's value is written, which is as its file would have it. Called by: main.
+Owns: how a setting's value is written: for people as one would type it. Called by: main.
 Invariant: what is shown is what serve would take, from the same sources, in the same order.
 Never: asks a daemon; a running one may have been told something else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,9 @@ import typer
 from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
+from appliance.cli.text import size, yes_or_no
 from appliance.config import SETTINGS, Found, explain
+from appliance.setting_kinds import parse_bytes
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
 
@@ -28,32 +31,39 @@ def show(
     output: Output = Format.TABLE,
 ) -> None:
     """Show every setting as serve would find it here and now."""
-    rows = [_row(found) for found in explain({"config": config_file})]
+    written = _for_people if output.is_for_people else _plain
+    rows = [_row(found, written) for found in explain({"config": config_file})]
     columns = [Column("SETTING", "name"), Column("VALUE", "value")]
     columns += [Column("ORIGIN", "origin", is_wide=not origin)]
-    columns += [Column("RELOADS", "is_reloadable", is_wide=True)]
+    columns += [Column("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
     columns += [Column("MEANING", "about", is_wide=True)]
     terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, written: Callable[[Found], Any]) -> dict[str, Any]:
     setting = SETTINGS[found.name]
     return {
         "name": found.name,
-        "value": _plain(found.value),
+        "value": written(found),
         "origin": found.origin,
         "is_reloadable": setting.is_reloadable,
         "about": setting.about,
     }
 
 
-def _plain(value: object) -> Any:
+def _for_people(found: Found) -> Any:
+    """As one would type it: a size with its unit."""
+    is_size = SETTINGS[found.name].parse is parse_bytes
+    return size(found.value).replace(" ", "") if is_size else _plain(found)
+
+
+def _plain(found: Found) -> Any:
     """As JSON has it; an address and a list as the file and the environment have them."""
-    match value:
+    match found.value:
         case None | bool() | int():
-            return value
+            return found.value
         case (str(host), int(port)):
             return f"{host}:{port}"
-        case tuple():
-            return ",".join(map(str, value))
-    return str(value)
+        case tuple() as names:
+            return ",".join(map(str, names))
+    return str(found.value)

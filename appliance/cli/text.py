@@ -28,8 +28,15 @@ def for_terminal(text: str) -> str:
 
 
 def word(value: object) -> str:
-    """A name, or whatever else is text."""
+    """A name, or whatever else is text; a truth as a file of settings has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return DASH if value is None or value == "" else printable(value)
+
+
+def yes_or_no(value: bool | None) -> str:
+    """A truth as an answer."""
+    return DASH if value is None else "yes" if value else "no"
 
 
 def count(value: Any) -> str:

@@ -28,7 +28,7 @@ UsageBy = Literal["user", "model", "day"]
 USAGE_BY: tuple[UsageBy, ...] = ("user", "model", "day")
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_AGO = re.compile(r"-(\d{1,9})([smhdw])", re.ASCII)
+_AGO = re.compile(r"-?(\d{1,9})([smhdw])", re.ASCII)
 _SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)(?:ms)?", re.ASCII)
 
 
@@ -118,7 +118,7 @@ def usage_query(params: Mapping[str, str]) -> UsageQuery:
 
 
 def parse_time(text: str, param: str, now: datetime) -> str:
-    """`-1h` before now, or ISO 8601, UTC unless it says otherwise, to the form of the log's times.
+    """`1h` or `-1h` (before now) or ISO 8601, UTC if it names no zone, as the log writes times.
 
     Raises:
         RequestError: 400, naming `param`.
@@ -132,7 +132,7 @@ def parse_time(text: str, param: str, now: datetime) -> str:
         return log_time(at)
     except (ValueError, OverflowError) as error:
         raise invalid_value(
-            param, "must be a time such as 2026-01-31T12:00:00Z, or an age such as -30m, -1h, -2d"
+            param, "must be a time such as 2026-01-31T12:00:00Z, or an age such as 30m, 1h, 2d"
         ) from error
 
 

@@ -32,6 +32,8 @@ from tests.appliance.fake_daemon import FakeDaemon, Script, _Handler, text_event
         ("http://127.0.0.1:9000", TcpAddress("127.0.0.1", 9000)),
         ("http://[::1]:9000/", TcpAddress("::1", 9000)),
         ("http://localhost", TcpAddress("localhost", 8000)),
+        ("http://localhost:9000/v1", TcpAddress("localhost", 9000)),
+        ("http://localhost:9000/v1/", TcpAddress("localhost", 9000)),
         ("ssh://box", SshAddress("box")),
         ("ssh://ann@box:22/run/p.sock", SshAddress("ann@box", 22, "/run/p.sock")),
     ],
@@ -39,6 +41,21 @@ from tests.appliance.fake_daemon import FakeDaemon, Script, _Handler, text_event
 def test_an_address_is_a_url(text, address):
     assert parse(text, where="x") == address
     assert parse(str(address), where="x") == address or "%20" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:8000", TcpAddress("127.0.0.1", 8000)),
+        ("[::1]:8000", TcpAddress("::1", 8000)),
+        ("box.lan:80", TcpAddress("box.lan", 80)),
+        ("/run/p.sock:80", UnixAddress(Path("/run/p.sock:80"))),
+        ("/run/p.sock", UnixAddress(Path("/run/p.sock"))),
+    ],
+)
+def test_a_host_and_a_port_need_no_scheme(text, address):
+    assert find(None, {"PENSTOCK_HOST": text}) == address
+    assert find(text, {}) == address
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,13 @@ def test_lists_and_addresses_are_read_from_flag_and_file(machine: Path) -> None:
     assert origins.keys() == config.SETTINGS.keys()
 
 
+def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
+    settings = {config.variable(name): "x" for name in config.SETTINGS}
+    clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
+    environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
+    assert config.unknown_variables(environ) == ["PENSTOCK_DTYP"]
+
+
 def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) -> None:
     write_toml(machine, 'max_queued = 8\nlog_max_size = "1GiB"\n')
     old = load({}, {})
@@ -224,12 +231,36 @@ def test_systemd_and_xdg_choose_the_folders(machine: Path) -> None:
     assert config.state_dir("/mine", unit) == Path("/mine")
 
 
-def test_folders_are_made_for_their_owner_alone(machine: Path) -> None:
-    found = load({}, {})
-    prepare_directories(found)
-    prepare_directories(found)
+@pytest.mark.parametrize("place", ["tmp", "runtime"])
+def test_folders_are_made_for_their_owner_alone(machine: Path, place: str) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(machine / "runtime")} if place == "runtime" else {}
+    found = load({}, environ)
+    assert found.socket.is_relative_to(machine / place)
+    prepare_directories(found, environ)
+    prepare_directories(found, environ)
     for folder in (found.socket.parent, found.state_dir, found.cache_dir):
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_group_can_enter_a_folder_that_is_named_for_the_socket(
+    machine: Path, umask: int
+) -> None:
+    found = load({"socket": str(machine / "shared" / "deep" / "p.sock")}, {})
+    before = os.umask(umask)
+    try:
+        prepare_directories(found, {})
+    finally:
+        os.umask(before)
+    for folder in (found.socket.parent, found.socket.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o750
+    assert found.state_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_is_there_keeps_its_mode(machine: Path) -> None:
+    (machine / "run").chmod(0o755)
+    prepare_directories(load({"socket": str(machine / "run" / "p.sock")}, {}), {})
+    assert (machine / "run").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_folder_that_cannot_be_made_is_named(machine: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.appliance.cli_data import ENDED, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
+from tests.appliance.model_folder import make_model
 
 
 @pytest.fixture
@@ -108,6 +110,64 @@ def test_serve_takes_its_settings_from_a_file_that_is_named(
     ended = penstock(environ, "serve", "--listen", "0.0.0.0:80")
     assert ended.returncode == 78
     assert "--listen" in ended.stderr
+
+
+def test_serve_has_a_flag_for_every_setting_that_says_what_it_is(environ: dict[str, str]) -> None:
+    from appliance.config import SETTINGS
+
+    shown = " ".join(penstock(environ, "serve", "--help").stdout.split())
+    for name, setting in SETTINGS.items():
+        assert f"--{name.replace('_', '-')} " in shown
+        assert setting.about[1:] in shown
+    for flags in (("--max-body", "tiny"), ("--log-keep-days", "0")):
+        ended = penstock(environ, "serve", *flags)
+        assert ended.returncode == 78
+        assert ended.stderr.startswith(f"penstock: {flags[0]}: ")
+
+
+def test_serve_takes_the_model_as_people_write_it_once(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "tiny")
+    make_model(tmp_path / "tiny")
+    for given in ((folder,), ("-m", folder), ("--model", folder)):
+        ended = penstock(environ, "serve", *given, "--no-log-text", "--check-config")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert f"it serves {folder} in float32, up to 64 tokens" in ended.stdout
+    ended = penstock(environ, "serve", folder, "-m", folder)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "once" in ended.stderr
+
+
+def test_checking_says_what_the_starter_model_can_take_once_it_is_there(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    from appliance.boot import STARTER_NAME
+
+    environ["PENSTOCK_CACHE_DIR"] = str(tmp_path / "cache")
+    assert "embedded starter" in penstock(environ, "serve", "--check-config").stdout
+    assert not (tmp_path / "cache").exists()
+    make_model(tmp_path / "cache" / STARTER_NAME)
+    assert "up to 64 tokens" in penstock(environ, "serve", "--check-config").stdout
+
+
+def test_checking_names_variables_that_set_nothing(environ: dict[str, str]) -> None:
+    environ |= {"PENSTOCK_DTYP": "secret", "PENSTOCK_API_KEY": "k"}
+    ended = penstock(environ, "serve", "--check-config")
+    assert ended.returncode == 0
+    assert ended.stderr == (
+        "penstock: PENSTOCK_DTYP is set, and is no setting; is PENSTOCK_DTYPE meant?\n"
+    )
+
+
+def test_settings_are_shown_to_people_as_they_would_type_them(environ: dict[str, str]) -> None:
+    shown = penstock(environ, "config", "show", "-o", "wide").stdout.splitlines()
+    lines = {line.split()[0]: line.split() for line in shown}
+    assert (lines["max_body"][1], lines["max_body"][3]) == ("8MiB", "yes")
+    assert (lines["log_text"][1], lines["dtype"][3]) == ("false", "no")
+    rows = json.loads(penstock(environ, "config", "show", "-o", "json").stdout)["data"]
+    values = {row["name"]: row["value"] for row in rows}
+    assert (values["max_body"], values["log_text"]) == (8 << 20, False)
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from appliance.cli import text
+from appliance.log.query import SEVERITIES, USAGE_BY
+from engine.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
 from tests.appliance.cli_process import ROOT, penstock, run_on_terminal, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
@@ -93,6 +95,34 @@ def test_no_daemon_is_exit_code_3_with_a_hint(
 def test_usage_errors_are_exit_code_2(environ: dict[str, str]) -> None:
     assert penstock(environ, "dance").returncode == 2
     assert penstock(environ, "log", "-n", "0").returncode == 2
+
+
+def test_help_and_version_are_where_people_look_for_them(environ: dict[str, str]) -> None:
+    shown = penstock(environ, "--help").stdout
+    assert {penstock(environ, word).stdout for word in ("-h", "help")} == {shown}
+    assert penstock(environ, "help", "db", "prune").stdout == (
+        penstock(environ, "db", "prune", "-h").stdout
+    )
+    version = penstock(environ, "version").stdout
+    assert {penstock(environ, flag).stdout for flag in ("-V", "--version")} == {version}
+    assert version.startswith("penstock ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (("ps", "--state", "foo"), Phase),
+        (("events", "-p", "foo"), SEVERITIES),
+        (("usage", "--by", "foo"), USAGE_BY),
+    ],
+)
+def test_a_word_that_is_not_allowed_is_answered_with_those_that_are(
+    environ: dict[str, str], arguments: tuple[str, ...], allowed: Iterable[str]
+) -> None:
+    ended = penstock(environ, *arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.rstrip().endswith(", ".join(f"'{word}'" for word in allowed) + ".")
+    assert arguments[1] in ended.stderr
 
 
 def test_a_wrong_configuration_is_exit_code_78(environ: dict[str, str]) -> None:

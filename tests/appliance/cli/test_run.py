@@ -63,6 +63,14 @@ def test_run_reads_a_piped_prompt(
     assert daemon.script.asked[-1][1] == {"prompt": "zwei\nZeilen ü", "stream": True}
 
 
+def test_run_asks_for_quotes_around_several_words(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    ended = penstock(environ, "run", "Hello", "world")
+    assert (ended.returncode, ended.stdout, daemon.script.asked) == (2, "", [])
+    assert "in quotes" in ended.stderr
+
+
 def test_run_refuses_a_prompt_that_is_no_text(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     assert penstock(environ, "run", stdin=b"\xff\xfe").returncode == 2
     assert daemon.script.asked == []
