@@ -36,10 +36,8 @@ def default_socket(environ: Mapping[str, str]) -> Path:
         return runtime / SOCKET_NAME
     if os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
-    if runtime_home := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime_home, "penstock", SOCKET_NAME)
-    folder = own_temporary_dir()
-    if os.path.lexists(folder):
+    folder = private_dir(environ)
+    if folder == own_temporary_dir() and os.path.lexists(folder):
         check_private(folder)
     return folder / SOCKET_NAME
 
@@ -54,6 +52,12 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
     """Systemd's CACHE_DIRECTORY, or this user's."""
     given = _systemd_dir(environ, "CACHE_DIRECTORY")
     return given or _xdg(environ, "XDG_CACHE_HOME", ".cache") / "penstock"
+
+
+def private_dir(environ: Mapping[str, str]) -> Path:
+    """This user's folder for a socket of their own, there or not."""
+    runtime_home = environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime_home, "penstock") if runtime_home else own_temporary_dir()
 
 
 def own_temporary_dir() -> Path:

@@ -24,7 +24,6 @@ from pathlib import Path
 from engine.errors import ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
-FOLDER_MODE = 0o750
 BACKLOG = 512
 MAX_PATH_BYTES = 107
 """sun_path has 108 bytes, the last one zero."""
@@ -39,7 +38,7 @@ log = logging.getLogger("penstock")
 
 
 def bind_socket(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of one that a dead daemon left.
+    """A listening socket at `path`, whose folder is there, in place of one that a dead daemon left.
 
     Raises:
         ConfigError: the path cannot be a socket of ours.
@@ -54,7 +53,6 @@ def bind_socket(path: Path) -> socket.socket:
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         with _locked(path.parent):
             _remove_stale(path)
             # Linux gives the file the mode of the unbound socket, so there is no moment in which
