@@ -20,6 +20,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import h11
@@ -81,7 +82,11 @@ class _Mark:
 
 
 class ClientProtocol(H11Protocol):
-    """HTTP/1.1 that knows its client; `scope["state"]["credentials"]` is None on TCP."""
+    """HTTP/1.1 that knows its client.
+
+    Each scope's state has its `credentials`, None on TCP, and `on_key`, to be called with the name
+    of a valid key that was shown.
+    """
 
     def __init__(
         self,
@@ -89,11 +94,25 @@ class ClientProtocol(H11Protocol):
         server_state: ServerState,
         limits: Limits,
         credentials: Credentials | None,
+        check_key: Callable[[str], None],
     ) -> None:
+        """Wait for a transport.
+
+        Args:
+            config: uvicorn's.
+            server_state: uvicorn's; all connections.
+            limits: how long what may last.
+            credentials: whose it is; None on TCP.
+            check_key: raises RequestError if the key of that name may have no more connections.
+        """
         # Uvicorn copies the state into the scope of each request on the connection.
-        super().__init__(config, server_state, {"credentials": credentials})
+        state = {"credentials": credentials, "on_key": self._on_key}
+        super().__init__(config, server_state, state)
         self.logger = log
         self.credentials = credentials
+        self.key: str | None = None
+        """Name of the last valid key that was shown."""
+        self._check_key = check_key
         self._limits = limits
         self._is_half_closed = False
         self._num_received = 0
@@ -105,6 +124,7 @@ class ClientProtocol(H11Protocol):
         super().connection_made(transport)
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._mark = self._observe(time.monotonic())
+        self._opened_at = self._mark.since
 
     def data_received(self, data: bytes) -> None:
         """Count, for the slow."""
@@ -151,11 +171,19 @@ class ClientProtocol(H11Protocol):
             self._cut(seen.phase)
 
     @property
-    def idle_since(self) -> float | None:
-        """When it was first seen between two requests; None if it is not."""
+    def spare_since(self) -> float | None:
+        """Since when another may have its place; None if it has a claim to it.
+
+        Without a key it never had one: a head that does not end, or a row of probes, would hold a
+        place for nothing. Otherwise it has one but between two requests.
+        """
         mark = self._mark
-        is_idle = mark is not None and mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
-        return mark.since if mark is not None and is_idle else None
+        if mark is None or self.transport.is_closing():
+            return None
+        if self.credentials is None and self.key is None:
+            return self._opened_at
+        is_idle = mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
+        return mark.since if is_idle else None
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error object like everything else, and is cut off."""
@@ -168,6 +196,11 @@ class ClientProtocol(H11Protocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """An upgrade may be ignored, and is."""
+
+    def _on_key(self, name: str) -> None:
+        if name != self.key:
+            self._check_key(name)
+            self.key = name
 
     def _phase(self) -> Phase:
         is_answered = self.cycle is None or self.cycle.response_complete

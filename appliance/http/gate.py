@@ -55,7 +55,7 @@ class Gate:
             response = error_response(Request(scope), error)
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
-            if error.code in ("invalid_http", "headers_too_large"):
+            if error.code in ("invalid_http", "headers_too_large", "too_many_connections"):
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
@@ -66,7 +66,7 @@ class Gate:
             body.settle()
 
     def _peer(self, scope: Scope) -> Peer:
-        who: Credentials | None = scope["state"].get("credentials")
+        who: Credentials | None = scope["state"]["credentials"]
         if who is not None:
             return self.policy.peer_of(who)
         if not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
@@ -87,6 +87,7 @@ class Gate:
                 kind="authentication_error",
                 hint="send the header Authorization: Bearer KEY",
             )
+        scope["state"]["on_key"](peer.key)
         return peer
 
 

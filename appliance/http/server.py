@@ -2,7 +2,8 @@
 
 Owns: the connections: how many there may be, who gets the last ones, and their end.
 Called by: daemon.
-Invariant: whoever connects is served, or told at once to come back; never left waiting.
+Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
+place is held with a key: who has shown none gives way, the oldest first.
 Never: handles a signal, or configures logging.
 """
 
@@ -31,7 +32,7 @@ from engine.errors import Unavailable
 NUM_RESERVED = 16
 """Connections that operators have beyond the others, to see and mend what holds the others."""
 SHARE_OF_ONE = 0.75
-"""Of the connections, that one user may hold, or all TCP clients together."""
+"""Of the connections, that one user may hold, or all TCP clients together; of theirs, one key."""
 RETRY_AFTER_MS = 1000
 
 
@@ -133,7 +134,7 @@ class ApiServer:
             _turn_away(connection)
             return
         state = self._server.server_state
-        protocol = ClientProtocol(self._config, state, self._limits, who)
+        protocol = ClientProtocol(self._config, state, self._limits, who, self._check_key)
         state.connections.add(protocol)  # it counts before its transport is there
         task = asyncio.create_task(self._open(connection, protocol))
         self._arriving.add(task)
@@ -147,7 +148,7 @@ class ApiServer:
             self._server.server_state.connections.discard(protocol)
 
     def _has_room(self, who: Credentials | None) -> bool:
-        """Whether one more may come in, if need be in place of one that does nothing."""
+        """Whether one more may come in, if need be in place of another."""
         everybody = self._connections
         limit = self.policy.max_connections
         if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
@@ -155,9 +156,16 @@ class ApiServer:
         else:
             uid = _uid(who)
             same = [connection for connection in everybody if _uid(connection.credentials) == uid]
-            if len(same) >= math.ceil(limit * SHARE_OF_ONE):
-                return _close_longest_idle(same)
-        return len(everybody) < limit or _close_longest_idle(everybody)
+            if len(same) >= _share(limit):
+                return _make_room(same)
+        return len(everybody) < limit or _make_room(everybody)
+
+    def _check_key(self, name: str) -> None:
+        """Raise Unavailable if one more connection would be too many for one key."""
+        same = [connection for connection in self._connections if connection.key == name]
+        most = _share(_share(self.policy.max_connections))
+        if len(same) >= most and not _make_room(same):
+            raise _too_many_connections()
 
 
 class _Server(uvicorn.Server):
@@ -182,28 +190,35 @@ class _Server(uvicorn.Server):
 
 
 def _uid(who: Credentials | None) -> int | None:
-    """None is TCP, whose clients count as one until they have shown a key."""
+    """None is TCP, whose clients count as one."""
     return None if who is None else who.uid
 
 
-def _close_longest_idle(connections: Iterable[ClientProtocol]) -> bool:
-    """Make room; False if every one of them is in use."""
-    idle = [
+def _share(limit: int) -> int:
+    return math.ceil(limit * SHARE_OF_ONE)
+
+
+def _make_room(connections: Iterable[ClientProtocol]) -> bool:
+    """Close the one that has been spare for the longest; False if none is."""
+    spare = [
         (since, connection)
         for connection in connections
-        if (since := connection.idle_since) is not None
+        if (since := connection.spare_since) is not None
     ]
-    if idle:
-        min(idle, key=lambda pair: pair[0])[1].transport.abort()
-    return bool(idle)
+    if spare:
+        min(spare, key=lambda pair: pair[0])[1].transport.abort()
+    return bool(spare)
+
+
+def _too_many_connections() -> Unavailable:
+    return Unavailable(
+        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
+    )
 
 
 def _turn_away(connection: socket.socket) -> None:
     """Answer 503 and close, in one write that the empty buffer of a new connection takes."""
-    error = Unavailable(
-        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
-    )
-    body = msgspec.json.encode(error_object(error))
+    body = msgspec.json.encode(error_object(_too_many_connections()))
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
         "content-type: application/json\r\n"

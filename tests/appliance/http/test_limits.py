@@ -489,13 +489,25 @@ async def narrow(appliance, tmp_path):
         yield running
 
 
+async def watch(running, key):
+    """A connection in use: frames that never end."""
+    reader, writer = await running.connect(tcp=True)
+    writer.write(
+        f"GET /v1/penstock/stream HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {key}\r\n\r\n".encode()
+    )
+    async with asyncio.timeout(10):
+        status = int((await reader.readline()).split()[1])
+    return status, reader, writer
+
+
 async def test_beyond_the_limit_503_is_said_at_once(narrow):
-    opened = [await narrow.connect(tcp=True) for _ in range(3)]
-    await until(lambda: len(narrow.server._connections) == 3)
+    opened = [await watch(narrow, narrow.key) for _ in range(3)]
+    assert [status for status, *_ in opened] == [200] * 3
     reply = await narrow.say(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", tcp=True)
     assert code_of(reply) == (503, "too_many_connections")
     assert b"retry-after: 1\r\n" in reply
-    opened[0][1].close()
+    opened[0][-1].close()
     await until(lambda: len(narrow.server._connections) == 2)
     assert (await narrow.tcp.get("/health")).status_code == 200
 
@@ -503,10 +515,47 @@ async def test_beyond_the_limit_503_is_said_at_once(narrow):
 async def test_operators_get_in_when_nobody_else_does(narrow, monkeypatch):
     monkeypatch.setattr(server, "SHARE_OF_ONE", 1.0)
     for _ in range(4):
-        await narrow.connect(tcp=True)
-    await until(lambda: len(narrow.server._connections) == 4)
+        await watch(narrow, narrow.key)
     assert b" 503 " in await narrow.say(tcp=True)
     assert (await narrow.http.get("/health")).status_code == 200
+
+
+async def test_who_has_shown_no_key_gives_way_the_oldest_first(narrow):
+    _status, frames, _ = await watch(narrow, narrow.key)
+    keyless = []
+    for _ in range(2):
+        reader, writer = await narrow.connect(tcp=True)
+        writer.write(b"GET / HTTP/1.1\r\nHos")
+        await writer.drain()
+        keyless.append(reader)
+        await until(lambda: len(narrow.server._connections) == 1 + len(keyless))
+        await until(lambda: all(c.spare_since for c in narrow.server._connections if not c.key))
+    status, *_ = await watch(narrow, narrow.key)
+    assert status == 200
+    assert await read_all(keyless[0]) == b""
+    assert not keyless[1].at_eof()
+    async with asyncio.timeout(10):
+        await frames.readuntil(b'"seq":2')
+
+
+async def test_one_key_cannot_take_all_of_tcp(appliance, tmp_path):
+    async with Running(appliance, tmp_path, max_connections=10) as running:
+        other, line = new_key("bob", "viewer")
+        with (tmp_path / "keys").open("a") as file:
+            file.write("\n" + line)
+        running.server.policy = dataclasses.replace(
+            running.policy, keys=read_keys(tmp_path / "keys")
+        )
+        opened = [await watch(running, running.key) for _ in range(6)]
+        assert [status for status, *_ in opened] == [200] * 6
+        status, reader, _ = await watch(running, running.key)
+        assert status == 503
+        assert b'"code":"too_many_connections"' in await read_all(reader)
+        status, *_ = await watch(running, other)
+        assert status == 200
+        opened[0][-1].close()
+        await until(lambda: sum(c.key == "ann" for c in running.server._connections) == 5)
+        assert (await watch(running, running.key))[0] == 200
 
 
 async def test_one_user_cannot_take_all_connections(narrow, monkeypatch):
@@ -523,12 +572,13 @@ async def test_an_idle_connection_gives_way_to_a_new_one(narrow, monkeypatch):
     idle = []
     for _ in range(4):
         reader, writer = await narrow.connect(tcp=True)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        key = f"Authorization: Bearer {narrow.key}"
+        writer.write(f"GET /ready HTTP/1.1\r\nHost: localhost\r\n{key}\r\n\r\n".encode())
         async with asyncio.timeout(10):
-            await reader.readuntil(b'"ok"}')
+            await reader.readuntil(b'"ready"}')
         idle.append(reader)
     connections = narrow.server._connections
-    await until(lambda: sum(c.idle_since is not None for c in connections) == 4)
+    await until(lambda: sum(c.spare_since is not None for c in connections) == 4)
     assert (await narrow.tcp.get("/health")).status_code == 200
     assert sum(reader.at_eof() for reader in idle) <= 1
 
