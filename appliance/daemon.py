@@ -182,7 +182,7 @@ class _Daemon:
         finally:
             for task in (loading, stopping):
                 task.cancel()
-        notify(STOPPING="1", STATUS=f"draining {self._service.num_live} requests")
+        notify(STOPPING="1", STATUS=self._service.drain_status)
         self._service.stop_accepting()
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
@@ -198,7 +198,7 @@ class _Daemon:
         (self._drain if self._num_signals == 1 else self._stop_now).set()
 
     def _on_hangup(self) -> None:
-        """SIGHUP: read the settings again, or end with the terminal, if it is that which is gone."""
+        """SIGHUP: end with the terminal if that is what is gone, else read the settings again."""
         if self._has_terminal and not _has_terminal():
             self._on_signal()
         else:
@@ -221,11 +221,13 @@ class _Daemon:
     def _take_over(self, wanted: ServeConfig, policy: AccessPolicy) -> None:
         changed, fixed = changes(self._config, wanted)
         config = self._config = take_over(self._config, wanted)
+        if policy.keys != self._server.policy.keys:
+            changed.append("keys")
         self._server.policy = policy
         self._service.set_queue_limits(config.max_queued, config.max_queued_tokens)
         self._service.keeps_text = config.log_text
         self._request_log.set_limits(Limits(config.log_keep_days, config.log_max_bytes))
-        about = f"configuration reloaded ({', '.join(changed) or 'no setting changed'}), keys too"
+        about = f"configuration reloaded ({', '.join(changed) or 'nothing changed'})"
         self._service.event("info", "config.reloaded", about)
         if fixed:
             about = f"{', '.join(fixed)}: only a restart changes this"

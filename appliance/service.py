@@ -305,9 +305,9 @@ class Service:
         self._log.event(severity, code, message, actor)
 
     @property
-    def num_live(self) -> int:
-        """Requests without a terminal reply."""
-        return len(self._live)
+    def drain_status(self) -> str:
+        """What a drain waits for."""
+        return f"draining {len(self._live)} request{'s' if len(self._live) != 1 else ''}"
 
     def stop_accepting(self) -> None:
         """Drain for good: the daemon ends when it has drained."""
@@ -315,7 +315,7 @@ class Service:
         self._tell_of_drain("a signal to stop")
 
     def _tell_of_drain(self, by: str) -> None:
-        self.event("info", "drain.started", f"draining {self.num_live} requests, told by {by}", by)
+        self.event("info", "drain.started", f"{self.drain_status}, told by {by}", by)
         self.make_frame()
 
     async def drained(self, grace_s: float) -> None:
@@ -339,9 +339,9 @@ class Service:
         self._check_when_idle()
         try:
             self._frames.make(self._standing())
-        except (
-            Exception
-        ):  # a reading that fails must end neither the readings nor what asks for one
+        except OSError as error:  # no descriptor left to read with
+            log.warning("no frame this time: %s", error)
+        except Exception:  # which must end neither the readings nor what asks for one
             log.exception("no frame this time")
 
     def _standing(self) -> Standing:
