@@ -2,15 +2,13 @@
 
 Owns: their fields, and how many texts are worked on at once.
 Called by: routes, which has them in its table.
-Invariant: work that grows with the text is done in a thread, replies included, and at most
-MAX_AT_ONCE texts are in work, so that generating keeps its threads.
+Invariant: work that grows with the text is done in turns, replies included, so that generating
+keeps its threads.
 Never: generates, or touches the queue; asks for a role.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -18,12 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.openai import check_model, read_chat
+from appliance.api.turns import Turns
 from appliance.fields import Fields, integer, invalid_type, invalid_value
 from appliance.wire import appliance_of, json_response
 from engine.tokenizer import Tokenizer
 
 MAX_AT_ONCE = 2
-MAX_TEXT_CHARS = 4 << 20
+MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 20
 
 Json = dict[str, Any]
@@ -40,7 +39,7 @@ def tokenize_routes() -> list[Route]:
 
 class _TokenizeApi:
     def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turns = Turns("tokenize", MAX_AT_ONCE)
 
     async def tokenize(self, http: Request) -> Response:
         """A text, or the prompt that a chat becomes, as token ids."""
@@ -60,7 +59,7 @@ class _TokenizeApi:
                 "token_strs": strings,
             }
 
-        return await self._reply(work)
+        return await self._turns.run(http, lambda: json_response(work()))
 
     async def detokenize(self, http: Request) -> Response:
         """Token ids as text, special tokens included."""
@@ -78,11 +77,7 @@ class _TokenizeApi:
             ids = [integer(one, "tokens", 0, highest) for one in ids]
             return {"prompt": appliance.tokenizer.decode(ids, skip_special_tokens=False)}
 
-        return await self._reply(work)
-
-    async def _reply(self, work: Callable[[], Json]) -> Response:
-        async with self._turns:
-            return await asyncio.to_thread(lambda: json_response(work()))
+        return await self._turns.run(http, lambda: json_response(work()))
 
 
 def _encode(fields: Fields, tokenizer: Tokenizer) -> list[int]:
