@@ -86,6 +86,7 @@ def detail(found: Found) -> dict[str, Any]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
+        "tokenizer_vocabulary": tokenizer.vocab_size,
         "kv_bytes_per_token": config.kv_block_bytes(1, checkpoint.stored_dtype),
         "chat_template": tokenizer.chat_template is not None,
         "tools": tool_format_of(tokenizer) is not None,

@@ -2,7 +2,7 @@
 
 Owns: how a model is named on the command line, and the progress of reading it.
 Called by: main. Invariant: a model that cannot be served ends `show` and `verify` with exit code
-78; `list` shows it with its problem.
+78, one that is not there with 5; `list` shows what cannot be served with its problem.
 Never: needs the daemon.
 """
 
@@ -21,10 +21,11 @@ from appliance.cli import listings, pages, terminal
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import size
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, PenstockError
 
 # engine.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the verbs.
 
+LEAST_VOCABULARY = 0.5
 PROGRESS_S = 0.2
 PROGRESS_WITHOUT_TERMINAL_S = 10.0
 
@@ -36,9 +37,15 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name 
 models = typer.Typer(help="Model folders on this machine.", no_args_is_help=True)
 
 
+class NoSuchModel(PenstockError):
+    """Neither a folder nor a name in the list."""
+
+    exit_code = 5
+
+
 @models.command("list")
 def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """List the configured model, those of Hugging Face's cache, and those under --dir."""
+    """List the configured model, the starter, Hugging Face's cache, and what is under --dir."""
     from appliance.cli import model_folders
 
     rows = [model_folders.describe(found) for found in _found(dirs)]
@@ -51,6 +58,12 @@ def show_model(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) ->
     from appliance.cli import model_folders
 
     about = model_folders.detail(_named(model, dirs))
+    known, wanted = about["tokenizer_vocabulary"], about["vocabulary"]
+    if known < wanted * LEAST_VOCABULARY:  # it is padded to a multiple of something, never so far
+        terminal.note(
+            f"penstock: the tokenizer has {known} of the model's {wanted} tokens;"
+            " is it this model's?"
+        )
     terminal.show("model", about, output, lambda: pages.facts(about))
 
 
@@ -124,10 +137,13 @@ class _Progress:
 
 def _found(dirs: list[Path] | None) -> list[Any]:
     """Every model folder there is to see, each once."""
+    from appliance.boot import STARTER_NAME
     from appliance.cli import model_folders
 
-    configured = config.load({}).model
-    found = [] if configured is None else [model_folders.Found(configured.name, configured)]
+    settings = config.load({})
+    named = settings.model
+    found = [] if named is None else [model_folders.Found(named.name, named)]
+    found += model_folders.under(settings.cache_dir / STARTER_NAME)
     found += model_folders.in_hub_cache(model_folders.hub_cache(os.environ))
     for root in dirs or ():
         found += model_folders.under(root.expanduser().absolute())
@@ -147,8 +163,7 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]
-    raise ConfigError(
-        "no such model" if not matching else f"{len(matching)} models have this name",
-        where=name,
-        hint="`penstock models list` shows their names; a folder's path will do as well",
-    )
+    hint = "`penstock models list` shows their names; a folder's path will do as well"
+    if not matching:
+        raise NoSuchModel("no such model", where=name, hint=hint)
+    raise ConfigError(f"{len(matching)} models have this name", where=name, hint=hint)

@@ -24,10 +24,10 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path) -> Path:
-    """Write a checkpoint that can be opened; returns its weights' file."""
+def make_model(folder: Path, **changes: object) -> Path:
+    """Write a checkpoint that can be opened, with changes to CONFIG; returns its weights' file."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     (folder / "tokenizer.json").write_text(byte_level().to_str())
     template = {"chat_template": "{% if tools %}<tool_call>{{ tools }}{% endif %}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(template))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from appliance.boot import STARTER_NAME
 from appliance.cli import model_folders
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
@@ -69,7 +70,27 @@ def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str
     assert ended.returncode == 78
     assert "2 models" in ended.stderr
     assert penstock(environ, "models", "show", "owner/a--name@fedcba9").returncode == 0
-    assert penstock(environ, "models", "show", "nothing").returncode == 78
+    for verb in ("show", "verify"):
+        assert penstock(environ, "models", verb, "nothing").returncode == 5
+
+
+def test_the_starter_is_known_once_it_has_been_made(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    environ["PENSTOCK_CACHE_DIR"] = str(tmp_path / "cache")
+    assert listed(environ) == []
+    make_model(tmp_path / "cache" / STARTER_NAME)
+    assert [row["name"] for row in listed(environ)] == [STARTER_NAME]
+    assert penstock(environ, "models", "show", STARTER_NAME).returncode == 0
+
+
+def test_a_tokenizer_that_is_much_too_small_is_asked_about(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    make_model(tmp_path / "m", vocab_size=4096)
+    ended = penstock(environ, "models", "show", str(tmp_path / "m"))
+    assert ended.returncode == 0
+    assert "of the model's 4096 tokens" in ended.stderr
 
 
 def test_tools_are_said_to_work_only_where_the_daemon_would_take_them(
