@@ -277,12 +277,13 @@ class Supervisor:
         return ready_at_s
 
     def _log_progress(self) -> None:
-        """One line a second, and one when all shares are there."""
+        """One line a second, and one when all shares are there; none before all have a size."""
         loaded = sum(w.loaded_bytes for w in self.workers.values())
         total = sum(w.total_bytes for w in self.workers.values())
-        is_complete = loaded == total and all(w.total_bytes for w in self.workers.values())
+        is_known = all(w.total_bytes for w in self.workers.values())
         now_s = time.monotonic()
-        if self.is_started or not (is_complete or now_s - self._logged_at_s >= 1.0):
+        is_due = loaded == total or now_s - self._logged_at_s >= 1.0
+        if self.is_started or not is_known or not is_due:
             return
         self._logged_at_s = now_s
         log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)

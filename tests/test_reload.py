@@ -70,6 +70,9 @@ def test_a_new_key_opens_the_door_after_a_reload(start_daemon, tiny_llama, tmp_p
     assert status() == 401
     daemon.process.send_signal(signal.SIGHUP)
     daemon.wait_for(lambda: status() == 200)
+    daemon.process.send_signal(signal.SIGHUP)
+    told = daemon.wait_for(lambda: len(found := events(daemon, "config.reloaded")) == 2 and found)
+    assert told == [f"configuration reloaded ({what})" for what in ("nothing changed", "keys")]
 
 
 def test_systemd_is_told_when_a_reload_begins_and_ends(start_daemon, tiny_llama, tmp_path):
