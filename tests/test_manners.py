@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -162,6 +163,13 @@ def test_503_while_loading(start_daemon, tiny_llama):
         assert reply.headers["retry-after"]
     daemon.wait_ready()
     assert daemon.complete("now", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_the_progress_of_loading_is_told_from_the_whole(start_daemon):
+    daemon = start_daemon().wait_ready()
+    told = re.findall(r"loading weights: (\d+) of (\d+) MB", daemon.stderr)
+    assert len({total for _, total in told}) == 1
+    assert told[-1][0] == told[-1][1]
 
 
 def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
