@@ -1,7 +1,7 @@
 """Settings of the daemon: flag, environment, TOML file, default.
 
 Owns: every setting's name, allowed values, default and meaning. The only file that knows TOML.
-Called by: cli (serve, and every client verb for the socket), boot, daemon.
+Called by: cli (serve, and every client verb for the socket), boot, http.access, daemon.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
 allowed and where it was set, to the line.
 Never: imports anything slow: each `penstock status` pays for it.

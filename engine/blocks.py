@@ -1,7 +1,7 @@
 """The ledger: who owns every KV block of every pool, and which commands may still touch it.
 
 Owns: block states, owners, block tables and unanswered commands, for all pools.
-Called by: the router only; every call is a plain function call on the daemon's loop.
+Called by: the router and its ring, on the daemon's loop; telemetry reads its counts.
 Invariants: every block is in one state with one owner; counts add up to the pool; no block
 becomes FREE while a command naming it is unanswered (until then it is DRAINING); block 0 is
 padding and is never allocated.

@@ -1,6 +1,6 @@
 """How models write tool calls: a table, chosen by what a chat template says.
 
-Owns: the formats. Called by: tools, tool_calls, admission, stream.
+Owns: the formats. Called by: tools, tool_calls, admission, stream, cli.model_folders.
 Invariant: a format is found by the template's text alone, so that it is the one that the model
 was trained with.
 Never: parses; one parser reads all formats.

@@ -1,7 +1,7 @@
 """The pieces of a decoder layer as plain functions on tensors.
 
 Owns: the arithmetic of norms, rotary embedding and linears, cast for cast as transformers has it.
-Called by: transformer.
+Called by: transformer, attention.
 Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
 Never: keeps state between steps.
 """
