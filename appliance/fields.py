@@ -18,6 +18,12 @@ INT64_MAX = 2**63 - 1
 """The greatest integer that is asked for anywhere; engine and log keep 64 bits."""
 
 
+MAX_MARKS = 1 << 18
+"""Brackets, braces and colons in a body. Each may stand for something that takes time to decode,
+a quarter of a second in all, in which nothing else happens; no context holds a text with as many.
+"""
+
+
 class Fields:
     """A JSON object whose values are taken out by name, with type and range; null is absent.
 
@@ -34,6 +40,11 @@ class Fields:
     @classmethod
     def of_body(cls, body: bytes) -> Fields:
         """Decode a body; it must be a JSON object."""
+        if len(body) > MAX_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_MARKS:
+            raise RequestError(
+                f"the body has more than {MAX_MARKS} brackets, braces and colons",
+                code="invalid_value",
+            )
         try:
             values = msgspec.json.decode(body)
         except RecursionError as error:
@@ -80,11 +91,13 @@ class Fields:
         value = self.get(name)
         return None if value is None else Fields.of(value, self.path(name))
 
-    def items(self, name: str) -> list[Any]:
-        """A list, empty if absent."""
+    def items(self, name: str, most: int) -> list[Any]:
+        """A list of at most so many, empty if absent."""
         value = self.get(name)
         if not isinstance(value, list | None):
             raise invalid_type(self.path(name), "a list", value)
+        if value and len(value) > most:
+            raise invalid_value(self.path(name), f"has {len(value)} entries, at most {most} may be")
         return value or []
 
     def text(self, name: str) -> str | None:

@@ -50,7 +50,11 @@ def json_grammar(
 
     Properties come in the schema's order. Keywords that cannot be enforced make `validate` fail,
     or are ignored if `is_lenient`.
+
+    Raises:
+        GrammarError: it is too large.
     """
+    _check_size(schema)
     return json.dumps({"grammars": [{"json_schema": _schema(schema, is_lenient)}]})
 
 
@@ -58,8 +62,9 @@ def regex_grammar(pattern: str) -> str:
     """Text that a regular expression matches from end to end; no look-around, no back-reference.
 
     Raises:
-        GrammarError: it has half of a surrogate pair in it.
+        GrammarError: it is too large, or has half of a surrogate pair in it.
     """
+    check_length(pattern)
     try:
         return llguidance.LLMatcher.grammar_from_regex(pattern)
     except UnicodeEncodeError as error:
@@ -67,7 +72,12 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """One of these texts.
+
+    Raises:
+        GrammarError: they are too large.
+    """
+    _check_size(choices)
     # a terminal: as alternatives of a rule they would count one by one against the limits
     return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(_text, choices)))
 
@@ -126,8 +136,10 @@ def calls_grammar(
         is_lenient: ignore keywords of the schemas that cannot be enforced.
 
     Raises:
+        GrammarError: the schemas are too large.
         ValueError: free text needs a marker to tell a call by.
     """
+    _check_size(tools)
     marker = syntax.opening + syntax.begin
     if not is_required and not marker:
         raise ValueError("without a text that marks calls they cannot be told from free text")
@@ -172,6 +184,22 @@ def check_length(grammar: str) -> None:
         raise GrammarError(
             f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are compiled"
         )
+
+
+def _check_size(value: object) -> None:
+    """Refuse what would become too long, before time is spent on writing it."""
+    num_chars, unseen = 0, [value]
+    while unseen:
+        one = unseen.pop()
+        num_chars += len(one) if isinstance(one, str | Mapping | Sequence) else 1
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"the grammar has more than the {MAX_GRAMMAR_CHARS} characters that are compiled"
+            )
+        if isinstance(one, Mapping):
+            unseen += [*one.keys(), *one.values()]
+        elif isinstance(one, Sequence) and not isinstance(one, str):
+            unseen += one
 
 
 def shorten(error: str) -> str:

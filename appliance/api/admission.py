@@ -1,17 +1,19 @@
-"""From a validated ask to a request that can be submitted: everything that may still refuse it.
+"""From a body to a request that can be submitted: everything that may refuse it but the queue.
 
-Owns: rendering, tokenizing and the grammar, and what the request's sequences are.
-Called by: generation and the responses endpoint.
-Invariant: what takes time is done in a thread, so that the loop does not stand still for it.
+Owns: when a body is read; rendering, tokenizing and the grammar; what the request's sequences are.
+Called by: generation, responses; routes, for the turns.
+Invariant: what takes time is done in turns, so that the loop does not stand still for it, and
+large bodies have turns of their own, so that small ones do not wait for them.
 Never: touches the queue.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from starlette.requests import Request as HttpRequest
 
@@ -21,6 +23,7 @@ from appliance.api.constraints import Constraint
 from appliance.api.stream import Echo
 from appliance.api.tool_format import ToolFormat, tool_format_of
 from appliance.api.tools import Tools
+from appliance.api.turns import Turns
 from appliance.fields import Fields, invalid_value, unsupported
 from appliance.protocol import utc_now
 from appliance.request import ModelInfo, Request, Role
@@ -30,8 +33,14 @@ from engine.errors import RequestError
 from engine.sequence import Sequence, Stamps
 from engine.tokenizer import Tokenizer
 
+MAX_INLINE_BYTES = 16 << 10
+"""Larger bodies are read in a thread."""
 MAX_INLINE_CHARS = 4096
 """Longer texts are tokenized in a thread."""
+NUM_THREADS = 2
+"""For small bodies, and for large ones."""
+MAX_SMALL_WAITING = 1024
+"""Small bodies cost little while they wait; how many may, the queue decides better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,21 @@ class Accepted:
     request: Request
     echoes: list[Echo]
     """One for each prompt, if the ask wants them repeated."""
+    fields: Fields
+    """The body."""
+
+
+class AdmissionTurns:
+    """Threads for what takes time; the application has one in its state."""
+
+    def __init__(self) -> None:
+        self.small = Turns(
+            "admission",
+            NUM_THREADS,
+            max_waiting=MAX_SMALL_WAITING,
+            max_waiting_each=MAX_SMALL_WAITING // 2,
+        )
+        self.large = Turns("large-body", NUM_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +77,19 @@ class _Prepared:
     grammar: str | None
 
 
-async def receive(http: HttpRequest, prefix: str) -> Fields:
-    """Note the time, name the request, and read its body, if its peer may generate and we can.
+async def accept(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) -> Accepted:
+    """Read a body, and make what it asks for into sequences, if its peer may generate and we can.
+
+    Args:
+        http: what asks.
+        prefix: of the request's id.
+        read: validates the body; in a thread, if that is large.
 
     Raises:
         Forbidden: a viewer's.
-        Unavailable: while loading or draining.
+        Unavailable: while loading or draining, or too busy.
+        QueueFull: too much of this peer waits to be read.
+        RequestError: it cannot be served, whatever there is room for.
     """
     http.scope["state"] |= {
         "request_id": f"{prefix}{secrets.token_hex(12)}",
@@ -68,30 +99,52 @@ async def receive(http: HttpRequest, prefix: str) -> Fields:
     require(http, Role.USER)
     body = await http.body()
     appliance_of(http).check_available()
-    return Fields.of_body(body)
+    fields, ask, prepared = await _read(http, body, read)
+    request = _request(http, ask, prepared)
+    return Accepted(ask, request, prepared.echoes, fields)
 
 
-async def accept(http: HttpRequest, ask: Ask) -> Accepted:
-    """Make the ask of a request that was received into sequences.
+async def _read(
+    http: HttpRequest, body: bytes, read: Callable[[Fields], Ask]
+) -> tuple[Fields, Ask, _Prepared]:
+    """The body, what it asks, and what that needs; on the loop only if all of it is quick."""
+    appliance = appliance_of(http)
+    tokenizer, model = appliance.tokenizer, appliance.model
+    max_sequences = appliance.max_per_request
+    turns = cast(AdmissionTurns, http.app.state.turns)
 
-    Raises:
-        RequestError: it cannot be served, whatever there is room for.
-    """
-    appliance, state = appliance_of(http), http.scope["state"]
-    model = appliance.model
-    num_sequences = max(len(ask.prompts), 1) * ask.num_choices
-    if num_sequences > appliance.max_per_request:
-        raise invalid_value(
-            "n",
-            f"asks for {num_sequences} choices in all; "
-            f"the queue takes {appliance.max_per_request} from one request",
-        )
+    def validate() -> tuple[Fields, Ask]:
+        fields = Fields.of_body(body)
+        ask = read(fields)
+        _check_choices(ask, max_sequences)
+        return fields, ask
+
+    def do_all() -> tuple[Fields, Ask, _Prepared]:
+        fields, ask = validate()
+        return fields, ask, _prepare(ask, tokenizer, model)
+
+    if len(body) > MAX_INLINE_BYTES:
+        return await turns.large.run(http, do_all)
+    fields, ask = validate()
     is_quick = not ask.is_chat and not ask.constraint
     if is_quick and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS:
-        prepared = _prepare(ask, appliance.tokenizer, model)
-    else:
-        prepared = await asyncio.to_thread(_prepare, ask, appliance.tokenizer, model)
-    peer = peer_of(http)
+        return fields, ask, _prepare(ask, tokenizer, model)
+    return fields, ask, await turns.small.run(http, lambda: _prepare(ask, tokenizer, model))
+
+
+def _check_choices(ask: Ask, most: int) -> None:
+    num_sequences = max(len(ask.prompts), 1) * ask.num_choices
+    if num_sequences > most:
+        raise invalid_value(
+            "n",
+            f"asks for {num_sequences} choices in all; the queue takes {most} from one request",
+        )
+
+
+def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
+    """The request with its sequences."""
+    appliance, state = appliance_of(http), http.scope["state"]
+    model, peer = appliance.model, peer_of(http)
     tokenized_ns = time.monotonic_ns()
     sequences = [
         Sequence(
@@ -108,7 +161,7 @@ async def accept(http: HttpRequest, ask: Ask) -> Accepted:
         for index, token_ids in enumerate(prepared.prompts)
         for choice in range(ask.num_choices)
     ]
-    request = Request(
+    return Request(
         request_id=state["request_id"],
         endpoint=http.url.path,
         model=model.model_id,
@@ -119,7 +172,6 @@ async def accept(http: HttpRequest, ask: Ask) -> Accepted:
         prompt_text=prepared.text,
         client_request_id=client_request_id(http),
     )
-    return Accepted(ask, request, prepared.echoes)
 
 
 def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:

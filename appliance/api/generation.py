@@ -1,7 +1,7 @@
 """A reply that generates, and the two POSTs of OpenAI: from a body to a request's one end.
 
 Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
-Called by: api, which routes to `complete` and `chat`; other endpoints bring a shape of their own.
+Called by: routes (`complete`, `chat`); responses, which brings a shape of its own.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
 Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
 while it writes a large one.
@@ -21,11 +21,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from appliance.api.admission import Accepted, accept, receive
+from appliance.api.admission import Accepted, accept
 from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.stream import Delta, Reply
+from appliance.fields import Fields
 from appliance.request import HUNG_UP
 from appliance.wire import appliance_of, error_response, reply_headers
 from engine.errors import RequestError, Unavailable
@@ -62,21 +63,22 @@ class Shape(Protocol):
 
 async def complete(http: HttpRequest) -> Generation:
     """POST /v1/completions."""
-    fields, appliance = await receive(http, "cmpl-"), appliance_of(http)
-    ask = completion_ask(fields, appliance.model, appliance.max_per_request)
-    return await _generation(http, ask)
+    model, max_prompts = appliance_of(http).model, appliance_of(http).max_per_request
+    return await _generation(
+        http, "cmpl-", lambda fields: completion_ask(fields, model, max_prompts)
+    )
 
 
 async def chat(http: HttpRequest) -> Generation:
     """POST /v1/chat/completions."""
-    fields = await receive(http, "chatcmpl-")
-    return await _generation(http, chat_ask(fields, appliance_of(http).model))
+    model = appliance_of(http).model
+    return await _generation(http, "chatcmpl-", lambda fields: chat_ask(fields, model))
 
 
-async def _generation(http: HttpRequest, ask: Ask) -> Generation:
-    appliance, accepted = appliance_of(http), await accept(http, ask)
+async def _generation(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) -> Generation:
+    appliance, accepted = appliance_of(http), await accept(http, prefix, read)
     shape = ReplyShape(
-        ask=ask,
+        ask=accepted.ask,
         request=accepted.request,
         tokenizer=appliance.tokenizer,
         created=int(time.time()),

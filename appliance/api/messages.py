@@ -1,7 +1,7 @@
 """The messages of a chat, checked and brought into the form that chat templates read.
 
 Owns: roles, contents, and the calls that an assistant made earlier in the conversation.
-Called by: openai.
+Called by: openai, responses.
 Invariant: every content is a string, every call's arguments are an object; what cannot be is
 refused by its place, like `messages[3].content[0].text`.
 Never: knows a template, or which tools there are.
@@ -25,6 +25,9 @@ ROLES = {
     "tool": "tool",
     "function": "tool",  # OpenAI's older word
 }
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+"""Of one message: parts of its content, and calls."""
 MAX_NESTING = 64
 """Of a call's arguments; templates write them out by recursion."""
 
@@ -35,6 +38,8 @@ def read_messages(value: object) -> list[Message]:
         raise invalid_type("messages", "a list of messages", value)
     if not value:
         raise invalid_value("messages", "is empty")
+    if len(value) > MAX_MESSAGES:
+        raise invalid_value("messages", f"has {len(value)} messages, at most {MAX_MESSAGES} may be")
     places = [f"messages[{index}]" for index in range(len(value))]
     return [_message(Fields.of(one, at)) for one, at in zip(value, places, strict=True)]
 
@@ -50,7 +55,7 @@ def _message(fields: Fields) -> Message:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (text := fields.text(name)) is not None:
             message[name] = text
-    if calls := fields.items("tool_calls"):
+    if calls := fields.items("tool_calls", MAX_PARTS):
         if role != "assistant":
             raise invalid_value(fields.path("tool_calls"), "is for the role assistant only")
         places = [f"{fields.path('tool_calls')}[{index}]" for index in range(len(calls))]
@@ -69,6 +74,8 @@ def _content(fields: Fields, role: str) -> str:
         return value
     if not isinstance(value, list):
         raise invalid_type(param, "a string or a list of text parts", value)
+    if len(value) > MAX_PARTS:
+        raise invalid_value(param, f"has {len(value)} parts, at most {MAX_PARTS} may be")
     texts: list[str] = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":

@@ -309,7 +309,9 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
                 code="context_length_exceeded",
                 param="prompt",
             )
-        return [integer(token_id, "prompt", 0, model.vocab_size - 1) for token_id in value]
+        if set(map(type, value)) != {int} or not 0 <= min(value) <= max(value) < model.vocab_size:
+            for token_id in value:  # to say what is wrong
+                integer(token_id, "prompt", 0, model.vocab_size - 1)
     return value
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from appliance.api.admission import accept, receive
+from appliance.api.admission import accept
 from appliance.api.ask import Ask
 from appliance.api.generation import Generation
-from appliance.api.messages import Message
+from appliance.api.messages import MAX_MESSAGES, MAX_PARTS, Message
 from appliance.api.openai import chat_ask, refuse_unsupported
 from appliance.api.response_shape import ResponseShape
+from appliance.api.tools import MAX_TOOLS
 from appliance.fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.request import ModelInfo
 from appliance.wire import appliance_of
@@ -56,12 +57,12 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 async def respond(http: Request) -> Generation:
     """POST /v1/responses."""
-    fields, appliance = await receive(http, "resp_"), appliance_of(http)
+    model = appliance_of(http).model
     try:
-        accepted = await accept(http, response_ask(fields, appliance.model))
+        accepted = await accept(http, "resp_", lambda fields: response_ask(fields, model))
     except RequestError as error:
         raise _in_our_words(error) from error
-    shape = ResponseShape(accepted.request, fields, created_at=int(time.time()))
+    shape = ResponseShape(accepted.request, accepted.fields, created_at=int(time.time()))
     return Generation(http, accepted, shape)
 
 
@@ -73,7 +74,8 @@ def response_ask(fields: Fields, model: ModelInfo) -> Ask:
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1)
     chat["response_format"] = _response_format(fields.nested("text"))
     chat["tools"] = [
-        _tool(Fields.of(one, f"tools[{index}]")) for index, one in enumerate(fields.items("tools"))
+        _tool(Fields.of(one, f"tools[{index}]"))
+        for index, one in enumerate(fields.items("tools", MAX_TOOLS))
     ]
     chat["tool_choice"] = _tool_choice(fields.get("tool_choice"))
     _check_metadata(fields.nested("metadata"))
@@ -86,7 +88,7 @@ def _messages(fields: Fields) -> list[Message]:
     if isinstance(asked, str):
         items: list[Any] = [{"role": "user", "content": asked}]
     else:
-        items = fields.items("input")
+        items = fields.items("input", MAX_MESSAGES)
     if not items:
         raise invalid_value("input", "is empty")
     instructions = fields.text("instructions")
@@ -97,7 +99,7 @@ def _messages(fields: Fields) -> list[Message]:
         message = _message(Fields.of(item, f"input[{index}]"))
         last = messages[-1] if messages else {}
         if message.get("tool_calls") and last.get("role") == "assistant":
-            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
     return messages
@@ -124,6 +126,8 @@ def _text(item: Fields, name: str) -> str:
         return value
     if not isinstance(value, list):
         raise invalid_type(item.path(name), "a string or a list of text parts", value)
+    if len(value) > MAX_PARTS:
+        raise invalid_value(item.path(name), f"has {len(value)} parts, at most {MAX_PARTS} may be")
     parts = [Fields.of(one, f"{item.path(name)}[{index}]") for index, one in enumerate(value)]
     texts = []
     for part in parts:

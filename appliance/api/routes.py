@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api.admission import AdmissionTurns
 from appliance.api.authority import peer_of
 from appliance.api.control import control_routes
 from appliance.api.edge import Edge
@@ -32,7 +33,7 @@ from engine.errors import Unavailable
 
 def build_app(appliance: Appliance) -> Edge:
     """The ASGI application in front of an appliance."""
-    return Edge(
+    edge = Edge(
         appliance,
         [
             Route("/v1/completions", complete, methods=["POST"]),
@@ -49,6 +50,8 @@ def build_app(appliance: Appliance) -> Edge:
             *log_routes(),
         ],
     )
+    edge.state.turns = AdmissionTurns()
+    return edge
 
 
 async def models(http: Request) -> Response:

@@ -15,7 +15,7 @@ from typing import Any
 
 from appliance.api.tool_format import ToolFormat
 from appliance.fields import Fields, invalid_type, invalid_value, unsupported
-from engine.grammar import calls_grammar
+from engine.grammar import GrammarError, calls_grammar
 from engine.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -35,27 +35,32 @@ class Tools:
     is_strict: bool
 
     def grammar(self, tool_format: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """What the output must match; None if calls cannot be told from free text beforehand."""
+        """What the output must match; None if calls cannot be told from free text beforehand.
+
+        Raises:
+            RequestError: the schemas are too large.
+        """
         if tool_format.is_bare and not self.is_required:
             return None
         special_id = tokenizer.special_id(tool_format.mark)
-        return calls_grammar(
-            self.schemas,
-            tool_format.syntax,
-            special_ids={} if special_id is None else {tool_format.mark: special_id},
-            is_required=self.is_required,
-            is_parallel=self.is_parallel,
-            is_lenient=not self.is_strict,
-        )
+        try:
+            return calls_grammar(
+                self.schemas,
+                tool_format.syntax,
+                special_ids={} if special_id is None else {tool_format.mark: special_id},
+                is_required=self.is_required,
+                is_parallel=self.is_parallel,
+                is_lenient=not self.is_strict,
+            )
+        except GrammarError as error:
+            raise invalid_value("tools", f"cannot be compiled: {error}") from error
 
 
 def read_tools(fields: Fields) -> Tools | None:
     """The tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
     choice = fields.get("tool_choice")
     is_parallel = fields.boolean("parallel_tool_calls", default=True)
-    definitions = fields.items("tools")
-    if len(definitions) > MAX_TOOLS:
-        raise invalid_value("tools", f"has more than {MAX_TOOLS} functions")
+    definitions = fields.items("tools", MAX_TOOLS)
     functions = [_function(one, f"tools[{index}]") for index, one in enumerate(definitions)]
     schemas = {function.required("name"): _parameters(function) for function in functions}
     if len(schemas) < len(functions):

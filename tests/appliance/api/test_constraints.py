@@ -62,6 +62,10 @@ def test_each_form_has_a_grammar_that_compiles(fields):
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a" * 100_000}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a" * 1000] * 100}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"enum": [[]] * 70_000}}}, "structured_outputs.json"),
+        ({"guided_json": {"a" * 70_000: {}}}, "guided_json"),
     ],
 )
 def test_a_form_that_cannot_be_is_refused_by_its_place(fields, param):
@@ -77,7 +81,6 @@ def test_a_form_that_cannot_be_is_refused_by_its_place(fields, param):
         {"response_format": json_schema({"$ref": "#/nowhere"})},
         {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"grammar": "start: nowhere"}},
-        {"structured_outputs": {"regex": "a" * 100_000}},
     ],
 )
 def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):

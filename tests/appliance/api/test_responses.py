@@ -7,6 +7,8 @@ import openai
 import pydantic
 import pytest
 
+from appliance.api.responses import response_ask
+from appliance.fields import Fields
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance
@@ -328,3 +330,32 @@ async def test_unknown_fields_are_ignored_and_told(served):
     reply = await served.http.post("/v1/responses", json=body)
     assert reply.status_code == 200
     assert "frobnicate" in reply.headers["x-penstock-ignored"]
+
+
+def test_calls_that_follow_one_another_belong_to_one_message(appliance):
+    call = {"type": "function_call", "name": "weather", "arguments": "{}"}
+    items = [{"role": "user", "content": "?"}, *({**call, "call_id": str(n)} for n in range(1000))]
+    ask = response_ask(Fields({"input": items}), appliance.model)
+    (_, said) = ask.chat.messages
+    assert [one["id"] for one in said["tool_calls"]] == [str(number) for number in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": "a"}] * 4097}, "input"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "a"}] * 1025},
+                ]
+            },
+            "input[0].content",
+        ),
+        ({"input": "a", "tools": [WEATHER] * 129}, "tools"),
+    ],
+)
+async def test_lists_have_bounds(served, body, param):
+    reply = await served.http.post("/v1/responses", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert "at most" in reply.json()["error"]["message"]

@@ -1,0 +1,100 @@
+"""From bodies to requests: which are read where, and what is too much."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from appliance.api import admission
+from appliance.fields import MAX_MARKS
+from engine.tokenizer import Tokenizer
+from tests.appliance.api_server import serving
+from tests.fakes import FakeAppliance, until
+from tests.tiny_tokenizers import CHATML, byte_level
+
+
+@pytest.fixture
+def appliance():
+    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
+
+
+@pytest.fixture
+async def served(appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        yield served
+
+
+async def refusal(served, path, body):
+    reply = await served.http.post(path, json=body)
+    error = reply.json()["error"]
+    return reply.status_code, error["param"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": ""}] * 4097, "messages"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}],
+            "messages[0].content",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 1025}],
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+async def test_conversations_have_bounds(served, messages, param):
+    status, where, message = await refusal(served, "/v1/chat/completions", {"messages": messages})
+    assert (status, where) == (400, param)
+    assert "at most" in message
+
+
+async def test_a_body_of_a_million_lists_is_refused_before_it_is_decoded(served):
+    body = {"prompt": "hello", "x": [[]] * MAX_MARKS}
+    for path in ("/v1/completions", "/tokenize"):
+        status, _, message = await refusal(served, path, body)
+        assert (status, "brackets" in message) == (400, True)
+
+
+async def test_a_large_body_that_is_a_text_is_read(served, appliance):
+    reply = await served.complete(prompt="hello", max_tokens=1, x="x" * (1 << 20))
+    assert reply.status_code == 200
+    assert reply.headers["x-penstock-ignored"] == "x"
+
+
+async def test_token_ids_are_taken_as_they_are_and_what_is_none_is_refused(served, appliance):
+    await served.complete(prompt=[[1, 2], [3]], max_tokens=1)
+    sequences = appliance.submitted[0].sequences
+    assert [sequence.prompt_token_ids for sequence in sequences] == [[1, 2], [3]]
+    for bad in ([1, True], [1, 2.0], [1, -1], [1, 10**30], [1, None], [1, "a"]):
+        assert (await refusal(served, "/v1/completions", {"prompt": bad}))[:2] == (400, "prompt")
+
+
+async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
+    served, appliance, monkeypatch
+):
+    gate, entered = threading.Event(), []
+
+    class SlowFields(admission.Fields):
+        @classmethod
+        def of_body(cls, body):
+            if len(body) > admission.MAX_INLINE_BYTES:
+                entered.append(len(body))
+                assert gate.wait(10)
+            return super().of_body(body)
+
+    monkeypatch.setattr(admission, "Fields", SlowFields)
+    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * admission.MAX_INLINE_BYTES}
+    try:
+        waiting = [await served.post("/v1/completions", large) for _ in range(3)]
+        await until(lambda: len(entered) == admission.NUM_THREADS)
+        assert (await served.chat(max_tokens=1)).status_code == 200
+        assert len(entered) == admission.NUM_THREADS
+        _, writer = waiting.pop()
+        writer.close()  # whose work has not begun
+    finally:
+        gate.set()
+    for reader, _ in waiting:
+        assert b" 200 " in await reader.readline()
