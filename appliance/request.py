@@ -128,6 +128,10 @@ class Appliance(Protocol):
     def max_per_request(self) -> int:
         """Sequences that one request may bring; the queue never takes more at once."""
 
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Prompt tokens that one of several sequences may bring; likewise."""
+
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
 

@@ -90,6 +90,11 @@ class Service:
         """Sequences that one request may bring."""
         return self._router.queue.max_per_request
 
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Prompt tokens that a request of several sequences may bring."""
+        return self._router.queue.max_tokens_per_request
+
     def set_queue_limits(self, max_queued: int, max_queued_tokens: int) -> None:
         """Change what may wait from now on; what waits already stays."""
         self._router.queue.set_limits(max_queued, max_queued_tokens)

@@ -55,6 +55,11 @@ class FairQueue:
         return max(self._sequences.max_per_request, 1)
 
     @property
+    def max_tokens_per_request(self) -> int:
+        """The most prompt tokens that one request of several sequences may bring."""
+        return self._tokens.max_per_request
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens that wait."""
         return self._tokens.total

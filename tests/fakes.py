@@ -70,6 +70,10 @@ class FakeAppliance:
     def max_per_request(self) -> int:
         return self.max_queued
 
+    @property
+    def max_tokens_per_request(self) -> int:
+        return 4 * self.model.max_model_len
+
     def check_available(self) -> None:
         if self.unavailable is not None:
             raise self.unavailable

@@ -110,13 +110,13 @@ async def _read(
     """The body, what it asks, and what that needs; on the loop only if all of it is quick."""
     appliance = appliance_of(http)
     tokenizer, model = appliance.tokenizer, appliance.model
-    max_sequences = appliance.max_per_request
+    limits = appliance.max_per_request, appliance.max_tokens_per_request
     turns = cast(AdmissionTurns, http.app.state.turns)
 
     def validate() -> tuple[Fields, Ask]:
         fields = Fields.of_body(body)
         ask = read(fields)
-        _check_choices(ask, max_sequences)
+        _check_choices(ask, *limits)
         return fields, ask
 
     def do_all() -> tuple[Fields, Ask, _Prepared]:
@@ -132,12 +132,20 @@ async def _read(
     return fields, ask, await turns.small.run(http, lambda: _prepare(ask, tokenizer, model))
 
 
-def _check_choices(ask: Ask, most: int) -> None:
+def _check_choices(ask: Ask, most: int, most_tokens: int) -> None:
+    """Refuse what the queue would, before work is spent on it; texts it counts when it can."""
     num_sequences = max(len(ask.prompts), 1) * ask.num_choices
     if num_sequences > most:
         raise invalid_value(
             "n",
             f"asks for {num_sequences} choices in all; the queue takes {most} from one request",
+        )
+    num_ids = sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, list))
+    if num_sequences > 1 and num_ids * ask.num_choices > most_tokens:
+        raise invalid_value(
+            "prompt",
+            f"has {num_ids * ask.num_choices} tokens in all its choices; "
+            f"the queue takes {most_tokens} from one request",
         )
 
 

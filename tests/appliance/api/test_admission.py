@@ -72,6 +72,13 @@ async def test_token_ids_are_taken_as_they_are_and_what_is_none_is_refused(serve
         assert (await refusal(served, "/v1/completions", {"prompt": bad}))[:2] == (400, "prompt")
 
 
+async def test_more_token_ids_than_the_queue_takes_are_refused_before_work_is_spent(served):
+    body = {"prompt": [[1] * 200] * 6, "max_tokens": 1}
+    status, param, message = await refusal(served, "/v1/completions", body)
+    assert (status, param) == (400, "prompt")
+    assert "1200 tokens" in message
+
+
 async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
     served, appliance, monkeypatch
 ):
