@@ -91,13 +91,12 @@ async def accept(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) 
         QueueFull: too much of this peer waits to be read.
         RequestError: it cannot be served, whatever there is room for.
     """
-    http.scope["state"] |= {
-        "request_id": f"{prefix}{secrets.token_hex(12)}",
-        "arrived_ns": time.monotonic_ns(),
-        "received_at": utc_now(),
-    }
+    state = http.scope["state"]
+    state["request_id"] = f"{prefix}{secrets.token_hex(12)}"
     require(http, Role.USER)
     body = await http.body()
+    # A client that sends slowly has not waited for us, and gains no place in the queue by it.
+    state |= {"arrived_ns": time.monotonic_ns(), "received_at": utc_now()}
     appliance_of(http).check_available()
     fields, ask, prepared = await _read(http, body, read)
     request = _request(http, ask, prepared)
