@@ -8,6 +8,7 @@ Never: finds out who a peer is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from starlette.requests import Request
@@ -20,6 +21,11 @@ from engine.errors import Forbidden, RequestError
 def peer_of(http: Request) -> Peer:
     """Who asks, as the server found out."""
     return cast(Peer | None, http.scope["state"].get("peer")) or Peer()
+
+
+def is_known(http: Request) -> bool:
+    """Whether who asks would still be let in; a reply that has no end asks again and again."""
+    return cast(Callable[[], bool], http.scope["state"]["is_known"])()
 
 
 def require(http: Request, role: Role) -> Peer:

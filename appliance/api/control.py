@@ -15,8 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from appliance.api.authority import not_live, peer_of, request_not_found, require, require_owner
-from appliance.request import Appliance, Role
+from appliance.api.authority import (
+    is_known,
+    not_live,
+    peer_of,
+    request_not_found,
+    require,
+    require_owner,
+)
+from appliance.request import Role
 from appliance.wire import appliance_of, json_response
 
 
@@ -66,31 +73,33 @@ async def state(http: Request) -> Response:
 
 
 async def stream(http: Request) -> Response:
-    """Frames, the newest at once and each new one when it is made, until either side leaves."""
+    """Frames, the newest at once and each new one when it is made, until either side leaves.
+
+    A key that is revoked meanwhile gets no further one.
+    """
     wants_events = "text/event-stream" in http.headers.get("accept", "")
     prefix, suffix = (b"data: ", b"\n\n") if wants_events else (b"", b"\n")
     media_type = "text/event-stream" if wants_events else "application/x-ndjson"
-    appliance, stopping = appliance_of(http), http.app.state.stopping
 
     async def lines() -> AsyncIterator[bytes]:
         if http.method == "HEAD":
             return
-        async for frame_json in _frames(appliance, stopping):
+        async for frame_json in _frames(http):
             yield prefix + frame_json + suffix
 
     return StreamingResponse(lines(), media_type=media_type, headers={"cache-control": "no-store"})
 
 
-async def _frames(appliance: Appliance, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-    """Frames until `stopping` is set."""
-    seq = -1
-    stopped = asyncio.create_task(stopping.wait())
+async def _frames(http: Request) -> AsyncIterator[bytes]:
+    """Frames until the server stops, or knows its client no longer."""
+    appliance, seq = appliance_of(http), -1
+    stopped = asyncio.create_task(http.app.state.stopping.wait())
     try:
         while True:
             newer = asyncio.create_task(appliance.next_frame_json(seq))
             try:
                 await asyncio.wait({newer, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if stopped.done():
+                if stopped.done() or not is_known(http):
                     return
                 seq, frame_json = newer.result()
             finally:

@@ -1,6 +1,7 @@
 """In front of every route: who asks, whether the request is sound, how much it may send.
 
-Owns: `scope["state"]["peer"]`, the key that TCP asks for, and the limits on heads and bodies.
+Owns: `scope["state"]["peer"]`, and `is_known` beside it, which tells whether it still is; the key
+that TCP asks for, and the limits on heads and bodies.
 Called by: server, around the application of the api; connection, for one refusal.
 Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
 the memory for half-sent bodies nobody holds more than is left for all others.
@@ -13,9 +14,11 @@ Host header is: a page whose name was rebound to this machine sends its own.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import cast
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,6 +54,7 @@ class Gate:
         try:
             _check_head(scope)
             scope["state"]["peer"] = self._peer(scope)
+            scope["state"]["is_known"] = functools.partial(self._is_known, scope)
         except RequestError as error:
             response = error_response(Request(scope), error)
             if error.status == 401:
@@ -66,7 +70,7 @@ class Gate:
             body.settle()
 
     def _peer(self, scope: Scope) -> Peer:
-        who: Credentials | None = scope["state"]["credentials"]
+        who = _credentials(scope)
         if who is not None:
             return self.policy.peer_of(who)
         if not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
@@ -75,8 +79,8 @@ class Gate:
                 code="host_not_allowed",
                 hint="call it localhost or 127.0.0.1, also from a proxy",
             )
-        scheme, _, key = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
-        peer = self.policy.holder_of(key.strip()) if scheme.lower() == "bearer" else None
+        key = _bearer_key(scope)
+        peer = self.policy.holder_of(key)
         if peer is None and scope["path"] == OPEN_PATH:
             return Peer()
         if peer is None:
@@ -89,6 +93,11 @@ class Gate:
             )
         scope["state"]["on_key"](peer.key)
         return peer
+
+    def _is_known(self, scope: Scope) -> bool:
+        """False once the policy has lost the key by which it came in."""
+        is_process = _credentials(scope) is not None
+        return is_process or self.policy.holder_of(_bearer_key(scope)) is not None
 
 
 class _Body:
@@ -173,6 +182,16 @@ def headers_too_large() -> RequestError:
         code="headers_too_large",
         status=431,
     )
+
+
+def _credentials(scope: Scope) -> Credentials | None:
+    return cast(Credentials | None, scope["state"]["credentials"])
+
+
+def _bearer_key(scope: Scope) -> str:
+    """Empty if there is none, which is nobody's."""
+    scheme, _, key = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

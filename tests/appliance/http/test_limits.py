@@ -122,6 +122,18 @@ def code_of(reply: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
+async def watch(running, key):
+    """A connection in use: frames that never end."""
+    reader, writer = await running.connect(tcp=True)
+    writer.write(
+        f"GET /v1/penstock/stream HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {key}\r\n\r\n".encode()
+    )
+    async with asyncio.timeout(10):
+        status = int((await reader.readline()).split()[1])
+    return status, reader, writer
+
+
 # who
 
 
@@ -175,6 +187,20 @@ async def test_a_new_policy_holds_for_connections_that_are_open(running):
     assert (await running.tcp.get("/v1/models", headers=key)).status_code == 200
     running.server.policy = AccessPolicy(keys=(ApiKey("bob", Role.USER, bytes(32)),))
     assert (await running.tcp.get("/v1/models", headers=key)).status_code == 401
+
+
+async def test_the_frames_of_a_key_end_when_it_is_revoked(running, appliance):
+    process, writer = await running.connect()
+    writer.write(b"GET /v1/penstock/stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    _status, reader, _ = await watch(running, running.key)
+    async with asyncio.timeout(10):
+        await reader.readuntil(b'"seq":')
+        # The same name, another key: it may have been replaced because it was stolen.
+        (key,) = running.policy.keys
+        keys = (dataclasses.replace(key, digest=bytes(32)),)
+        running.server.policy = dataclasses.replace(running.policy, keys=keys)
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+        await process.readuntil(f'"seq":{appliance.frame_seq + 2}'.encode())
 
 
 # what
@@ -487,18 +513,6 @@ async def test_half_a_body_and_then_the_end_is_nothing(running, appliance, caplo
 async def narrow(appliance, tmp_path):
     async with Running(appliance, tmp_path, max_connections=4, limits=Limits()) as running:
         yield running
-
-
-async def watch(running, key):
-    """A connection in use: frames that never end."""
-    reader, writer = await running.connect(tcp=True)
-    writer.write(
-        f"GET /v1/penstock/stream HTTP/1.1\r\nHost: localhost\r\n"
-        f"Authorization: Bearer {key}\r\n\r\n".encode()
-    )
-    async with asyncio.timeout(10):
-        status = int((await reader.readline()).split()[1])
-    return status, reader, writer
 
 
 async def test_beyond_the_limit_503_is_said_at_once(narrow):
