@@ -147,7 +147,8 @@ class Console(App[None]):
         self._show()
 
     def _show(self) -> None:
-        self.overview.show(self.view)
+        if self.screen_stack:  # a last message may come while the screens are being taken down
+            self.overview.show(self.view)
 
     def action_pause(self) -> None:
         """Hold the screen; frames keep arriving behind it."""
@@ -170,7 +171,7 @@ class Console(App[None]):
             self.push_screen(Detail(request, is_ascii=self._is_ascii))
 
     def _update_detail(self, frame: Frame) -> None:
-        dialog = self.screen
+        dialog = self.screen_stack[-1] if self.screen_stack else None
         if not isinstance(dialog, Detail) or dialog.request.finish_reason is not None:
             return
         live = {request.id: request for request in frame.requests}

@@ -57,6 +57,14 @@ async def test_it_reconnects_when_the_daemon_dies_and_returns(socket_path):
         await daemon.die()
 
 
+async def test_a_message_that_comes_while_it_closes_is_harmless(busy):
+    async with console_at(80, 24, busy) as (console, _):
+        pass
+    assert not console.screen_stack
+    console.on_link_lost(LinkLost(feed.FeedLost("gone"), 1.0))
+    console.on_frame_arrived(FrameArrived(frames.busy(200)))
+
+
 async def test_seconds_are_counted_while_the_daemon_is_away(busy):
     clock = frames.FakeClock()
     async with console_at(80, 24, busy, clock=clock) as (console, pilot):
