@@ -79,6 +79,10 @@ def _address(listener: socket.socket) -> str:
     return str(TcpAddress(*listener.getsockname()[:2]))
 
 
+def _log_limits(config: ServeConfig) -> Limits:
+    return Limits(config.log_keep_days, config.log_max_bytes)
+
+
 def _has_terminal() -> bool:
     """Whether the process has a controlling terminal that is still there."""
     try:
@@ -152,10 +156,7 @@ class _Daemon:
         return listeners
 
     def _open_log(self) -> RequestLog:
-        request_log = RequestLog(
-            self._config.log_path,
-            Limits(self._config.log_keep_days, self._config.log_max_bytes),
-        )
+        request_log = RequestLog(self._config.log_path, _log_limits(self._config))
         request_log.start_run(
             version=version("penstock"),
             model=self._plan.checkpoint.folder.name,
@@ -226,7 +227,7 @@ class _Daemon:
         self._server.policy = policy
         self._service.set_queue_limits(config.max_queued, config.max_queued_tokens)
         self._service.keeps_text = config.log_text
-        self._request_log.set_limits(Limits(config.log_keep_days, config.log_max_bytes))
+        self._request_log.set_limits(_log_limits(config))
         about = f"configuration reloaded ({', '.join(changed) or 'nothing changed'})"
         self._service.event("info", "config.reloaded", about)
         if fixed:

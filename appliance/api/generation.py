@@ -28,14 +28,13 @@ from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.stream import Delta, Reply
 from appliance.fields import Fields
 from appliance.request import HUNG_UP
-from appliance.wire import appliance_of, error_response, reply_headers
+from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
 
 KEEP_ALIVE_S = 10.0
 MAX_INLINE_LOGPROBS = 2048
 """Replies that tell more of them at once are written in a thread."""
-CLIENT_CLOSED_REQUEST = 499
 MAX_IGNORED = 20
 """Names in the header that tells which fields had no effect."""
 
@@ -200,11 +199,12 @@ class Generation:
         return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
 
     def _headers(self) -> dict[str, str]:
-        headers = reply_headers(self._http)
-        if names := self._ask.ignored[:MAX_IGNORED]:
-            clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names]
-            headers["x-penstock-ignored"] = ", ".join(filter(None, clean))
-        return headers
+        """Beyond those that edge gives every reply."""
+        names = self._ask.ignored[:MAX_IGNORED]
+        if not names:
+            return {}
+        clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names]
+        return {"x-penstock-ignored": ", ".join(filter(None, clean))}
 
     def _failure(self, deltas: list[Delta]) -> RequestError | None:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
