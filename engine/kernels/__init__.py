@@ -1,0 +1,1 @@
+"""CPU kernels in C, and the door to them."""

@@ -1,0 +1,128 @@
+/* Helper threads for a worker that has more than one core, and each thread's scratch memory.
+ *
+ * Not OpenMP: torch brings a runtime of its own, and a second one in the process, or one that spins
+ * without bound on a core that somebody else wants, costs more than it saves. A helper spins briefly
+ * after its work, for the next call is usually microseconds away, and then sleeps. With one thread
+ * none of this is touched. One caller at a time: a worker computes on one thread.
+ */
+#include "kernels.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#if defined(__x86_64__)
+#define pause_briefly() __builtin_ia32_pause()
+#else
+#define pause_briefly() ((void)0)
+#endif
+
+enum { MAX_HELPERS = 255, SPINS = 4000 };
+
+static struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t has_work;
+    int64_t num_helpers;
+    int64_t num_sleeping;
+    parallel_body body;
+    void *context;
+    int64_t num_items;
+    _Atomic uint64_t call; /* its number above, in the low byte how many helpers take part */
+    _Atomic int64_t next_item;
+    _Atomic int64_t num_working;
+} pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .has_work = PTHREAD_COND_INITIALIZER};
+
+static void work(void)
+{
+    int64_t item;
+    while ((item = atomic_fetch_add(&pool.next_item, 1)) < pool.num_items)
+        pool.body(pool.context, item);
+}
+
+/* The first call after the one seen. */
+static uint64_t next_call(uint64_t seen)
+{
+    for (int spin = 0; spin < SPINS; spin++) {
+        const uint64_t call = atomic_load(&pool.call);
+        if (call != seen)
+            return call;
+        pause_briefly();
+    }
+    pthread_mutex_lock(&pool.mutex);
+    pool.num_sleeping++;
+    while (atomic_load(&pool.call) == seen)
+        pthread_cond_wait(&pool.has_work, &pool.mutex);
+    pool.num_sleeping--;
+    pthread_mutex_unlock(&pool.mutex);
+    return atomic_load(&pool.call);
+}
+
+static void *help(void *argument)
+{
+    const uint64_t index = (uint64_t)(uintptr_t)argument;
+    uint64_t call = 0;
+    for (;;) {
+        call = next_call(call);
+        if (index < (call & MAX_HELPERS)) {
+            work();
+            atomic_fetch_sub(&pool.num_working, 1);
+        }
+    }
+    return NULL;
+}
+
+/* As many helpers as there are, or could be started. */
+static int64_t started_helpers(int64_t num_wanted)
+{
+    num_wanted = num_wanted < MAX_HELPERS ? num_wanted : MAX_HELPERS;
+    while (pool.num_helpers < num_wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, help, (void *)(uintptr_t)pool.num_helpers) != 0)
+            return pool.num_helpers;
+        pthread_detach(thread);
+        pool.num_helpers++;
+    }
+    return num_wanted;
+}
+
+void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, void *context)
+{
+    num_threads = num_threads < num_items ? num_threads : num_items;
+    const int64_t num_helpers = num_threads > 1 ? started_helpers(num_threads - 1) : 0;
+    if (num_helpers == 0) {
+        for (int64_t item = 0; item < num_items; item++)
+            body(context, item);
+        return;
+    }
+    pool.body = body;
+    pool.context = context;
+    pool.num_items = num_items;
+    atomic_store(&pool.next_item, 0);
+    atomic_store(&pool.num_working, num_helpers);
+    pthread_mutex_lock(&pool.mutex);
+    const uint64_t number = (atomic_load(&pool.call) >> 8) + 1;
+    atomic_store(&pool.call, number << 8 | (uint64_t)num_helpers);
+    if (pool.num_sleeping > 0)
+        pthread_cond_broadcast(&pool.has_work);
+    pthread_mutex_unlock(&pool.mutex);
+    work();
+    for (int spin = 0; atomic_load(&pool.num_working) > 0; spin++) {
+        if (spin < SPINS)
+            pause_briefly();
+        else
+            sched_yield(); /* a helper has lost its core */
+    }
+}
+
+void *scratch(size_t num_bytes)
+{
+    static _Thread_local void *memory;
+    static _Thread_local size_t capacity;
+    if (num_bytes > capacity) {
+        num_bytes = (num_bytes + 4095) / 4096 * 4096;
+        free(memory);
+        memory = aligned_alloc(64, num_bytes);
+        capacity = memory == NULL ? 0 : num_bytes;
+    }
+    return memory;
+}

@@ -1,0 +1,40 @@
+"""Builds the compiled CPU kernels, one extension module for each instruction set.
+
+The same C files are compiled once per level; `engine/kernels/cpu.py` imports the best one that the
+machine can run. All are optional: without a C compiler the install succeeds and torch computes.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path("engine/kernels")
+COMMON = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+X86_LEVELS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
+    + ["-mfma", "-mf16c", "-mprefer-vector-width=512"],
+}
+
+
+def levels() -> dict[str, list[str]]:
+    """The compiler's flags for each level that this architecture can have."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    return {"portable": []} | (X86_LEVELS if is_x86 else {})
+
+
+setup(
+    ext_modules=[
+        Extension(
+            f"engine.kernels._{level}",
+            sources=sorted(str(path) for path in FOLDER.glob("*.c")),
+            depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+            define_macros=[("LEVEL", level)],
+            extra_compile_args=COMMON + flags,
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+        for level, flags in levels().items()
+    ]
+)
