@@ -1,0 +1,126 @@
+"""When requests arrive and how long they are: drawn, or read from a trace.
+
+Owns: the arrival processes and the form of traces. Called by: load, interference, cli.
+Invariant: pure but for the trace's file; the same seed gives the same schedule, so that all arms
+of a round get the same one.
+Never: waits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from engine.errors import ConfigError
+
+
+class Arrival(NamedTuple):
+    """One request to be made."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+class Lengths(NamedTuple):
+    """A number of tokens: fixed, or anything between two with the same chance."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read `512` or `128-1024`.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        low, _, high = text.partition("-")
+        lengths = cls(int(low), int(high or low))
+        if not 1 <= lengths.low <= lengths.high:
+            raise ValueError("the first is at least 1, and the second not below it")
+        return lengths
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return rng.randint(self.low, self.high)
+
+
+def drawn(
+    rate_per_s: float,
+    burstiness: float,
+    seconds: float,
+    inputs: Lengths,
+    outputs: Lengths,
+    rng: random.Random,
+) -> list[Arrival]:
+    """Arrivals whose gaps follow a gamma distribution of mean 1 / rate.
+
+    Args:
+        rate_per_s: requests per second, on average.
+        burstiness: the distribution's shape, as vLLM's benchmark client has it: 1 is a Poisson
+            process, less comes in bursts, more comes evenly.
+        seconds: none arrives later.
+        inputs: prompt tokens.
+        outputs: tokens to generate.
+        rng: of the schedule.
+    """
+    times = _gamma_times(rate_per_s, burstiness, seconds, rng)
+    return [Arrival(at_s, inputs.draw(rng), outputs.draw(rng)) for at_s in times]
+
+
+def _gamma_times(
+    rate_per_s: float, burstiness: float, seconds: float, rng: random.Random
+) -> Iterator[float]:
+    at_s = 0.0
+    while (at_s := at_s + rng.gammavariate(burstiness, 1 / (burstiness * rate_per_s))) < seconds:
+        yield at_s
+
+
+def regular(interval_s: float, seconds: float, inputs: int, outputs: int) -> list[Arrival]:
+    """One after every `interval_s`, of that many tokens in and out; at least one."""
+    count = max(1, math.ceil(seconds / interval_s) - 1)
+    return [Arrival(i * interval_s, inputs, outputs) for i in range(1, count + 1)]
+
+
+class _TraceLine(msgspec.Struct):
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Arrivals from lines of JSON: `timestamp` in ms, `input_length`, `output_length`.
+
+    These are the keys of the traces that Mooncake published, which other load generators read too;
+    further keys are ignored. Times count from the earliest.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read: {error.strerror}", where=str(path)) from error
+    numbered = enumerate(lines, start=1)
+    arrivals = sorted(_arrival(line, f"{path}:{n}") for n, line in numbered if line.strip())
+    if not arrivals:
+        raise ConfigError("the trace has no line", where=str(path))
+    return [each._replace(at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
+
+
+def _arrival(line: bytes, where: str) -> Arrival:
+    try:
+        each = msgspec.json.decode(line, type=_TraceLine)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"not a line of a trace: {error}",
+            where=where,
+            hint='give {"timestamp": ms, "input_length": n, "output_length": n}',
+        ) from error
+    return Arrival(each.timestamp / 1000, each.input_length, each.output_length)

@@ -1,0 +1,143 @@
+"""What long prompts do to everybody else's tokens.
+
+Three measurements on one server: the prompts alone, the streams alone (quiet), and the streams
+while the prompts arrive (loaded). The result is how much wider the streams' worst gaps become, and
+how much longer the prompts wait for their first token.
+Owns: these three phases. Called by: cli.
+Invariant: a gap counts only between the moment when all streams have begun and the end of the
+phase; streams run until the last prompt has its answer.
+Never: compares servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from appliance.bench.arrivals import Lengths, regular
+from appliance.bench.exchange import exchange
+from appliance.bench.load import PATIENCE_S, Load, Tick, measure, offer
+from appliance.bench.samples import Sample, sample_of
+from appliance.bench.statistics import Figures
+from appliance.bench.target import Target
+from appliance.latency import quantile
+from engine.errors import PenstockError
+
+STREAM_INPUT_TOKENS = 32
+STREAM_OUTPUT_TOKENS = 256
+"""Then a stream begins anew; its first token is no gap."""
+PROMPT_OUTPUT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Two phases of `seconds` each, and a quarter of that for the prompts alone."""
+
+    num_streams: int
+    prompt_tokens: int
+    every_s: float
+    seconds: float
+
+
+class Disturbed(msgspec.Struct):
+    """One server in one round."""
+
+    arm: str
+    round_index: int
+    quiet_itl_ms: list[float]
+    loaded_itl_ms: list[float]
+    alone: list[Sample]
+    """The prompts without the streams, one at a time."""
+    loaded: list[Sample]
+    """The prompts among the streams."""
+
+    def figures(self) -> Figures:
+        """The round in figures."""
+        quiet_p50 = quantile(self.quiet_itl_ms, 0.5)
+        loaded_p99 = quantile(self.loaded_itl_ms, 0.99)
+        alone_ms = [s.ttft_ms for s in self.alone if s.ttft_ms is not None]
+        loaded_ms = [s.ttft_ms for s in self.loaded if s.ttft_ms is not None]
+        return {
+            "p99_loaded_over_p50_quiet": loaded_p99 / quiet_p50
+            if loaded_p99 is not None and quiet_p50
+            else None,
+            "quiet_itl_ms_p50": quiet_p50,
+            "quiet_itl_ms_p99": quantile(self.quiet_itl_ms, 0.99),
+            "loaded_itl_ms_p50": quantile(self.loaded_itl_ms, 0.5),
+            "loaded_itl_ms_p99": loaded_p99,
+            "loaded_itl_ms_max": quantile(self.loaded_itl_ms, 1.0),
+            "alone_ttft_ms_p50": quantile(alone_ms, 0.5),
+            "loaded_ttft_ms_p50": quantile(loaded_ms, 0.5),
+            "loaded_ttft_ms_max": quantile(loaded_ms, 1.0),
+            "unanswered": sum(not s.is_completed for s in (*self.alone, *self.loaded)),
+        }
+
+
+async def disturb(
+    target: Target, plan: Plan, label: str, round_index: int, tick: Tick
+) -> Disturbed:
+    """Measure all three.
+
+    Raises:
+        PenstockError: a stream failed; its gaps would say nothing.
+    """
+    size, output = plan.prompt_tokens, PROMPT_OUTPUT_TOKENS
+    alone = Load(plan.seconds / 4, Lengths(size, size), Lengths(output, output), concurrency=1)
+    prompts = await measure(target, alone, label, round_index, lambda share: tick(share / 9))
+    quiet, _ = await _phase(target, plan, has_prompts=False)
+    tick(5 / 9)
+    loaded, disturbing = await _phase(target, plan, has_prompts=True)
+    tick(1.0)
+    return Disturbed(label, round_index, quiet, loaded, prompts.samples, disturbing)
+
+
+async def _phase(
+    target: Target, plan: Plan, *, has_prompts: bool
+) -> tuple[list[float], list[Sample]]:
+    """The streams' gaps and the prompts."""
+    origin_ns = time.perf_counter_ns()
+    is_over = asyncio.Event()
+    streams = [
+        asyncio.create_task(_stream(target, origin_ns, is_over)) for _ in range(plan.num_streams)
+    ]
+    prompts: list[Sample] = []
+    if has_prompts:
+        schedule = regular(plan.every_s, plan.seconds, plan.prompt_tokens, PROMPT_OUTPUT_TOKENS)
+        prompts = await offer(target, schedule, PATIENCE_S)
+    else:
+        await asyncio.sleep(plan.seconds)
+    end_ms = (time.perf_counter_ns() - origin_ns) / 1e6
+    is_over.set()
+    return gaps_between(await asyncio.gather(*streams), end_ms), prompts
+
+
+async def _stream(target: Target, origin_ns: int, is_over: asyncio.Event) -> list[Sample]:
+    """One request after another, each to its end, until it is over."""
+    samples = []
+    while not is_over.is_set():
+        request = target.request(STREAM_INPUT_TOKENS, STREAM_OUTPUT_TOKENS)
+        now_ns = time.perf_counter_ns()
+        reply = await exchange(target.address, request, PATIENCE_S)
+        sample = sample_of(reply, origin_ns=origin_ns, due_ns=now_ns)
+        if not sample.is_completed:
+            problem = sample.error or f"no end within {PATIENCE_S:.0f} s"
+            raise PenstockError(f"a stream failed: {problem}", where=target.label)
+        samples.append(sample)
+    return samples
+
+
+def gaps_between(streams: list[list[Sample]], end_ms: float) -> list[float]:
+    """Gaps from the moment when every stream has its first token until the end."""
+    times = [[sample.token_times_ms() for sample in stream] for stream in streams]
+    begun_ms = max(stream[0][0] for stream in times)
+    return [
+        after_ms - before_ms
+        for stream in times
+        for request in stream
+        for before_ms, after_ms in pairwise(request)
+        if before_ms >= begun_ms and after_ms <= end_ms
+    ]

@@ -1,0 +1,151 @@
+"""Load on one server for a while: by schedule, or so many at a time.
+
+Owns: the pace. Called by: compare, cli.
+Invariant: every request that was due is a sample, also one that was refused, failed or never
+ended; a schedule does not wait for replies.
+Never: computes a statistic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from appliance.bench.arrivals import Arrival, Lengths, drawn, read_trace
+from appliance.bench.exchange import exchange
+from appliance.bench.samples import Sample, sample_of
+from appliance.bench.target import Target
+
+PATIENCE_S = 120.0
+"""After the last request was due; what has not ended by then has failed."""
+REFUSED_PAUSE_S = 0.1
+"""A closed loop that is refused would otherwise only measure refusals."""
+POWER_INTERVAL_S = 1.0
+"""The daemon's own: a frame has the mean since the one before."""
+
+Tick = Callable[[float], None]
+"""Called several times a second with the share of the time that has passed, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is offered to a server. One of concurrency, rate_per_s and trace says how.
+
+    A closed loop keeps `concurrency` requests open and waits for each; the other two are open
+    loops, whose requests come when they come.
+    """
+
+    seconds: float
+    inputs: Lengths
+    outputs: Lengths
+    concurrency: int | None = None
+    rate_per_s: float | None = None
+    burstiness: float = 1.0
+    trace: Path | None = None
+    seed: int = 0
+
+    def schedule(self, round_index: int) -> list[Arrival]:
+        """The arrivals of an open loop in one round, the same for all arms."""
+        if self.trace is not None:
+            return [each for each in read_trace(self.trace) if each.at_s < self.seconds]
+        assert self.rate_per_s is not None
+        return drawn(
+            self.rate_per_s,
+            self.burstiness,
+            self.seconds,
+            self.inputs,
+            self.outputs,
+            random.Random(f"{self.seed}/{round_index}"),
+        )
+
+
+class Measured(msgspec.Struct):
+    """What one server did in one round."""
+
+    arm: str
+    round_index: int
+    window_ms: float
+    """Requests were due from 0 until then."""
+    samples: list[Sample]
+    energy_j: float | None = None
+    """Of the machine within the window."""
+
+
+async def measure(target: Target, load: Load, label: str, round_index: int, tick: Tick) -> Measured:
+    """Offer the load and wait for what came of it."""
+    watch = asyncio.create_task(_watch(target, load.seconds, tick))
+    if load.concurrency is not None:
+        samples = await _keep_open(target, load, load.concurrency, round_index)
+    else:
+        samples = await offer(target, load.schedule(round_index), PATIENCE_S)
+    power_w = await watch
+    energy_j = None if power_w is None else power_w * load.seconds
+    return Measured(label, round_index, load.seconds * 1000, samples, energy_j)
+
+
+async def offer(target: Target, schedule: list[Arrival], patience_s: float) -> list[Sample]:
+    """Send each request when it is due, whatever has become of the others."""
+    requests = [target.request(each.input_tokens, each.output_tokens) for each in schedule]
+    origin_ns = time.perf_counter_ns()
+    last_s = max((each.at_s for each in schedule), default=0.0)
+
+    async def send(at_s: float, request: bytes) -> Sample:
+        due_ns = origin_ns + int(at_s * 1e9)
+        await asyncio.sleep((due_ns - time.perf_counter_ns()) / 1e9)
+        return await _send(target, request, origin_ns, due_ns, last_s + patience_s)
+
+    pairs = zip(schedule, requests, strict=True)
+    return await asyncio.gather(*(send(each.at_s, request) for each, request in pairs))
+
+
+async def _keep_open(
+    target: Target, load: Load, concurrency: int, round_index: int
+) -> list[Sample]:
+    """So many clients at once, each of which asks again when it has its answer."""
+    origin_ns = time.perf_counter_ns()
+    samples: list[Sample] = []
+
+    async def client(number: int) -> None:
+        rng = random.Random(f"{load.seed}/{round_index}/{number}")
+        while time.perf_counter_ns() - origin_ns < load.seconds * 1e9:
+            request = target.request(load.inputs.draw(rng), load.outputs.draw(rng))
+            now_ns = time.perf_counter_ns()
+            until_s = load.seconds + PATIENCE_S
+            sample = await _send(target, request, origin_ns, now_ns, until_s)
+            samples.append(sample)
+            if sample.error is not None:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    await asyncio.gather(*map(client, range(concurrency)))
+    return samples
+
+
+async def _send(
+    target: Target, request: bytes, origin_ns: int, due_ns: int, until_s: float
+) -> Sample:
+    left_s = until_s - (time.perf_counter_ns() - origin_ns) / 1e9
+    reply = await exchange(target.address, request, left_s)
+    if reply.ended_ns is None and reply.problem is None:
+        reply.problem = f"no end {PATIENCE_S:.0f} s after the last request was due"
+    return sample_of(reply, origin_ns=origin_ns, due_ns=due_ns)
+
+
+async def _watch(target: Target, seconds: float, tick: Tick) -> float | None:
+    """Tell how far it is, and return the mean power in W."""
+    start_s, readings = time.perf_counter(), []
+    next_reading_s = POWER_INTERVAL_S
+    while (elapsed_s := time.perf_counter() - start_s) < seconds:
+        tick(elapsed_s / seconds)
+        if elapsed_s >= next_reading_s:
+            readings.append(await asyncio.to_thread(target.power_w))
+            next_reading_s += POWER_INTERVAL_S
+        await asyncio.sleep(min(0.25, seconds - elapsed_s))
+    tick(1.0)
+    read_w = [each for each in readings if each is not None]
+    return sum(read_w) / len(read_w) if read_w else None

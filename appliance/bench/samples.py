@@ -1,0 +1,90 @@
+"""What is known of one measured request, and how it reads from a reply.
+
+Owns: the meaning of TTFT, gap, TPOT, late, merged. Called by: load, interference, statistics.
+Invariant: a figure that was not observed is None, or missing from the gaps; never 0.
+Never: opens a connection.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from appliance.bench.exchange import Reply
+
+REFUSALS = (429, 503)
+
+
+class Sample(msgspec.Struct):
+    """One request. Times count from the moment at which it was due, so a late client shows."""
+
+    offered_ms: float
+    """When it was due, from the beginning of the measurement."""
+    late_ms: float
+    """How much later it was sent: the load generator's own lag."""
+    status: int | None = None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    """As the server counts them."""
+    ttft_ms: float | None = None
+    itl_ms: list[float] = []
+    """Every gap after the first token; of tokens that came together, each has its share."""
+    e2e_ms: float | None = None
+    merged_tokens: int = 0
+    """Tokens that came in one event with another, so that their own gap was not seen."""
+
+    @property
+    def is_refused(self) -> bool:
+        """The server said that it has no room."""
+        return self.status in REFUSALS
+
+    @property
+    def is_completed(self) -> bool:
+        """It has all its tokens."""
+        return self.error is None and self.e2e_ms is not None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per token after the first, by the server's count."""
+        if not self.is_completed or self.ttft_ms is None or not self.itl_ms:
+            return None
+        if self.output_tokens is None or self.output_tokens < 2:
+            return None
+        return sum(self.itl_ms) / (self.output_tokens - 1)
+
+    def token_times_ms(self) -> list[float]:
+        """When each token came, from the beginning of the measurement."""
+        if self.ttft_ms is None:
+            return []
+        return list(accumulate(self.itl_ms, initial=self.offered_ms + self.ttft_ms))
+
+
+def sample_of(reply: Reply, *, origin_ns: int, due_ns: int) -> Sample:
+    """A reply as a sample.
+
+    Args:
+        reply: ended, or cut off by its deadline, which is an error unless the caller clears it.
+        origin_ns: the beginning of the measurement.
+        due_ns: when the request was to be sent.
+    """
+    sample = Sample(
+        offered_ms=(due_ns - origin_ns) / 1e6,
+        late_ms=(reply.sent_ns - due_ns) / 1e6,
+        status=reply.status,
+        error=reply.problem,
+        prompt_tokens=reply.prompt_tokens,
+        output_tokens=reply.output_tokens,
+    )
+    if reply.events:
+        sample.ttft_ms = (reply.events[0].at_ns - due_ns) / 1e6
+        for before, event in pairwise(reply.events):
+            share_ms = (event.at_ns - before.at_ns) / 1e6 / event.num_tokens
+            sample.itl_ms += [share_ms] * event.num_tokens
+        counted = sum(event.num_tokens for event in reply.events)
+        # a server that does not say which tokens an event has may still say how many there were
+        sample.merged_tokens = max(counted, reply.output_tokens or 0) - len(reply.events)
+    if reply.ended_ns is not None and reply.problem is None:
+        sample.e2e_ms = (reply.ended_ns - due_ns) / 1e6
+    return sample

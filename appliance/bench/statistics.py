@@ -1,0 +1,139 @@
+"""From samples to figures, and from figures of several rounds to ratios with their spread.
+
+Owns: goodput, throughput, quantiles, and what counts as a difference.
+Called by: compare, interference, cli.
+Invariant: pure. Goodput's denominator is every request that was offered; throughput counts the
+tokens that arrived within the window; a figure without observations is None.
+Never: averages quantiles: a figure over rounds is the median of the rounds' figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from appliance.bench.samples import Sample
+from appliance.latency import quantile
+
+Figures = dict[str, float | None]
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+
+
+class Slo(NamedTuple):
+    """What makes a completed request a good one; None asks nothing."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    """For the 99th percentile of the request's own gaps."""
+
+    @property
+    def is_set(self) -> bool:
+        """There is a bound to meet."""
+        return self != Slo()
+
+    def is_met(self, sample: Sample) -> bool:
+        """Completed within both bounds."""
+        if not sample.is_completed or sample.ttft_ms is None:
+            return False
+        worst_itl_ms = quantile(sample.itl_ms, 0.99)
+        is_prompt = self.ttft_ms is None or sample.ttft_ms <= self.ttft_ms
+        is_steady = self.itl_ms is None or worst_itl_ms is None or worst_itl_ms <= self.itl_ms
+        return is_prompt and is_steady
+
+
+def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
+    """All observations by kind."""
+    seen: dict[str, list[float]] = {name: [] for name in TIMES}
+    for sample in samples:
+        seen["itl_ms"] += sample.itl_ms
+        for name in ("ttft_ms", "tpot_ms"):
+            if (value := getattr(sample, name)) is not None:
+                seen[name].append(value)
+        if sample.is_completed and sample.e2e_ms is not None:
+            seen["e2e_ms"].append(sample.e2e_ms)
+    return seen
+
+
+def summarize(
+    samples: Sequence[Sample], window_ms: float, slo: Slo, energy_j: float | None = None
+) -> Figures:
+    """One round of one arm in figures."""
+    num_tokens = sum(at_ms <= window_ms for sample in samples for at_ms in sample.token_times_ms())
+    completed = [sample for sample in samples if sample.is_completed]
+    figures: Figures = {
+        "offered": len(samples),
+        "completed": len(completed),
+        "refused": sum(sample.is_refused for sample in samples),
+        "failed": sum(not s.is_completed and not s.is_refused for s in samples),
+        "requests_per_s": sum(_ends_by(s, window_ms) for s in completed) / window_ms * 1000,
+        "output_tokens_per_s": num_tokens / window_ms * 1000,
+        "goodput_ratio": _share(sum(map(slo.is_met, samples)), len(samples))
+        if slo.is_set
+        else None,
+        "joules_per_token": None if energy_j is None else _share(energy_j, num_tokens),
+        "input_tokens": _mean(s.prompt_tokens for s in samples),
+        "output_tokens": _mean(s.output_tokens for s in samples),
+        "merged_tokens": sum(sample.merged_tokens for sample in samples),
+        "late_ms_max": max((sample.late_ms for sample in samples), default=None),
+    }
+    for name, values in times(samples).items():
+        for label, q in QUANTILES.items():
+            figures[f"{name}_{label}"] = quantile(values, q)
+    return figures
+
+
+class Spread(NamedTuple):
+    """A figure over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """None of nothing."""
+        return cls(statistics.median(values), min(values), max(values)) if values else None
+
+
+def spread(rounds: Iterable[Figures], key: str) -> Spread | None:
+    """One figure of one arm over its rounds."""
+    return Spread.of([value for each in rounds if (value := each.get(key)) is not None])
+
+
+def ratio(arm: Sequence[Figures], base: Sequence[Figures], key: str) -> Spread | None:
+    """An arm over the base, round by round, since what disturbs a round disturbs both."""
+    pairs = ((one.get(key), other.get(key)) for one, other in zip(arm, base, strict=True))
+    return Spread.of([value / of for value, of in pairs if value is not None and of])
+
+
+def band(again: Spread | None) -> tuple[float, float] | None:
+    """What the same arm, measured twice, differs by; neither of the two is the better one."""
+    if again is None or again.low <= 0:
+        return None
+    reach = max(again.high, 1 / again.low, 1.0)
+    return 1 / reach, reach
+
+
+def verdict(of: Spread | None, noise: tuple[float, float] | None, *, is_more_better: bool) -> str:
+    """`better`, `worse`, or `same` where the A/A band has the median ratio in it; or nothing."""
+    if of is None or noise is None:
+        return ""
+    if noise[0] <= of.median <= noise[1]:
+        return "same"
+    return "better" if (of.median > 1) == is_more_better else "worse"
+
+
+def _ends_by(sample: Sample, window_ms: float) -> bool:
+    return sample.e2e_ms is not None and sample.offered_ms + sample.e2e_ms <= window_ms
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: Iterable[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

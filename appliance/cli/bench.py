@@ -1,0 +1,259 @@
+"""The verbs that measure: bench run, compare, interference, step.
+
+Owns: the documents that they print and keep. Called by: main.
+Invariant: whatever is printed can be computed again from what --save keeps.
+Never: measures: appliance.bench does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from appliance import config
+from appliance.bench import comparison, plot, steps
+from appliance.bench.arms import ROLES, Arms
+from appliance.bench.interference import Disturbed, Plan, disturb
+from appliance.bench.load import Load, Measured, measure
+from appliance.bench.rounds import interleaved
+from appliance.bench.samples import Sample
+from appliance.bench.statistics import Figures, Slo, summarize, times
+from appliance.bench.target import Target
+from appliance.cli import bench_options as options
+from appliance.cli import bench_pages, tables, terminal
+from appliance.cli.bench_pages import Bar
+from appliance.cli.tables import Format, Row
+from appliance.cli.terminal import Host, Output
+from appliance.cli.text import printable
+from appliance.protocol import utc_now
+from engine.errors import ConfigError
+
+bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
+
+_MAX_ERRORS_TOLD = 3
+_DRAWN = ("ttft_ms", "itl_ms")
+
+
+@bench.command("run")
+@options.under_load
+def run(
+    load: Load,
+    host: Host = None,
+    slo_ttft_ms: options.SloTtft = None,
+    slo_itl_ms: options.SloItl = None,
+    prompt_text: options.PromptText = False,
+    save: options.Save = None,
+    plot_file: options.PlotFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Put one server under load: the daemon, or what --host says."""
+    bar, place = Bar(1), str(terminal.client(host).address)
+    arms = Arms([place], model=None, is_text=prompt_text, seed=load.seed)
+    with arms, arms.ready(place) as target:
+        measured = asyncio.run(measure(target, load, place, 0, bar.turn(place)))
+    bar.end()
+    figures = _figures(measured, Slo(slo_ttft_ms, slo_itl_ms))
+    about = {"figures": figures, "statuses": _statuses(measured.samples)}
+    _keep(about, [measured], save)
+    _draw({place: [measured]}, plot_file)
+    _tell_errors(measured.samples)
+    if output is Format.JSON:
+        _write(about, [measured])
+    else:
+        terminal.show("bench", about, output, lambda: bench_pages.run_page(about))
+
+
+@bench.command("compare")
+@options.under_load
+def compare(
+    specs: options.Specs,
+    load: Load,
+    model: options.Model = None,
+    rounds: options.Rounds = 3,
+    alone: options.Alone = False,
+    slo_ttft_ms: options.SloTtft = None,
+    slo_itl_ms: options.SloItl = None,
+    prompt_text: options.PromptText = False,
+    save: options.Save = None,
+    plot_file: options.PlotFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Put several servers under the same load by turns.
+
+    The first has two turns in each round: by how much they differ is the A/A band, and a ratio
+    within it says nothing.
+    """
+    slo, bar = Slo(slo_ttft_ms, slo_itl_ms), Bar(rounds * (len(specs) + 1))
+
+    def turn(target: Target, label: str, round_index: int) -> Measured:
+        return asyncio.run(measure(target, load, label, round_index, bar.turn(label)))
+
+    with Arms(specs, model=model, is_text=prompt_text, is_alone=alone, seed=load.seed) as arms:
+        results = interleaved(arms, rounds, load.seed, turn)
+    bar.end()
+    figures = {label: [_figures(m, slo) for m in turns] for label, turns in results.items()}
+    measured = [each for turns in results.values() for each in turns]
+    samples = [sample for each in measured for sample in each.samples]
+    _draw(results, plot_file)
+    _tell_errors(samples)
+    _show(comparison.rows(figures, comparison.LOAD_METRICS), measured, save, output)
+
+
+@bench.command("interference")
+def interference(
+    specs: options.Specs,
+    streams: Annotated[int, typer.Option(min=1, help="Replies that go on all the time.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt that comes.")] = 1500,
+    every: Annotated[float, typer.Option(min=0.01, help="Seconds between prompts.")] = 2.0,
+    seconds: options.Seconds = 20.0,
+    model: options.Model = None,
+    rounds: options.Rounds = 3,
+    alone: options.Alone = False,
+    prompt_text: options.PromptText = False,
+    seed: options.Seed = 0,
+    save: options.Save = None,
+    plot_file: options.PlotFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Measure what long prompts do to the gaps of replies that are going on.
+
+    Each turn has three parts: the prompts alone, the replies alone (quiet), both (loaded).
+    """
+    plan, bar = Plan(streams, prompt_tokens, every, seconds), Bar(rounds * (len(specs) + 1))
+
+    def turn(target: Target, label: str, round_index: int) -> Disturbed:
+        return asyncio.run(disturb(target, plan, label, round_index, bar.turn(label)))
+
+    with Arms(specs, model=model, is_text=prompt_text, is_alone=alone, seed=seed) as arms:
+        results = interleaved(arms, rounds, seed, turn)
+    bar.end()
+    figures = {label: [each.figures() for each in turns] for label, turns in results.items()}
+    disturbed = [each for turns in results.values() for each in turns]
+    if plot_file is not None:
+        gaps = {
+            label: [g for d in turns for g in d.loaded_itl_ms] for label, turns in results.items()
+        }
+        _write_file(plot_file, plot.cumulative({"gaps while prompts arrive": gaps}))
+    _tell_errors([sample for each in disturbed for sample in (*each.alone, *each.loaded)])
+    _show(comparison.rows(figures, comparison.INTERFERENCE_METRICS), disturbed, save, output)
+
+
+@bench.command("step")
+def step(
+    model: Annotated[str | None, typer.Argument(help="A folder; without, the settings'.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="BxN", help="B sequences of N tokens; repeat.")
+    ] = None,
+    roles: Annotated[str, typer.Option(help="colocated has all cores, static its own.")] = (
+        "colocated"
+    ),
+    rounds: options.Rounds = 3,
+    save: options.Save = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Time a worker's steps without HTTP: prefill by chunk and context, decode by batch."""
+    if roles not in ROLES:
+        raise typer.BadParameter(f"roles are {', '.join(ROLES)}")
+    try:
+        cases = [steps.Case.parse(text) for text in case or ("1x512", "1x2048", "8x128")]
+    except ValueError as error:
+        raise typer.BadParameter(f"give cases as 8x128 ({error})") from error
+    settings, bar = config.load({"model": model, "roles": roles, "transport": "auto"}), Bar(1)
+    tick = bar.turn("steps")
+    timed = asyncio.run(
+        steps.time_steps(settings, cases, num_rounds=rounds, num_steps=24, tick=tick)
+    )
+    bar.end()
+    rows = [each.row() for each in timed]
+    _keep({"data": rows}, timed, save)
+    if output is Format.JSON:
+        _write({"data": rows}, timed)
+    else:
+        terminal.write(terminal.listing("bench", bench_pages.STEPS, output).render(rows))
+
+
+def _figures(measured: Measured, slo: Slo) -> Figures:
+    return summarize(measured.samples, measured.window_ms, slo, measured.energy_j)
+
+
+def _statuses(samples: Sequence[Sample]) -> dict[str, int]:
+    """How often each HTTP status came; `none` where no reply did."""
+    return dict(Counter("none" if s.status is None else str(s.status) for s in samples))
+
+
+def _show(
+    rows: list[dict[str, object]],
+    measured: Sequence[msgspec.Struct],
+    save: Path | None,
+    form: Format,
+) -> None:
+    _keep({"data": rows}, measured, save)
+    if form is Format.JSON:
+        _write({"data": rows}, measured)
+    else:
+        terminal.write(terminal.listing("bench", bench_pages.COMPARISON, form).render(rows))
+
+
+def _write(about: Row, measured: Sequence[msgspec.Struct]) -> None:
+    terminal.write(tables.document("bench", _with_samples(about, measured)) + "\n")
+
+
+def _with_samples(about: Row, measured: Sequence[msgspec.Struct]) -> dict[str, Any]:
+    """Figures with what they were computed from, and where and how that was measured."""
+    return {
+        "at": utc_now(),
+        "command": sys.argv[1:],
+        "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0))},
+        "python": platform.python_version(),
+        **about,
+        "turns": msgspec.to_builtins(measured),
+    }
+
+
+def _cpu_name() -> str | None:
+    """As the kernel has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), None)
+
+
+def _keep(about: Row, measured: Sequence[msgspec.Struct], path: Path | None) -> None:
+    if path is not None:
+        _write_file(path, json.dumps(_with_samples(about, measured)) + "\n")
+
+
+def _draw(results: Mapping[str, Sequence[Measured]], path: Path | None) -> None:
+    if path is None:
+        return
+    seen = {
+        label: times(sample for each in turns for sample in each.samples)
+        for label, turns in results.items()
+    }
+    panels = {name: {label: seen[label][name] for label in seen} for name in _DRAWN}
+    _write_file(path, plot.cumulative(panels))
+
+
+def _write_file(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write: {error.strerror}", where=str(path)) from error
+
+
+def _tell_errors(samples: Sequence[Sample]) -> None:
+    """What went wrong, most frequent first."""
+    seen = Counter(sample.error for sample in samples if sample.error is not None)
+    for error, number in seen.most_common(_MAX_ERRORS_TOLD):
+        terminal.note(f"penstock: {number} x {printable(error)}")

@@ -1,0 +1,102 @@
+"""The options that the benchmarks share.
+
+Owns: how a load is written on the command line. Called by: bench.
+Invariant: an option means the same in every verb. Never: measures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.bench.arrivals import Lengths
+from appliance.bench.load import Load
+
+Specs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ARM...",
+        help="static, colocated, elastic: a daemon started for it; or a server that is there: a"
+        " socket or http://HOST:PORT. NAME= may precede. The first is the base of all ratios.",
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="For the daemons that are started.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="How often every arm has its turn.")]
+Alone = Annotated[
+    bool, typer.Option("--alone", help="Start daemons anew for each turn, one at a time.")
+]
+PromptText = Annotated[
+    bool, typer.Option("--prompt-text", help="Send words, for servers that know no /tokenize.")
+]
+Seed = Annotated[int, typer.Option(help="Of schedules, lengths, prompts and turns.")]
+Save = Annotated[Path | None, typer.Option(help="Keep every sample in this JSON file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw distributions to this SVG.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Of a turn; what was sent may end later.")]
+SloTtft = Annotated[float | None, typer.Option(help="Goodput: first token within so many ms.")]
+SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's gaps within.")]
+
+
+def _load(
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: so many requests open; 1 by default.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open loop: requests per second.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(min=0.01, help="With --rate: 1 is Poisson, less comes in bursts.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Open loop: JSON lines of timestamp (ms), input_length, output_length."),
+    ] = None,
+    seconds: Seconds = 30.0,
+    input_tokens: Annotated[str, typer.Option(help="Of a prompt: 512, or any of 128-1024.")] = (
+        "512"
+    ),
+    output_tokens: Annotated[str, typer.Option(help="Of a reply, likewise.")] = "64",
+    seed: Seed = 0,
+) -> Load:
+    """The load that the options describe."""
+    given = [each for each in (concurrency, rate, trace) if each is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("give one of --concurrency, --rate and --trace")
+    return Load(
+        seconds=seconds,
+        inputs=_lengths(input_tokens),
+        outputs=_lengths(output_tokens),
+        concurrency=concurrency if given else 1,
+        rate_per_s=rate,
+        burstiness=burstiness,
+        trace=trace,
+        seed=seed,
+    )
+
+
+def under_load(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options of a load in place of its parameter `load`."""
+    own = inspect.signature(verb, eval_str=True).parameters
+    shared = inspect.signature(_load, eval_str=True).parameters
+
+    def with_load(**given: Any) -> None:
+        load = _load(**{name: given.pop(name) for name in shared})
+        verb(load=load, **given)
+
+    together = [*(p for name, p in own.items() if name != "load"), *shared.values()]
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in together]
+    with_load.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    with_load.__doc__ = verb.__doc__
+    return with_load
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: give 512 or 128-1024 ({error})") from error

@@ -1,0 +1,96 @@
+"""How benchmarks look: the page of one arm, the columns of several, the bar while they run.
+
+Owns: their wording. Called by: bench.
+Invariant: the bar is on stderr, and only where that is a terminal.
+Never: computes a figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from appliance.bench.statistics import QUANTILES, TIMES
+from appliance.cli.tables import Column, Format, Listing, Row
+from appliance.cli.text import DASH, count, ms, printable
+
+BAR_CELLS = 24
+
+
+def figure(value: Any) -> str:
+    """A number to four digits; a count as it is."""
+    return DASH if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
+
+
+COMPARISON = (
+    Column("ARM", "arm"),
+    Column("METRIC", "metric"),
+    Column("MEDIAN", "median", figure),
+    Column("LOW", "low", figure),
+    Column("HIGH", "high", figure),
+    Column("RATIO", "ratio", figure),
+    Column("R LOW", "ratio_low", figure),
+    Column("R HIGH", "ratio_high", figure),
+    Column("A/A LOW", "band_low", figure, is_wide=True),
+    Column("A/A HIGH", "band_high", figure, is_wide=True),
+    Column("VERDICT", "verdict"),
+)
+
+STEPS = (
+    Column("STEP", "kind"),
+    Column("BATCH", "batch", count),
+    Column("TOKENS", "num_tokens", count),
+    Column("CONTEXT", "context", count),
+    Column("P50", "ms_p50", ms),
+    Column("MIN", "ms_min", ms),
+    Column("MAX", "ms_max", ms),
+    Column("TOK/S", "tokens_per_s", figure),
+    Column("STEPS", "steps", count, is_wide=True),
+)
+
+
+def run_page(content: Row) -> str:
+    """`penstock bench run`: quantiles of each time, then the rest, one a line."""
+    figures = content["figures"]
+    columns = [Column("", "name"), *(Column(q.upper(), q, ms) for q in QUANTILES)]
+    times = [
+        {"name": name.removesuffix("_ms")} | {q: figures[f"{name}_{q}"] for q in QUANTILES}
+        for name in TIMES
+    ]
+    shown = {f"{name}_{q}" for name in TIMES for q in QUANTILES}
+    rest = {name: value for name, value in figures.items() if name not in shown}
+    rest["statuses"] = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
+    width = max(map(len, rest))
+    lines = [
+        f"{name:<{width}}  {printable(value) if isinstance(value, str) else figure(value)}"
+        for name, value in rest.items()
+    ]
+    return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
+
+
+class Bar:
+    """How far the measurement is: one line on stderr that changes."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_turns = num_turns
+        self._turn = 0
+        self._is_terminal = sys.stderr.isatty()
+
+    def turn(self, label: str) -> Callable[[float], None]:
+        """Begin the next turn; the result takes the share of it that is done."""
+        self._turn += 1
+        about = f"{self._turn}/{self._num_turns} {printable(label)}"
+        return lambda share: self._draw(about, share)
+
+    def end(self) -> None:
+        """Clear the line for what comes next."""
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def _draw(self, about: str, share: float) -> None:
+        if self._is_terminal:
+            full = round(share * BAR_CELLS)
+            sys.stderr.write(f"\r\x1b[K[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
+            sys.stderr.flush()
