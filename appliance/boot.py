@@ -187,7 +187,7 @@ def _setups(
             pool=specs[plan.pool],
             ring=specs[placement.ring_pool] if placement.ring_pool else None,
             weights=weights,
-            num_threads=len(plan.cpus),
+            cpus=list(plan.cpus),
             max_step_tokens=MAX_STEP_TOKENS,
             max_model_len=placement.max_model_len,
         )

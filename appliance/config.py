@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 
 DEFAULT = "default"
 PREFIX = "PENSTOCK_"
+ROLES = ("elastic", "static", "colocated")
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""
 
@@ -36,7 +37,9 @@ class ServeConfig:
     model: Path | None = None
     dtype: str = "auto"
     transport: str = "auto"
-    roles: str = "static"
+    roles: str = "elastic"
+    slo_ttft_ms: int = 0
+    slo_itl_ms: int = 0
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
     listen: tuple[str, int] | None = None
@@ -54,9 +57,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.transport == "shm" and self.roles == "colocated":
             raise ConfigError(
-                "'shm' needs roles 'static': colocated has nothing to hand over",
+                "'shm' needs roles 'elastic' or 'static': colocated has nothing to hand over",
                 where="transport",
-                hint="leave out --transport, or serve with --roles static",
+                hint="leave out --transport, or --roles",
             )
 
     @property
@@ -85,8 +88,18 @@ SETTINGS: Mapping[str, Setting] = {
         one_of("auto", "alias", "shm"), "how the KV is handed over: auto, alias or shm"
     ),
     "roles": Setting(
-        one_of("static", "colocated"),
-        "workers: static has one for each phase, colocated one for both",
+        one_of(*ROLES),
+        "workers: elastic lets each do what pays, static has one for each phase, colocated one",
+    ),
+    "slo_ttft_ms": Setting(
+        at_least(0, "milliseconds"),
+        "target for the first token, for elastic roles; 0 is relative to the prompt's own time",
+        True,
+    ),
+    "slo_itl_ms": Setting(
+        at_least(0, "milliseconds"),
+        "target for the gaps between tokens, likewise; 0 is relative to an undisturbed step",
+        True,
     ),
     "max_model_len": Setting(
         at_least(2, "tokens"), "most tokens of a prompt and its reply together"

@@ -30,6 +30,7 @@ from appliance.http.server import ApiServer
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.notify import notify
+from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.supervisor import Supervisor
 from appliance.telemetry import cpu_names
@@ -129,9 +130,10 @@ class _Daemon:
             )
             self._supervisor.spawn_all()
             stack.push_async_callback(self._supervisor.stop)
+            self._router = self._make_router()
             self._service = Service(
                 self._plan,
-                self._make_router(),
+                self._router,
                 self._supervisor,
                 Tokenizer.from_folder(self._plan.checkpoint.folder),
                 request_log,
@@ -227,6 +229,8 @@ class _Daemon:
         self._server.policy = policy
         self._service.set_queue_limits(config.max_queued, config.max_queued_tokens)
         self._service.keeps_text = config.log_text
+        if {"slo_ttft_ms", "slo_itl_ms"} & set(changed):  # else what was set live stays
+            self._service.set_roles(self._targets(), None)
         self._request_log.set_limits(_log_limits(config))
         about = f"configuration reloaded ({', '.join(changed) or 'nothing changed'})"
         self._service.event("info", "config.reloaded", about)
@@ -264,7 +268,7 @@ class _Daemon:
                 decode_worker=topology.decode_worker,
                 decode_pool=topology.decode_pool,
             )
-        return Router(
+        router = Router(
             topology,
             ledger,
             ring,
@@ -272,7 +276,14 @@ class _Daemon:
             send=self._send,
             emit=self._emit,
             max_step_tokens=MAX_STEP_TOKENS,
+            roles=self._config.roles,
+            cores={worker.name: worker.cpus for worker in placement.workers},
         )
+        change_roles(router, self._targets(), time.monotonic_ns())
+        return router
+
+    def _targets(self) -> RolesChange:
+        return RolesChange(None, self._config.slo_ttft_ms, self._config.slo_itl_ms)
 
     def _send(self, worker: str, command: Command) -> None:
         self._supervisor.send(worker, command)
@@ -290,6 +301,8 @@ class _Daemon:
         for worker in placement.workers:
             attention = self._supervisor.workers[worker.name].attention
             log.info("  %s on %s, attention %s", worker.name, cpu_names(worker.cpus), attention)
+        if self._router.roles.acts_static:
+            log.info("  elastic roles act as static ones: both workers share one core")
         if placement.topology.transport is not None:
             log.info("  handoff by %s", placement.topology.transport)
         for name, num_blocks in placement.num_blocks_by_pool.items():

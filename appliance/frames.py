@@ -28,6 +28,7 @@ from appliance.protocol import (
     utc_now,
 )
 from appliance.request import ModelInfo, Request
+from appliance.roles import roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame
 from engine.router import Router
@@ -81,7 +82,6 @@ class Frames:
             model_note=self._model.note,
             dtype=plan.dtype,
             max_model_len=self._model.max_model_len,
-            roles="colocated" if plan.placement.topology.is_colocated else "static",
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
             workers=telemetry.workers(workers, self._router, now_ns),
@@ -124,6 +124,7 @@ class Frames:
             "requests": [self.of_request(request, now_ns) for request in shown],
             "num_requests": len(standing.live),
             "events": list(self._telemetry.events),
+            **roles_frame(router),
         }
 
     def _totals(self, standing: Standing) -> TotalsFrame:
@@ -138,4 +139,5 @@ class Frames:
             stale_messages=counters.stale_messages,
             recovered_sequences=counters.recovered_sequences,
             log_rows_lost=standing.log_rows_lost,
+            routes=dict(self._router.roles.counts),
         )

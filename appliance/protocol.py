@@ -57,6 +57,11 @@ class RequestFrame(msgspec.Struct):
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     handoff_bytes: int | None = None
+    route: str | None = None
+    """`move` (prefilled by one worker, decoded by the other), `decode` or `prefill` (all of it by
+    that worker); None until it is placed, and in old rows."""
+    route_reason: str | None = None
+    """Why, in words."""
 
 
 class WorkerFrame(msgspec.Struct):
@@ -85,6 +90,8 @@ class WorkerFrame(msgspec.Struct):
     num_restarts: int
     loaded_bytes: int
     total_bytes: int
+    cpus_used: list[int] = []
+    """Those it computes on now: its own, those it was lent, or none while its own are lent."""
 
 
 class PoolFrame(msgspec.Struct):
@@ -148,6 +155,8 @@ class TotalsFrame(msgspec.Struct):
     stale_messages: int
     recovered_sequences: int
     log_rows_lost: int
+    routes: dict[str, int] = {}
+    """Sequences placed, by route and reason, as `move cheapest`."""
 
 
 class DeviceFrame(msgspec.Struct):
@@ -205,7 +214,7 @@ class Frame(msgspec.Struct):
     dtype: str
     max_model_len: int
     roles: str
-    """`static` or `colocated`."""
+    """`elastic`, `static` or `colocated`; can change while it runs."""
     transport: str | None
     """`alias` or `shm` as probed at start; None if colocated."""
     pid: int
@@ -222,6 +231,9 @@ class Frame(msgspec.Struct):
     """Live requests, also those beyond MAX_FRAME_REQUESTS."""
     events: list[EventFrame]
     """The newest, oldest first."""
+    slo_ttft_ms: int | None = None
+    """Targets of elastic roles; None: relative to what the machine does undisturbed."""
+    slo_itl_ms: int | None = None
 
 
 MAX_FRAME_REQUESTS = 200

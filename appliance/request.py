@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.roles import RolesChange
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ class Role(IntEnum):
     USER = 2
     """Generate, and cancel what is its own."""
     OPERATOR = 3
-    """Cancel anyone's requests, drain, resume."""
+    """Cancel anyone's requests, drain, resume, switch roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,13 @@ class Appliance(Protocol):
 
         Raises:
             RequestError: 409 `stopping`: the daemon was told to end, and its drain is final.
+        """
+
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        """Switch what the workers are for, now and for what comes; the roles and targets then.
+
+        Raises:
+            RequestError: 409 `one_worker`: the daemon has no second worker to give a role to.
         """
 
     def close(self, request: Request, http_status: int) -> None:

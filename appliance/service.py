@@ -23,10 +23,11 @@ from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
+from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.messages import Loaded, Report, Stepped
+from engine.messages import CoresUsed, Loaded, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -254,6 +255,14 @@ class Service:
             self.event("info", "drain.ended", f"taking new work again, told by {by}", by)
             self.make_frame()
 
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        """Switch what the workers are for; raises RequestError as change_roles()."""
+        about = change_roles(self._router, change, time.monotonic_ns())
+        if about:
+            self.event("info", "roles.changed", f"{about}, told by {by or 'the settings'}", by)
+            self.make_frame()
+        return roles_frame(self._router)
+
     # What workers and the router cause
 
     def emit(
@@ -272,13 +281,15 @@ class Service:
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
 
     def worker_reported(self, worker: str, report: Report) -> None:
-        """A step or a load is done."""
+        """A step or a load is done, or cores have changed hands."""
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Loaded):
             self._router.loaded(report, now_ns)
+        elif isinstance(report, CoresUsed):
+            self._router.cores_used(worker, report)
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""

@@ -161,7 +161,8 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, worker: WorkerState) -> None:
-        num_threads = str(worker.setup.num_threads)
+        num_threads = str(len(worker.plan.cpus))
+        reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
         env = {
             **os.environ,
             "OMP_NUM_THREADS": num_threads,
@@ -171,7 +172,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "engine.workers"]
         command += ["--channel-fd", str(theirs.fileno())]
-        command += ["--cpus", ",".join(map(str, worker.plan.cpus))]
+        command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
         try:
             worker.process = subprocess.Popen(
                 command,

@@ -151,6 +151,7 @@ class Telemetry:
             num_restarts=state.num_restarts,
             loaded_bytes=state.loaded_bytes,
             total_bytes=state.total_bytes,
+            cpus_used=sorted(router.roles.cores.used(name)),
         )
 
     def _process(self, pid: int | None) -> tuple[float | None, int | None]:
@@ -268,4 +269,6 @@ def request_frame(
             if any(s.transport for s in request.sequences)
             else None
         ),
+        route=shown.route,
+        route_reason=shown.route_reason,
     )

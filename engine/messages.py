@@ -2,7 +2,8 @@
 
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered once, after the worker's last touch of them: Admit by the
-`released` entry of a step, Load by Loaded, GrantSlots by the Stored entry of each slot.
+`released` entry of a step, Load by Loaded, GrantSlots by the Stored entry of each slot. UseCores,
+which names cores, is answered by CoresUsed.
 Owns: the wire between processes. Called by: channel, router, supervisor, workers.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
 Never: carries tensors; KV moves through shared memory.
@@ -49,7 +50,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Slots of the `shm` transport; None where the pool is shared."""
     weights: WeightsSpec | None
     """None: the checkpoint's dtype is served, and the files themselves are mapped."""
-    num_threads: int
+    cpus: list[int]
+    """Its own cores, one thread each; UseCores changes them."""
     max_step_tokens: int
     max_model_len: int
     """Tokens of the longest request."""
@@ -76,6 +78,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     until_output: int
     num_stored_blocks: int | None
     """Blocks whose bytes have left through the ring already; None: nothing is to be stored."""
+    max_chunk_tokens: int | None = None
+    """Prompt tokens per step at most, for those who decode beside it; None: as many as go."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -97,6 +101,15 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     load_id: int
     slots: list[int]
     block_ids: list[int]
+
+
+class UseCores(msgspec.Struct, tag=True, frozen=True):
+    """Compute on these cores from the next step on, one thread each; none: compute nothing.
+
+    Answered by CoresUsed between two steps. What is admitted to a parked worker waits in it.
+    """
+
+    cpus: list[int]
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
@@ -166,6 +179,12 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
     ended_ns: int
 
 
+class CoresUsed(msgspec.Struct, tag=True, frozen=True):
+    """Every later step runs on these cores, and nothing of this worker on any other."""
+
+    cpus: list[int]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The worker cannot go on and exits; what, where and hint are for the operator."""
 
@@ -174,5 +193,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | Admit | Release | GrantSlots | Load
-Report = LoadingProgress | WeightsLoaded | Ready | Stepped | Loaded | Failed
+Command = Setup | Go | Admit | Release | GrantSlots | Load | UseCores
+Report = LoadingProgress | WeightsLoaded | Ready | Stepped | Loaded | CoresUsed | Failed

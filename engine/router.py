@@ -7,23 +7,25 @@ Invariants: in scan order no sequence that holds blocks waits behind one that ho
 sequence's blocks are reserved in all pools together, or in none; each sequence ends once.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 
-A sequence's life: submit → (blocks reserved) → admit to the prefill worker until it has one output
-token → its release is the handoff → admit to the decode worker until it ends. A worker's death
-puts its sequences back in front of the queue, with their blocks and outputs.
+A sequence's life: submit → (routed, blocks reserved) → admit to the prefill worker until it has
+one output token → its release is the handoff → admit to the decode worker until it ends; or one
+worker does all of it. A worker's death puts its sequences back in front of the queue, with their
+blocks and outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from engine.ahead import Ahead
 from engine.blocks import Ledger
-from engine.errors import RequestError
-from engine.messages import Admit, Command, Loaded, Release, SequenceStep, Stepped
-from engine.plan import prefill_key
+from engine.messages import Admit, Command, CoresUsed, Loaded, Release, SequenceStep, Stepped
 from engine.queue import FairQueue
+from engine.reservation import can_ever_fit, check_fits, fits_now, wants
 from engine.ring import Ring
-from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
+from engine.roles import Roles
+from engine.sequence import FinishReason, Phase, Route, Sequence, TokenLogprob
 from engine.topology import Topology
 
 MAX_RUNNING_SEQUENCES = 256
@@ -62,8 +64,14 @@ class Router:
         send: Send,
         emit: Emit,
         max_step_tokens: int,
+        roles: str = "static",
+        cores: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.topology = topology
+        no_cores: dict[str, tuple[int, ...]] = dict.fromkeys(topology.workers, ())
+        self.roles = Roles(
+            topology, cores or no_cores, roles, max_step_tokens=max_step_tokens, send=send
+        )
         self.ledger = ledger
         self.ring = ring
         self.counters = Counters()
@@ -73,7 +81,6 @@ class Router:
         """Waiting and holding blocks: moved or recovered; always placed before the queue."""
         self.running: dict[int, Sequence] = {}
         """Admitted to a worker or on the way between two; by seq_id."""
-        self.ready_workers: set[str] = set()
         self._send = send
         self._emit = emit
         self._max_step_tokens = max_step_tokens
@@ -88,7 +95,7 @@ class Router:
             RequestError: they could never fit the pools, or the queue.
         """
         for sequence in sequences:
-            self._check_fits(sequence)
+            check_fits(sequence, self.topology, self.ledger.pools)
         self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
@@ -121,7 +128,16 @@ class Router:
 
     def worker_ready(self, worker: str, now_ns: int) -> None:
         """The worker takes commands from now on."""
-        self.ready_workers.add(worker)
+        self.roles.worker_ready(worker)
+        self.dispatch(now_ns)
+
+    def cores_used(self, worker: str, report: CoresUsed) -> None:
+        """The worker has changed its cores, as it was told."""
+        self.roles.answered(worker, report)
+
+    def switch_roles(self, roles: str, now_ns: int) -> None:
+        """Place what comes by other roles; what runs ends as it began."""
+        self.roles.switch(roles)
         self.dispatch(now_ns)
 
     def worker_died(self, worker: str, now_ns: int) -> None:
@@ -129,7 +145,7 @@ class Router:
 
         The pools outlive it, so its sequences keep their blocks, outputs and acknowledged KV.
         """
-        self.ready_workers.discard(worker)
+        self.roles.worker_died(worker)
         self.ledger.reap(worker)
         if self.ring is not None:
             self.ring.worker_died(worker)
@@ -152,6 +168,7 @@ class Router:
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens, stores and releases."""
+        self.roles.stepped(worker, step)
         needs_dispatch = bool(self.resuming or (self.queue and step.num_prefill_tokens))
         for entry in step.entries:
             sequence = self.running.get(entry.seq_id)
@@ -187,93 +204,77 @@ class Router:
         for sequence in list(self.resuming):
             self._resume(sequence, now_ns)
         if self.ring is not None:
-            self.ring.pump(self.ready_workers, self._send)
+            self.ring.pump(self.roles.ready_workers, self._send)
             for sequence in self.ring.take_arrived():
                 if not sequence.is_finished:
                     self._admit(sequence, self.topology.decode_worker, now_ns)
-        if self.queue and self.topology.prefill_worker in self.ready_workers:
+        if self.queue and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
+        self.roles.settle(self.running.values())
 
     def _dispatch_queue(self, now_ns: int) -> None:
-        def key(sequence: Sequence) -> float:
-            return prefill_key(sequence.num_prompt_tokens, now_ns - sequence.stamps.arrived_ns)
-
-        ahead = [
-            (s.owner, s.num_prompt_tokens - s.num_computed_tokens, key(s))
-            for s in self.running.values()
-            if s.phase is Phase.PREFILLING
-        ]
-
-        def num_ahead(sequence: Sequence) -> int:
-            """Prompt tokens that the worker has to compute first.
-
-            Its owner's older prompts keep their place. Of others' the longer ones are passed, as
-            they will be in the worker's plan: how long they waited was their owners' affair.
-            """
-            owner, num_tokens, own_key = sequence.owner, sequence.num_prompt_tokens, key(sequence)
-            return sum(
-                n
-                for other, n, other_key in ahead
-                if (other_key <= own_key if other == owner else n <= num_tokens)
-            )
-
-        pool = self.ledger.pools[self.topology.prefill_pool]
+        ahead = Ahead(self.running.values(), now_ns)
+        topology, pools = self.topology, self.ledger.pools
+        both = (pools[topology.prefill_pool], pools[topology.decode_pool])
         for sequence in self.queue.in_order(now_ns):
-            if len(self.running) >= MAX_RUNNING_SEQUENCES or not pool.num_free:
+            is_full = not any(pool.num_free for pool in both)
+            if len(self.running) >= MAX_RUNNING_SEQUENCES or is_full:
                 break
-            # The worker sees two steps' worth of prompts; the rest waits here, where it can be
-            # overtaken by a shorter one and cancelled without a message.
-            if num_ahead(sequence) >= 2 * self._max_step_tokens or not self.ledger.reserve(
-                sequence.seq_id, self._wants(sequence)
-            ):
+            if not self._place(sequence, ahead, now_ns):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                     break
                 continue
-            self.queue.take(sequence, now_ns)
-            ahead.append((sequence.owner, sequence.num_prompt_tokens, key(sequence)))
-            self._admit(sequence, self.topology.prefill_worker, now_ns)
+            ahead.add(sequence)
 
-    def _wants(self, sequence: Sequence) -> dict[str, int]:
-        """Blocks to reserve, by pool: all that the sequence can ever use, so decode never runs out.
+    def _place(self, sequence: Sequence, ahead: Ahead, now_ns: int) -> bool:
+        """Route a queued sequence, reserve its blocks and admit it, if all of that can be now.
 
-        With two pools, a sequence that ends with its first token takes nothing on the decode side.
+        A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
+        overtaken by a shorter one and cancelled without a message.
         """
-        topology, pools = self.topology, self.ledger.pools
-        num_tokens = sequence.num_prompt_tokens + sequence.sampling.max_tokens
-        if topology.prefill_pool == topology.decode_pool:
-            pool = pools[topology.decode_pool]
-            return {pool.name: pool.num_blocks_for(num_tokens)}
-        prefill, decode = pools[topology.prefill_pool], pools[topology.decode_pool]
-        wants = {prefill.name: prefill.num_blocks_for(sequence.num_prompt_tokens)}
-        if sequence.sampling.max_tokens > 1:
-            wants[decode.name] = decode.num_blocks_for(num_tokens)
-        return wants
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        for name, count in self._wants(sequence).items():
-            if count > self.ledger.pools[name].capacity:
-                raise RequestError(
-                    f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "
-                    f"({sequence.sampling.max_tokens}) need {count} KV blocks, "
-                    f"the {name} pool has {self.ledger.pools[name].capacity}",
-                    code="context_length_exceeded",
-                    param="max_tokens",
-                )
+        topology, pools, limit = self.topology, self.ledger.pools, 2 * self._max_step_tokens
+        open_workers = {
+            name for name in self.roles.ready_workers if ahead.num_tokens(sequence, name) < limit
+        }
+        stays = wants(sequence, Route.PREFILL, topology, pools)
+        if not open_workers or not any(
+            fits_now(wants(sequence, route, topology, pools), pools) for route in Route
+        ):
+            return False
+        choice = self.roles.route(
+            sequence, self.running.values(), fits_prefill_pool=can_ever_fit(stays, pools)
+        )
+        worker = topology.decode_worker if choice.route is Route.DECODE else topology.prefill_worker
+        if worker not in open_workers or not self.ledger.reserve(
+            sequence.seq_id, wants(sequence, choice.route, topology, pools)
+        ):
+            return False
+        self.roles.placed(sequence, choice)
+        self.queue.take(sequence, now_ns)
+        self._admit(sequence, worker, now_ns)
+        return True
 
     def _resume(self, sequence: Sequence, now_ns: int) -> None:
         """Place a sequence that holds blocks, if the worker it needs is there."""
         topology = self.topology
-        needs_prefill = not sequence.num_output_tokens or (
-            self.ring is not None and self._moves(sequence) and not self.ring.is_stored(sequence)
+        needs_prefill = sequence.route is Route.MOVE and (
+            not sequence.num_output_tokens
+            or (
+                self.ring is not None
+                and self._moves(sequence)
+                and not self.ring.is_stored(sequence)
+            )
         )
-        worker = topology.prefill_worker if needs_prefill else topology.decode_worker
+        is_on_prefill = needs_prefill or sequence.route is Route.PREFILL
+        worker = topology.prefill_worker if is_on_prefill else topology.decode_worker
         is_second_suspect = sequence.is_on_probation and any(
             s.is_on_probation and s.worker == worker for s in self.running.values()
         )
-        if worker not in self.ready_workers or is_second_suspect:
+        if worker not in self.roles.ready_workers or is_second_suspect:
             return
         self.resuming.remove(sequence)
-        if not needs_prefill and self.ring is not None and not self.ring.has_arrived(sequence):
+        is_moving = self._moves(sequence) and not needs_prefill
+        if is_moving and self.ring is not None and not self.ring.has_arrived(sequence):
             sequence.worker = worker
             self.running[sequence.seq_id] = sequence
             sequence.phase = Phase.HANDING_OFF
@@ -282,7 +283,7 @@ class Router:
 
     def _moves(self, sequence: Sequence) -> bool:
         """True if it is prefilled by one worker and decoded by another."""
-        return not self.topology.is_colocated and sequence.sampling.max_tokens > 1
+        return sequence.route is Route.MOVE and sequence.sampling.max_tokens > 1
 
     def _admit(self, sequence: Sequence, worker: str, now_ns: int) -> None:
         topology = self.topology
@@ -314,6 +315,7 @@ class Router:
                 num_stored_blocks=(
                     self.ring.num_stored(sequence) if moves_on and self.ring is not None else None
                 ),
+                max_chunk_tokens=sequence.max_chunk_tokens,
             ),
         )
 
@@ -371,8 +373,9 @@ class Router:
             self.resuming.append(sequence)
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolated unless ledger, queue and ring agree with themselves."""
+        """Raise InvariantViolated unless ledger, queue, ring and cores agree with themselves."""
         self.queue.check_invariants()
+        self.roles.cores.check_invariants()
         self.ledger.check_invariants()
         if self.ring is not None:
             self.ring.check_invariants()

@@ -24,6 +24,17 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
+class Route(StrEnum):
+    """Which workers run a sequence."""
+
+    MOVE = "move"
+    """Prefilled by the prefill worker, decoded by the decode worker."""
+    DECODE = "decode"
+    """All of it by the decode worker."""
+    PREFILL = "prefill"
+    """All of it by the prefill worker."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
 
@@ -113,6 +124,12 @@ class Sequence:
     generation: int = 0
     """Grows with every admit; messages of older generations are dropped."""
     worker: str | None = None
+    route: Route | None = None
+    """Chosen when its blocks are reserved."""
+    route_reason: str | None = None
+    """Why, in words; the first is one of engine.elastic's reasons."""
+    max_chunk_tokens: int | None = None
+    """Of its prompt in one step, where the route says so."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Positions whose KV is written and acknowledged."""

@@ -2,7 +2,7 @@
 
 Owns: nothing; one frozen value made at start. Called by: placement (makes it), router (reads it).
 Invariant: prefill and decode share one pool unless the transport moves bytes.
-Never: changes while the daemon runs.
+Never: changes while the daemon runs; what does is in roles.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class Topology:
     decode_pool: str
     transport: str | None
     """`alias`, `shm`, or None where prefill and decode are one worker."""
+    shares_memory_bus: bool = True
+    """Two workers that decode read the weights twice over one bus, as two sets of cores do; two
+    GPUs each have their own."""
 
     @property
     def is_colocated(self) -> bool:

@@ -163,3 +163,17 @@ def m002_users(db: Database) -> None:
         " WHERE http_status >= 400 OR finish_reason IN ('error', 'abort')",
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m003_routes(db: Database) -> None:
+    """Which workers ran a request, and why those."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN route TEXT",
+        "ALTER TABLE requests ADD COLUMN route_reason TEXT",
+        "DROP VIEW v_requests",
+        _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,").replace(
+            "transport,", "transport, route, route_reason,"
+        ),
+    ):
+        db.conn.execute(statement)

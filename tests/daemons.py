@@ -23,6 +23,7 @@ ARMS = {
     "alias": ["--roles", "static", "--transport", "alias"],
     "shm": ["--roles", "static", "--transport", "shm"],
     "colocated": ["--roles", "colocated"],
+    "elastic": ["--roles", "elastic"],
 }
 DOORS = ("socket", "tcp")
 READY_S = 60.0

@@ -35,7 +35,7 @@ _REASONS = {
     401: "The API key is missing or not valid.",
     403: "The role is not enough, or the request is another's.",
     404: "It is not there.",
-    409: "The appliance is stopping.",
+    409: "The appliance is stopping, or has one worker only.",
     413: "The body is too large.",
     429: "The queue is full; the reply says when to come back.",
     431: "The headers are too large.",
@@ -155,6 +155,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/penstock/drain"): Operation("drain", "Take no new work; for operators.", _STATUS),
     ("POST", "/v1/penstock/resume"): Operation(
         "resume", "Take work again; for operators.", _STATUS, errors=(409,)
+    ),
+    ("POST", "/v1/penstock/roles"): Operation(
+        "switchRoles",
+        "Change what the workers are for, or the targets of elastic roles; for operators.",
+        ref("Roles"),
+        body=ref("RolesRequest"),
+        errors=(409, *_WITH_BODY),
     ),
     ("GET", "/v1/penstock/log"): Operation(
         "log",

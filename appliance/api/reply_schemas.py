@@ -24,6 +24,7 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
+from appliance.config import ROLES
 from appliance.protocol import Frame
 
 _USAGE: Json = shape({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
@@ -141,6 +142,7 @@ _REPLIES: Json = {
             )
         }
     ),
+    "Roles": shape({"roles": one_of(*ROLES)}, {"slo_ttft_ms": COUNT, "slo_itl_ms": COUNT}),
     "Peer": shape(
         {"name": STRING, "role": one_of("viewer", "user", "operator")},
         {"uid": INTEGER, "key": STRING},
@@ -156,6 +158,7 @@ _LOG: Json = {
         | dict.fromkeys(("http_status", "recoveries"), COUNT)
         | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
+        | dict.fromkeys(("route", "route_reason"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks"), _WHOLE)
         | dict.fromkeys(("temperature", "top_p", "tokenize_ms", "queue_ms", "prefill_ms"), _MS)

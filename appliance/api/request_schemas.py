@@ -16,6 +16,7 @@ from appliance.api.openai import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
+from appliance.api.roles import MAX_TARGET_MS
 from appliance.api.schemas import (
     BOOLEAN,
     COUNT,
@@ -30,6 +31,7 @@ from appliance.api.schemas import (
     within,
 )
 from appliance.api.tools import MAX_TOOLS
+from appliance.config import ROLES
 from appliance.fields import INT64_MAX
 
 _SAMPLING: Json = {
@@ -232,4 +234,15 @@ REQUESTS: Json = {
         ]
     },
     "DetokenizeRequest": shape({"tokens": items(COUNT)}, {"model": STRING}),
+    "RolesRequest": {
+        **shape(
+            {},
+            {
+                "roles": one_of(*ROLES),
+                "slo_ttft_ms": whole(0, MAX_TARGET_MS),
+                "slo_itl_ms": whole(0, MAX_TARGET_MS),
+            },
+        ),
+        "additionalProperties": False,
+    },
 }

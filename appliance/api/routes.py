@@ -24,6 +24,7 @@ from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
 from appliance.api.replies import model_object
 from appliance.api.responses import respond
+from appliance.api.roles import switch_roles
 from appliance.api.tokenize import tokenize_routes
 from appliance.protocol import FRAME_VERSION
 from appliance.request import Appliance
@@ -47,6 +48,7 @@ def build_app(appliance: Appliance) -> Edge:
             Route("/version", show_version),
             Route("/openapi.json", openapi),
             *control_routes(),
+            Route("/v1/penstock/roles", switch_roles, methods=["POST"]),
             *log_routes(),
         ],
     )

@@ -17,8 +17,7 @@ def status_page(frame: Row, *, colour: bool) -> str:
     """`penstock status`: one screen, one subject a line."""
     state = printable(frame.get("state"))
     lines = [("model", _model_text(frame))]
-    path = frame.get("transport")
-    lines.append(("roles", f"{frame.get('roles')}" + (f", handoff by {path}" if path else "")))
+    lines.append(("roles", roles_text(frame)))
     lines.append(("queue", _queue_text(frame.get("queue") or {})))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
     lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]
@@ -77,12 +76,33 @@ def _queue_text(queue: Row) -> str:
 def _worker_text(worker: Row) -> str:
     return (
         f"{worker.get('name')} {worker.get('state')} on"
-        f" {worker.get('device')}, pid {count(worker.get('pid'))},"
+        f" {worker.get('device')}{_lent_text(worker)}, pid {count(worker.get('pid'))},"
         f" {things(worker.get('num_sequences'), 'sequence')},"
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
         f" {things(worker.get('num_restarts'), 'restart')}"
     )
+
+
+def roles_text(frame: Row) -> str:
+    """What the workers are for, and the targets that somebody has set."""
+    path = frame.get("transport")
+    named = (("ttft", frame.get("slo_ttft_ms")), ("gaps", frame.get("slo_itl_ms")))
+    targets = [f"{name} {ms(value)}" for name, value in named if value is not None]
+    return (
+        f"{frame.get('roles')}"
+        + (f", handoff by {path}" if path else "")
+        + (f", targets {' and '.join(targets)}" if targets else "")
+    )
+
+
+def _lent_text(worker: Row) -> str:
+    """Where the cores that it computes on are not its own."""
+    own, used = set(worker.get("cpus") or ()), set(worker.get("cpus_used") or ())
+    if worker.get("state") != "ready" or "cpus_used" not in worker or own == used:
+        return ""
+    borrowed = ", ".join(map(str, sorted(used - own)))
+    return f" (with cpu {borrowed} on loan)" if borrowed else " (lent out, parked)"
 
 
 def _pool_text(pool: Row) -> str:

@@ -37,6 +37,8 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         ("ttft", ms(frame.get("ttft_ms"))),
         ("tpot", f"{ms(frame.get('tpot_ms'))}, first gap {ms(frame.get('first_itl_ms'))}"),
     ]
+    if frame.get("route"):
+        facts.append(("route", _route(frame)))
     if frame.get("error"):
         facts.append(("error", word(frame["error"])))
     lines = [f"{label:<{_LABEL_WIDTH}} {value}" for label, value in facts]
@@ -82,3 +84,10 @@ def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int, bar: 
 def _moved(frame: Row) -> str:
     transport = frame.get("transport")
     return word(None) if transport is None else f"{size(frame.get('handoff_bytes'))} by {transport}"
+
+
+def _route(frame: Row) -> str:
+    route = frame.get("route")
+    moved = "prefilled by one worker, decoded by the other"
+    where = moved if route == "move" else f"all of it on {word(route)}"
+    return f"{where} ({word(frame.get('route_reason'))})"

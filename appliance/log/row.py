@@ -48,6 +48,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     cancelled_by: str | None
     transport: str | None
+    route: str | None
+    route_reason: str | None
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
@@ -100,6 +102,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             error=next((sequence.error for sequence in sequences if sequence.error), None),
             cancelled_by=request.cancelled_by,
             transport=next((seq.transport for seq in sequences if seq.transport), None),
+            route=slowest.route,
+            route_reason=slowest.route_reason,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
             handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
             recoveries=sum(sequence.num_recoveries for sequence in sequences),

@@ -41,19 +41,19 @@ def main() -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too
         signal.signal(number, signal.SIG_IGN)
-    cpus = [int(cpu) for cpu in options.cpus.split(",")]
-    os.sched_setaffinity(0, cpus)
+    # those that it may ever compute on: OpenMP counts them as it is loaded, and hardly spins from
+    # then on in a team that is larger
+    os.sched_setaffinity(0, [int(cpu) for cpu in options.cpus.split(",")])
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     try:
-        # after the process is pinned, so that torch's threads see these cores only; before Setup,
-        # so that it overlaps with what the daemon has to do
+        # before Setup, so that it overlaps with what the daemon has to do
         import torch  # noqa: F401
 
         (setup,) = channel.receive(wait=True)
         if not isinstance(setup, Setup):
             raise TypeError(f"expected Setup, got {type(setup).__name__}")
         libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
-        _serve(channel, setup, cpus)
+        _serve(channel, setup)
     except ChannelClosed:
         return 0
     except PenstockError as error:
@@ -65,20 +65,19 @@ def main() -> int:
         return 1
 
 
-def _serve(channel: WorkerChannel, setup: Setup, cpus: list[int]) -> NoReturn:
-    import torch
-
+def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.checkpoint import Checkpoint
     from engine.matcher import GrammarTokenizer
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights
     from engine.tokenizer import Tokenizer
+    from engine.workers.cores import use_cores
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
     from engine.workers.runner import Runner
 
-    torch.set_num_threads(setup.num_threads)
+    use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
     config = checkpoint.config
     arena, share = None, None

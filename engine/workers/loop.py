@@ -3,7 +3,8 @@
 Owns: the admitted sequences and the granted ring slots of this worker.
 Called by: engine.workers.__main__, once.
 Invariants: one message per step; a sequence's release is reported after the last step that
-touched its blocks; every command that names blocks is answered once.
+touched its blocks; every command that names blocks is answered once; cores change between two
+steps, and a parked worker computes nothing and waits on its channel.
 Never: chooses a block, knows its role: a role is what the router admits.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ from engine.channel import WorkerChannel
 from engine.messages import (
     Admit,
     Command,
+    CoresUsed,
     GrantSlots,
     Load,
     Loaded,
@@ -27,9 +30,11 @@ from engine.messages import (
     SequenceStep,
     Stepped,
     Stored,
+    UseCores,
 )
 from engine.plan import plan
 from engine.sequence import FinishReason
+from engine.workers.cores import use_cores
 from engine.workers.runner import Runner, Sampled
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
@@ -47,6 +52,7 @@ class Worker:
         ring: torch.Tensor | None,
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
+        use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -54,6 +60,8 @@ class Worker:
         self._ring = ring
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
+        self._use_cores = use_cores
+        self._is_parked = False
         self._running: dict[int, Running] = {}
         self._slots: deque[int] = deque()
         self._entries: list[SequenceStep] = []
@@ -62,7 +70,7 @@ class Worker:
     def run(self) -> NoReturn:
         """Loop until the channel closes (raises ChannelClosed)."""
         while True:
-            is_idle = all(r.is_complete for r in self._running.values())
+            is_idle = self._is_parked or all(r.is_complete for r in self._running.values())
             for command in self._channel.receive(wait=is_idle):
                 self._apply(command)
             self.step()
@@ -70,7 +78,7 @@ class Worker:
     def step(self) -> None:
         """One step: plan, launch, collect, store, send."""
         started_ns = time.monotonic_ns()
-        runnable = self._runnable()
+        runnable = [] if self._is_parked else self._runnable()
         planned = [(r, r.capped(n)) for r, n in plan(runnable, self._max_step_tokens, started_ns)]
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
@@ -177,6 +185,11 @@ class Worker:
                 self._slots.extend(slots)
             case Load():
                 self._load(command)
+            case UseCores(cpus):
+                self._is_parked = not cpus
+                if cpus:
+                    self._use_cores(cpus)
+                self._channel.send(CoresUsed(cpus))
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
 

@@ -32,6 +32,7 @@ class Running:
     until_output: int
     num_stored_blocks: int | None
     admitted_ns: int
+    max_chunk_tokens: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     matcher: Future[Matcher] | None = None
     """Its way through its grammar, once that is compiled; None: free text."""
@@ -59,6 +60,7 @@ class Running:
             until_output=admit.until_output,
             num_stored_blocks=admit.num_stored_blocks,
             admitted_ns=now_ns,
+            max_chunk_tokens=admit.max_chunk_tokens,
             stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
             matcher=matcher,
         )
@@ -101,10 +103,11 @@ class Running:
         return max(0, min(num_new_tokens, last - self.num_computed_tokens))
 
     def capped(self, num_new_tokens: int) -> int:
-        """A step's tokens, fewer where prompt tokens are to be reported on."""
-        if self.num_prompt_logprobs(num_new_tokens) > _MAX_PROMPT_LOGPROBS:
+        """A step's tokens, fewer where prompt tokens are reported on or others are to be spared."""
+        num_tokens = min(num_new_tokens, self.max_chunk_tokens or num_new_tokens)
+        if self.num_prompt_logprobs(num_tokens) > _MAX_PROMPT_LOGPROBS:
             return _MAX_PROMPT_LOGPROBS
-        return num_new_tokens
+        return num_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token; returns why it ends the sequence, or None."""

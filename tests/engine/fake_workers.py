@@ -10,6 +10,7 @@ from collections import deque
 
 from engine.messages import (
     Admit,
+    CoresUsed,
     GrantSlots,
     Load,
     Loaded,
@@ -17,6 +18,7 @@ from engine.messages import (
     SequenceStep,
     Stepped,
     Stored,
+    UseCores,
 )
 from engine.plan import plan
 from engine.workers.running import Running
@@ -30,8 +32,9 @@ def next_token(token_ids):
 
 
 class FakeWorker:
-    def __init__(self, name, pool, memory, *, max_step_tokens=8):
+    def __init__(self, name, pool, memory, *, max_step_tokens=8, cpus=()):
         self.name, self.pool, self.memory = name, pool, memory
+        self.own_cpus = list(cpus)
         self.max_step_tokens = max_step_tokens
         self.inbox = deque()
         self.outbox = deque()
@@ -40,6 +43,8 @@ class FakeWorker:
     def restart(self):
         self.running = {}
         self.slots = deque()
+        self.cpus = self.own_cpus
+        self.is_parked = False
         self.inbox.clear()
         self.outbox.clear()
 
@@ -57,6 +62,9 @@ class FakeWorker:
                     self.outbox.append(Stepped(now_ns, now_ns, 0, 0, [entry]))
             case GrantSlots(slots):
                 self.slots.extend(slots)
+            case UseCores(cpus):
+                self.cpus, self.is_parked = cpus, not cpus
+                self.outbox.append(CoresUsed(cpus))
             case Load(load_id, slots, block_ids):
                 for slot, block_id in zip(slots, block_ids, strict=True):
                     self.copy("ring", slot, self.pool, block_id)
@@ -69,9 +77,11 @@ class FakeWorker:
 
     def step(self, now_ns):
         """One step; its message waits in the outbox."""
-        runnable = [r for r in self.running.values() if not r.is_complete]
+        runnable = [r for r in self.running.values() if not r.is_complete and not self.is_parked]
         entries = []
         planned = plan(runnable, self.max_step_tokens, now_ns)
+        planned = [(r, r.capped(n)) for r, n in planned]
+        self.has_stepped = bool(planned)
         for running, num_new_tokens in planned:
             entries.append(self.compute(running, num_new_tokens))
         ids = {r.seq_id for r, _ in planned}

@@ -5,6 +5,7 @@ import pytest
 
 from engine.blocks import BlockPool, BlockState, Ledger
 from engine.errors import QueueFull, RequestError
+from engine.messages import CoresUsed
 from engine.queue import FairQueue
 from engine.ring import Ring
 from engine.router import MAX_SUSPICIONS, Router
@@ -12,7 +13,7 @@ from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamp
 from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
-ARMS = ("alias", "shm", "colocated")
+ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm")
 
 
 class World:
@@ -21,17 +22,17 @@ class World:
     def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
         if arm == "colocated":
             self.topology = Topology("colocated", "colocated", "kv", "kv", None)
-        elif arm == "alias":
+        elif arm in ("alias", "elastic"):
             self.topology = Topology("prefill", "decode", "kv", "kv", "alias")
         else:
             self.topology = Topology("prefill", "decode", "prefill", "decode", "shm")
         names = dict.fromkeys([self.topology.prefill_pool, self.topology.decode_pool])
         pools = [BlockPool(name, num_blocks, BLOCK_SIZE) for name in names]
-        if arm == "shm":
+        if "shm" in arm:
             pools.append(BlockPool("ring", num_slots + 1, BLOCK_SIZE))
         self.ledger = Ledger(pools)
         ring = None
-        if arm == "shm":
+        if "shm" in arm:
             ring = Ring(
                 self.ledger,
                 pool="ring",
@@ -45,8 +46,10 @@ class World:
             self.topology.prefill_worker: self.topology.prefill_pool,
             self.topology.decode_worker: self.topology.decode_pool,
         }
+        cores = dict(zip(pool_by_worker, ((0,), (1,)), strict=False))
         self.workers = {
-            name: FakeWorker(name, pool, self.memory) for name, pool in pool_by_worker.items()
+            name: FakeWorker(name, pool, self.memory, cpus=cores[name])
+            for name, pool in pool_by_worker.items()
         }
         self.emitted = {}
         self.ended = {}
@@ -58,6 +61,8 @@ class World:
             send=lambda name, command: self.workers[name].inbox.append(command),
             emit=self.emit,
             max_step_tokens=8,
+            roles="elastic" if "elastic" in arm else "static",
+            cores=cores,
         )
         self.next_seq_id = 1
         for name in self.workers:
@@ -90,6 +95,8 @@ class World:
         report = worker.outbox.popleft()
         if hasattr(report, "entries"):
             self.router.stepped(worker.name, report, self.now_ns)
+        elif isinstance(report, CoresUsed):
+            self.router.cores_used(worker.name, report)
         else:
             self.router.loaded(report, self.now_ns)
         self.check()
@@ -113,9 +120,16 @@ class World:
         for worker in self.workers.values():
             while worker.inbox:
                 worker.receive(self.now_ns)
-            worker.step(self.now_ns)
+            self.step(worker)
             while worker.outbox:
                 self.deliver(worker)
+
+    def step(self, worker):
+        """One step, on cores that nobody else computes on."""
+        worker.step(self.now_ns)
+        if worker.has_stepped:
+            others = [w for w in self.workers.values() if w is not worker and w.running]
+            assert all(w.is_parked or set(worker.cpus).isdisjoint(w.cpus) for w in others)
 
     def run(self, *, ticks=2000):
         for _ in range(ticks):
@@ -436,7 +450,7 @@ def test_a_long_random_walk_loses_nothing(arm, seed):
         elif action < 0.4 and worker.inbox:
             worker.receive(world.now_ns)
         elif action < 0.7:
-            worker.step(world.now_ns)
+            world.step(worker)
         elif worker.outbox:
             world.deliver(worker)
     for name in down:

@@ -1,0 +1,53 @@
+"""What a queued prompt would find before it at each worker.
+
+Owns: a reading of the prompts under way, kept up while the queue is being placed.
+Called by: the router, once for each time that it looks at its queue.
+Invariant: prompts are counted in the order in which the workers' plans will take them.
+Never: places anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.plan import prefill_key
+from engine.sequence import Phase, Sequence
+
+
+class Ahead:
+    """Prompts that the workers have to compute.
+
+    Args:
+        running: all that is admitted.
+        now_ns: CLOCK_MONOTONIC, for ageing.
+    """
+
+    def __init__(self, running: Iterable[Sequence], now_ns: int) -> None:
+        self._now_ns = now_ns
+        self._prompts: list[tuple[str | None, str, int, float]] = []
+        for sequence in running:
+            if sequence.phase is Phase.PREFILLING:
+                self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """It has been admitted."""
+        num_tokens = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        self._prompts.append((sequence.worker, sequence.owner, num_tokens, self._key(sequence)))
+
+    def num_tokens(self, sequence: Sequence, worker: str) -> int:
+        """Prompt tokens that the worker has to compute first.
+
+        Its owner's older prompts keep their place. Of others' the longer ones are passed, as they
+        will be in the worker's plan: how long they waited was their owners' affair.
+        """
+        owner, own_tokens, own_key = sequence.owner, sequence.num_prompt_tokens, self._key(sequence)
+        return sum(
+            num_tokens
+            for at, other, num_tokens, other_key in self._prompts
+            if at == worker
+            and (other_key <= own_key if other == owner else num_tokens <= own_tokens)
+        )
+
+    def _key(self, sequence: Sequence) -> float:
+        waited_ns = self._now_ns - sequence.stamps.arrived_ns
+        return prefill_key(sequence.num_prompt_tokens, waited_ns)

@@ -1,0 +1,116 @@
+"""Who computes on which cores: lending between workers, with an answer to every change.
+
+Owns: what each worker may compute on now, and the UseCores commands that it has not answered.
+Called by: roles (says what is wanted), the router (readiness, deaths, answers).
+Invariant: no core is in what two workers may use. A worker may use what it has last answered and
+whatever it has been told since: so a core is given only after who had it has let go, or died.
+Never: decides who needs them; waits; moves a thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from engine.errors import InvariantViolated
+from engine.messages import Command, CoresUsed, UseCores
+
+Cpus = frozenset[int]
+_NONE: Cpus = frozenset()
+
+
+class Cores:
+    """All cores of all workers.
+
+    Args:
+        own: by worker. Where they overlap (a single core) or are empty (GPUs), nothing is lent.
+        send: passes a command to a worker, in order with all others.
+    """
+
+    def __init__(
+        self, own: Mapping[str, tuple[int, ...]], send: Callable[[str, Command], None]
+    ) -> None:
+        self.own = {name: frozenset(cpus) for name, cpus in own.items()}
+        self.all: Cpus = _NONE.union(*self.own.values())
+        self.can_lend = (
+            len(own) > 1
+            and all(self.own.values())
+            and len(self.all) == sum(len(cpus) for cpus in self.own.values())
+        )
+        self._send = send
+        self._used = dict.fromkeys(own, _NONE)
+        """As last answered; empty where the worker is down."""
+        self._told: dict[str, deque[Cpus]] = {name: deque() for name in own}
+        self._wanted = dict(self.own)
+        self._up: set[str] = set()
+
+    def used(self, worker: str) -> Cpus:
+        """What its steps run on, as it has last answered; empty: parked, or down."""
+        return self._used[worker]
+
+    def worker_ready(self, worker: str) -> None:
+        """It takes commands, starts on its own cores, and computes nothing before the first.
+
+        So where others still use them it is parked first, ahead of whatever is admitted to it.
+        """
+        self._up.add(worker)
+        self._used[worker] = self.own[worker]
+        if self.can_lend and not self.own[worker].isdisjoint(self._others_may_use(worker)):
+            self._used[worker] = _NONE
+            self._tell(worker, _NONE)
+        self._settle()
+
+    def worker_died(self, worker: str) -> None:
+        """It computes nothing any more, and will answer nothing."""
+        self._up.discard(worker)
+        self._used[worker] = _NONE
+        self._told[worker].clear()
+        self._settle()
+
+    def answered(self, worker: str, report: CoresUsed) -> None:
+        """The worker has come to a step's border and done as it was told."""
+        told = self._told[worker]
+        if not told or told[0] != frozenset(report.cpus):
+            raise InvariantViolated(f"cores {report.cpus} were not given", where=worker)
+        self._used[worker] = told.popleft()
+        self._settle()
+
+    def want(self, wanted: Mapping[str, Cpus]) -> None:
+        """Bring every worker to these cores, as soon as those who have them let go."""
+        if self.can_lend and wanted != self._wanted:
+            self._wanted = dict(wanted)
+            self._settle()
+
+    def may_use(self, worker: str) -> Cpus:
+        """All that it could be computing on at this moment."""
+        return self._used[worker].union(*self._told[worker])
+
+    def _settle(self) -> None:
+        """Tell whoever can be told now; who has to wait for another is told on its answer."""
+        if not self.can_lend:
+            return
+        for worker in sorted(self._up):
+            told = self._told[worker]
+            last, target = (told[-1] if told else self._used[worker]), self._wanted[worker]
+            if target == last:
+                continue
+            if target.isdisjoint(self._others_may_use(worker)):
+                self._tell(worker, target)
+            elif last - target:
+                self._tell(worker, last & target)
+
+    def _others_may_use(self, worker: str) -> Cpus:
+        return _NONE.union(*(self.may_use(name) for name in self.own if name != worker))
+
+    def _tell(self, worker: str, cpus: Cpus) -> None:
+        self._told[worker].append(cpus)
+        self._send(worker, UseCores(sorted(cpus)))
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated if two workers could compute on one core."""
+        if not self.can_lend:
+            return
+        for worker in self.own:
+            shared = self.may_use(worker) & self._others_may_use(worker)
+            if shared:
+                raise InvariantViolated(f"cores {sorted(shared)} have two users", where=worker)

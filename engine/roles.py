@@ -1,0 +1,183 @@
+"""What the workers are for at this moment: static, colocated or elastic roles, and the cores.
+
+Owns: the roles in force, the targets, what is known of step times, and the last route taken.
+Called by: the router: for a route before it reserves blocks, after every step, and whenever who
+has work has changed; the service switches roles.
+Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
+to do lends its cores to one that has, unless roles are static; it has them back before it steps.
+Never: touches a block or a sequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from engine.cores import Cores, Cpus
+from engine.elastic import Choice, Situation, Slo, WorkerLoad, choose
+from engine.messages import Command, CoresUsed, Stepped
+from engine.sequence import Phase, Route, Sequence
+from engine.step_times import StepLoad, StepTimes
+from engine.topology import Topology
+
+ROLES = ("elastic", "static", "colocated")
+
+
+class Roles:
+    """Policy over two workers, or one.
+
+    Args:
+        topology: which worker is which.
+        cores: each worker's own.
+        roles: one of ROLES; a topology of one worker is always colocated.
+        max_step_tokens: of prompts, in a worker's step.
+        send: passes a command to a worker.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        cores: Mapping[str, tuple[int, ...]],
+        roles: str,
+        *,
+        max_step_tokens: int,
+        send: Callable[[str, Command], None],
+    ) -> None:
+        self.topology = topology
+        self.cores = Cores(cores, send)
+        self.slo = Slo()
+        self.counts: Counter[str] = Counter()
+        """Sequences placed, by route and reason."""
+        self.ready_workers: set[str] = set()
+        self._roles = "colocated" if topology.is_colocated else roles
+        self._max_step_tokens = max_step_tokens
+        self._times: dict[tuple[str, int], StepTimes] = {}
+        self._last: Route | None = None
+
+    @property
+    def roles(self) -> str:
+        """Those in force."""
+        return self._roles
+
+    @property
+    def acts_static(self) -> bool:
+        """True if elastic roles have nothing to choose: with both workers on one core."""
+        is_single_core = self.topology.shares_memory_bus and not self.cores.can_lend
+        return self._roles == "elastic" and is_single_core
+
+    def switch(self, roles: str) -> None:
+        """Place what comes by other roles; the caller settles."""
+        self._roles = roles
+        self._last = None
+
+    # What happens to workers
+
+    def worker_ready(self, worker: str) -> None:
+        """It takes commands from now on."""
+        self.ready_workers.add(worker)
+        self.cores.worker_ready(worker)
+
+    def worker_died(self, worker: str) -> None:
+        """It is gone; when it comes back it will need its cores to load."""
+        self.ready_workers.discard(worker)
+        self.cores.worker_died(worker)
+
+    def answered(self, worker: str, report: CoresUsed) -> None:
+        """A worker has changed its cores."""
+        self.cores.answered(worker, report)
+
+    def stepped(self, worker: str, step: Stepped) -> None:
+        """Learn from a step."""
+        load = StepLoad.of(step.entries)
+        if load.num_prefill_tokens or load.batch:
+            key = (worker, self._num_cores(self.cores.used(worker)))
+            times = self._times.setdefault(key, StepTimes())
+            times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
+
+    # What the router asks
+
+    def route(
+        self, sequence: Sequence, running: Iterable[Sequence], *, fits_prefill_pool: bool
+    ) -> Choice:
+        """How a sequence should be run that is about to be placed."""
+        if self._roles == "colocated":
+            return Choice(Route.DECODE, "colocated")
+        if self._roles == "static":
+            return Choice(Route.MOVE, "static")
+        if self.acts_static:
+            return Choice(Route.MOVE, "static", "both workers share one core")
+        topology, loads = self.topology, self._loads(running)
+        own = [len(self.cores.own[name]) or 1 for name in topology.workers]
+        situation = Situation(
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            max_tokens=sequence.sampling.max_tokens,
+            prefill=loads[topology.prefill_worker],
+            decode=loads[topology.decode_worker],
+            max_step_tokens=self._max_step_tokens,
+            slo=self.slo,
+            shares_memory_bus=topology.shares_memory_bus,
+            lends_cores=self.cores.can_lend,
+            num_cores=(own[0], own[1]),
+            fits_prefill_pool=fits_prefill_pool,
+            last=self._last,
+        )
+        return choose(situation, self._predict_ms)
+
+    def placed(self, sequence: Sequence, choice: Choice) -> None:
+        """The choice has been acted on."""
+        sequence.route = self._last = choice.route
+        sequence.route_reason = ": ".join(filter(None, (choice.reason, choice.about)))
+        sequence.max_chunk_tokens = choice.max_chunk_tokens
+        self.counts[f"{choice.route} {choice.reason}"] += 1
+
+    def settle(self, running: Iterable[Sequence]) -> None:
+        """Bring the cores to where the work is."""
+        cores = self.cores
+        if not cores.can_lend:
+            return
+        busy = {sequence.worker for sequence in running}
+        idle = [name for name in cores.own if name not in busy]
+        is_whole = self.ready_workers == set(cores.own)
+        if self._roles == "colocated" and is_whole and self.topology.prefill_worker in idle:
+            idle = [self.topology.prefill_worker]
+        if self._roles == "static" or not is_whole or not idle:
+            cores.want(cores.own)
+        elif len(idle) < len(cores.own):
+            cores.want(
+                {name: frozenset[int]() if name in idle else cores.all for name in cores.own}
+            )
+        # with nobody busy they stay where they are: nobody knows who will be first
+
+    def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
+        """What each worker has to do; a sequence on its way to decode counts where it goes."""
+        tokens = dict.fromkeys(self.topology.workers, 0)
+        batches, contexts = dict(tokens), dict(tokens)
+        for sequence in running:
+            worker = sequence.worker or self.topology.decode_worker
+            if sequence.phase is Phase.PREFILLING:
+                tokens[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
+                if sequence.route is Route.MOVE:
+                    continue
+            batches[worker] += sequence.phase is not Phase.PREFILLING
+            contexts[worker] += sequence.num_computed_tokens
+        return {
+            name: WorkerLoad(
+                tokens[name], batches[name], contexts[name], name in self.ready_workers
+            )
+            for name in self.topology.workers
+        }
+
+    def _predict_ms(self, role: str, has_all: bool, load: StepLoad) -> float | None:
+        """By this worker's own steps; on one bus all workers are alike, so also by the other's."""
+        topology, cores = self.topology, self.cores
+        names = (topology.prefill_worker, topology.decode_worker)
+        worker, other = names if role == "prefill" else names[::-1]
+        num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
+        for name in (worker, other) if topology.shares_memory_bus else (worker,):
+            times = self._times.get((name, num_cores))
+            if times is not None and (known_ms := times.predict_ms(load)) is not None:
+                return known_ms
+        return None
+
+    def _num_cores(self, cpus: Cpus) -> int:
+        return len(cpus) if self.cores.can_lend else 0
