@@ -36,6 +36,17 @@ typedef int32_t quad_index __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (quad_index){i, j, k, l})
 #endif
 
+/* sum + a * b. Written out where every register is taken: the compiler would move sums about. */
+INLINE vec plus_product(vec sum, vec a, vec b)
+{
+#if LANES == 8
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
 /* A matrix that shares the inputs with others: [num_rows, depth]. */
 struct part {
     int64_t address;
@@ -55,8 +66,9 @@ struct product {
 struct tile {
     const char *rows[ROWS];
     int64_t num_rows; /* to write; the others repeat the last */
+    int is_first;     /* of the tiles that read these weights: it fetches the next ones */
     const float *x;
-    int64_t x_stride, depth;
+    int64_t x_stride, depth; /* depth in whole STEPs */
     float *out;
     int64_t out_stride;
     const float *bias; /* begin with it, or NULL: add to what is there */
@@ -79,6 +91,9 @@ INLINE vec widened_half(const void *from)
 #endif
 }
 
+/* Read anew each time: every register is taken, and a sum must not leave its own for a constant. */
+static const uint32_t odd_values[16] __attribute__((aligned(64))) = {[0 ... 15] = 0xffff0000u};
+
 /* One half of STEP weights. A vector of bfloat16 pairs is widened in place: even values, then odd. */
 INLINE vec widened(const char *from, int type, int half)
 {
@@ -88,7 +103,7 @@ INLINE vec widened(const char *from, int type, int half)
         return load(from + half * 4 * LANES, FLOAT32);
     vec_bits pairs;
     memcpy(&pairs, from, sizeof pairs);
-    return (vec)(half ? pairs & 0xffff0000u : pairs << 16);
+    return (vec)(half ? pairs & *(const volatile vec_bits *)odd_values : pairs << 16);
 }
 
 /* The sums of the lanes of four vectors. */
@@ -110,48 +125,45 @@ INLINE quad lane_sums(const vec *four)
 
 /* sums[input][row] += STEP values of each input times those of each row. */
 INLINE void multiply_step(vec (*sums)[ROWS], const char *const *rows, int64_t offset_bytes,
-                          const float *x, int64_t x_stride, int type, int num_inputs)
+                          const float *const *x, int64_t k, int type, int num_inputs)
 {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         vec inputs[MAX_INPUTS];
 #pragma GCC unroll 6
         for (int i = 0; i < num_inputs; i++)
-            inputs[i] = load(x + i * x_stride + half * LANES, FLOAT32);
+            inputs[i] = load(x[i] + k + half * LANES, FLOAT32);
 #pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++) {
             const vec weights = widened(rows[j] + offset_bytes, type, half);
 #pragma GCC unroll 6
             for (int i = 0; i < num_inputs; i++)
-                sums[i][j] += weights * inputs[i];
+                sums[i][j] = plus_product(sums[i][j], weights, inputs[i]);
         }
     }
 }
 
 INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
 {
-    const int64_t whole = tile->depth / STEP * STEP, item_bytes = size_of(type);
+    const int64_t item_bytes = size_of(type);
+    const int is_first = tile->is_first;
     const char *rows[ROWS] = {tile->rows[0], tile->rows[1], tile->rows[2], tile->rows[3]};
+    const float *x[MAX_INPUTS];
     vec sums[MAX_INPUTS][ROWS];
+#pragma GCC unroll 6
+    for (int i = 0; i < num_inputs; i++)
+        x[i] = tile->x + i * tile->x_stride;
 #pragma GCC unroll 6
     for (int i = 0; i < num_inputs; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++)
             sums[i][j] = all(0);
-    for (int64_t k = 0; k < whole; k += STEP) {
+    for (int64_t k = 0; k < tile->depth; k += STEP) {
+        if (is_first)
 #pragma GCC unroll 4
-        for (int j = 0; j < ROWS; j++)
-            __builtin_prefetch(rows[j] + k * item_bytes + AHEAD_BYTES, 0, 3);
-        multiply_step(sums, rows, k * item_bytes, tile->x + k, tile->x_stride, type, num_inputs);
-    }
-    if (whole < tile->depth) { /* the inputs are padded with zeros, the weights are not */
-        char last[ROWS][STEP * 4] = {{0}};
-        const char *last_rows[ROWS];
-        for (int j = 0; j < ROWS; j++) {
-            const size_t num_bytes = (size_t)((tile->depth - whole) * item_bytes);
-            last_rows[j] = memcpy(last[j], rows[j] + whole * item_bytes, num_bytes);
-        }
-        multiply_step(sums, last_rows, 0, tile->x + whole, tile->x_stride, type, num_inputs);
+            for (int j = 0; j < ROWS; j++)
+                __builtin_prefetch(rows[j] + k * item_bytes + AHEAD_BYTES, 0, 3);
+        multiply_step(sums, rows, k * item_bytes, x, k, type, num_inputs);
     }
     const size_t num_bytes = (size_t)tile->num_rows * sizeof(float);
 #pragma GCC unroll 6
@@ -190,6 +202,20 @@ static void multiply(const struct tile *tile, int type, int64_t num_inputs)
     }
 }
 
+/* What the rows have beyond their whole STEPs; the inputs are padded with zeros, the rows are not. */
+static void multiply_rest(struct tile tile, int64_t depth, int type, int64_t num_inputs)
+{
+    char rest[ROWS][STEP * sizeof(float)] = {{0}};
+    const size_t num_bytes = (size_t)((depth - tile.depth) * size_of(type));
+    for (int j = 0; j < ROWS; j++)
+        tile.rows[j] = memcpy(rest[j], tile.rows[j] + tile.depth * size_of(type), num_bytes);
+    tile.x += tile.depth;
+    tile.depth = STEP;
+    tile.bias = NULL;
+    tile.is_first = 0;
+    multiply(&tile, type, num_inputs);
+}
+
 /* All inputs by rows [first, end) of one part, whose first row is column 0 of out. */
 static void multiply_rows(const struct product *p, const struct part *part, int64_t column,
                           int64_t first, int64_t end)
@@ -207,9 +233,10 @@ static void multiply_rows(const struct product *p, const struct part *part, int6
             for (int64_t row = first; row < end; row += ROWS) {
                 struct tile tile = {
                     .num_rows = end - row < ROWS ? end - row : ROWS,
+                    .is_first = share == 0,
                     .x = p->x + input * p->x_stride + k,
                     .x_stride = p->x_stride,
-                    .depth = depth,
+                    .depth = depth / STEP * STEP,
                     .out = p->out + input * p->out_stride + column + row,
                     .out_stride = p->out_stride,
                 };
@@ -220,6 +247,8 @@ static void multiply_rows(const struct product *p, const struct part *part, int6
                     tile.rows[j] = weights + row_read * row_bytes + k * size_of(p->type);
                 }
                 multiply(&tile, p->type, next_input - input);
+                if (tile.depth < depth)
+                    multiply_rest(tile, depth, p->type, next_input - input);
             }
         }
     }
