@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from types import TracebackType
 
 from appliance import address, config
 from appliance.bench.exchange import exchange
+from appliance.bench.reply import Reply
 from appliance.bench.target import Target
 from appliance.client import Client, ClientError
 from engine.errors import ConfigError, PenstockError
@@ -31,6 +33,7 @@ READY_S = 300.0
 STOP_S = 30.0
 WARM_UP_S = 120.0
 _POLL_S = 0.1
+_NAMED = re.compile(r"([\w.+-]+)=(.+)")
 _OWN_SETTINGS = ("config", "socket", "state_dir", "roles", "listen", "host", "api_key")
 """Of the environment, these would make two daemons one; the others hold for every arm."""
 
@@ -114,10 +117,12 @@ class Arms:
             where = address.find(place)
         target = Target(label, where, self._rng, is_text=self._is_text)
         target.meet()
-        reply = asyncio.run(exchange(where, target.request(*self._warm_up), WARM_UP_S))
+        request, reply = target.request(*self._warm_up), Reply(time.perf_counter_ns())
+        asyncio.run(exchange(where, request, reply, WARM_UP_S))
         if reply.problem is not None or reply.ended_ns is None:
             problem = reply.problem or f"no end within {WARM_UP_S:.0f} s"
             raise PenstockError(f"the first request failed: {problem}", where=str(where))
+        target.learn_length(self._warm_up[0], reply.prompt_tokens)
         return target
 
 
@@ -162,9 +167,7 @@ def _wait_ready(process: subprocess.Popen[bytes], client: Client, stderr: Path, 
     end_s = time.monotonic() + READY_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            said = stderr.read_text(errors="replace").strip().splitlines()
-            problem = said[-1] if said else f"exit code {process.returncode}"
-            raise PenstockError(f"the daemon did not start: {problem}", where=roles)
+            raise _not_started(stderr.read_text(errors="replace"), roles, process.returncode)
         try:
             client.get("/ready")
         except ClientError:  # not listening yet, or still loading
@@ -174,6 +177,15 @@ def _wait_ready(process: subprocess.Popen[bytes], client: Client, stderr: Path, 
     raise PenstockError(f"the daemon was not ready within {READY_S:.0f} s", where=roles)
 
 
+def _not_started(said: str, roles: str, code: int) -> PenstockError:
+    """The daemon's own last words, which end with a hint if it has one."""
+    lines = said.strip().splitlines() or [f"exit code {code}"]
+    is_hint = lines[-1].startswith("hint: ")
+    hint = lines.pop().removeprefix("hint: ") if is_hint else ""
+    problem = lines[-1].removeprefix("penstock: ") if lines else f"exit code {code}"
+    return PenstockError(f"the daemon did not start: {problem}", where=roles, hint=hint)
+
+
 def _label_and_place(spec: str) -> tuple[str, str]:
-    label, equals, place = spec.partition("=")
-    return (label, place) if equals else (spec, spec)
+    named = _NAMED.fullmatch(spec)
+    return (named[1], named[2]) if named else (spec, spec)

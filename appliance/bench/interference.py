@@ -15,21 +15,22 @@ import asyncio
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NoReturn
 
 import msgspec
 
 from appliance.bench.arrivals import Lengths, regular
 from appliance.bench.exchange import exchange
 from appliance.bench.load import PATIENCE_S, Load, Tick, measure, offer
+from appliance.bench.reply import Reply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.statistics import Figures
 from appliance.bench.target import Target
 from appliance.latency import quantile
 from engine.errors import PenstockError
 
-STREAM_INPUT_TOKENS = 32
-STREAM_OUTPUT_TOKENS = 256
-"""Then a stream begins anew; its first token is no gap."""
+STREAM_TOKENS = (32, 512)
+"""In and out; then a stream begins anew, and its first token is no gap."""
 PROMPT_OUTPUT_TOKENS = 8
 
 
@@ -100,10 +101,8 @@ async def _phase(
 ) -> tuple[list[float], list[Sample]]:
     """The streams' gaps and the prompts."""
     origin_ns = time.perf_counter_ns()
-    is_over = asyncio.Event()
-    streams = [
-        asyncio.create_task(_stream(target, origin_ns, is_over)) for _ in range(plan.num_streams)
-    ]
+    replies: list[list[Reply]] = [[] for _ in range(plan.num_streams)]
+    streams = [asyncio.create_task(_stream(target, into)) for into in replies]
     prompts: list[Sample] = []
     if has_prompts:
         schedule = regular(plan.every_s, plan.seconds, plan.prompt_tokens, PROMPT_OUTPUT_TOKENS)
@@ -111,28 +110,34 @@ async def _phase(
     else:
         await asyncio.sleep(plan.seconds)
     end_ms = (time.perf_counter_ns() - origin_ns) / 1e6
-    is_over.set()
-    return gaps_between(await asyncio.gather(*streams), end_ms), prompts
+    for stream in streams:
+        stream.cancel()
+    for ended in await asyncio.gather(*streams, return_exceptions=True):
+        if not isinstance(ended, asyncio.CancelledError):
+            raise ended
+    samples = [
+        [sample_of(reply, origin_ns=origin_ns, due_ns=reply.sent_ns) for reply in stream]
+        for stream in replies
+    ]
+    return gaps_between(samples, end_ms), prompts
 
 
-async def _stream(target: Target, origin_ns: int, is_over: asyncio.Event) -> list[Sample]:
-    """One request after another, each to its end, until it is over."""
-    samples = []
-    while not is_over.is_set():
-        request = target.request(STREAM_INPUT_TOKENS, STREAM_OUTPUT_TOKENS)
-        now_ns = time.perf_counter_ns()
-        reply = await exchange(target.address, request, PATIENCE_S)
-        sample = sample_of(reply, origin_ns=origin_ns, due_ns=now_ns)
-        if not sample.is_completed:
-            problem = sample.error or f"no end within {PATIENCE_S:.0f} s"
+async def _stream(target: Target, replies: list[Reply]) -> NoReturn:
+    """One request after another until it is cancelled."""
+    while True:
+        request, reply = target.request(*STREAM_TOKENS), Reply(time.perf_counter_ns())
+        replies.append(reply)
+        await exchange(target.address, request, reply, PATIENCE_S)
+        if reply.ended_ns is None or reply.problem is not None:
+            problem = reply.problem or f"no end within {PATIENCE_S:.0f} s"
             raise PenstockError(f"a stream failed: {problem}", where=target.label)
-        samples.append(sample)
-    return samples
 
 
 def gaps_between(streams: list[list[Sample]], end_ms: float) -> list[float]:
     """Gaps from the moment when every stream has its first token until the end."""
     times = [[sample.token_times_ms() for sample in stream] for stream in streams]
+    if not all(stream and stream[0] for stream in times):
+        return []  # one never began
     begun_ms = max(stream[0][0] for stream in times)
     return [
         after_ms - before_ms

@@ -13,12 +13,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from appliance.bench.arrivals import Arrival, Lengths, drawn, read_trace
+from appliance.bench.arrivals import Arrival, Lengths, drawn
 from appliance.bench.exchange import exchange
+from appliance.bench.reply import Reply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.target import Target
 
@@ -47,13 +47,13 @@ class Load:
     concurrency: int | None = None
     rate_per_s: float | None = None
     burstiness: float = 1.0
-    trace: Path | None = None
+    trace: tuple[Arrival, ...] | None = None
     seed: int = 0
 
     def schedule(self, round_index: int) -> list[Arrival]:
         """The arrivals of an open loop in one round, the same for all arms."""
         if self.trace is not None:
-            return [each for each in read_trace(self.trace) if each.at_s < self.seconds]
+            return [each for each in self.trace if each.at_s <= self.seconds]
         assert self.rate_per_s is not None
         return drawn(
             self.rate_per_s,
@@ -130,7 +130,8 @@ async def _send(
     target: Target, request: bytes, origin_ns: int, due_ns: int, until_s: float
 ) -> Sample:
     left_s = until_s - (time.perf_counter_ns() - origin_ns) / 1e9
-    reply = await exchange(target.address, request, left_s)
+    reply = Reply(time.perf_counter_ns())
+    await exchange(target.address, request, reply, left_s)
     if reply.ended_ns is None and reply.problem is None:
         reply.problem = f"no end {PATIENCE_S:.0f} s after the last request was due"
     return sample_of(reply, origin_ns=origin_ns, due_ns=due_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from xml.sax.saxutils import escape
+from html import escape
 
 _COLOURS = ("#0b6e99", "#d1495b", "#66a182", "#8d6a9f", "#edae49", "#30343f")
 _WIDTH, _PANEL_HEIGHT = 720, 300

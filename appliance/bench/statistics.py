@@ -9,7 +9,6 @@ Never: averages quantiles: a figure over rounds is the median of the rounds' fig
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -95,7 +94,10 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
         """None of nothing."""
-        return cls(statistics.median(values), min(values), max(values)) if values else None
+        if not values:
+            return None
+        ranked, middle = sorted(values), len(values) // 2
+        return cls((ranked[middle] + ranked[~middle]) / 2, ranked[0], ranked[-1])
 
 
 def spread(rounds: Iterable[Figures], key: str) -> Spread | None:

@@ -120,7 +120,8 @@ async def time_steps(
     finally:
         await worker.stop()
     tick(1.0)
-    return [StepTimes(*kind, samples) for kind, samples in sorted(taken.items(), reverse=True)]
+    ordered = sorted(taken, key=lambda kind: (kind.kind != "prefill", *kind))
+    return [StepTimes(*kind, taken[kind]) for kind in ordered]
 
 
 class _Worker:
@@ -149,7 +150,11 @@ class _Worker:
         where = f"{case.batch}x{case.context}"
         if case.context + num_steps + 1 > self._setup.max_model_len:
             longest = self._setup.max_model_len - num_steps - 1
-            raise ConfigError(f"the model takes {longest} tokens of context here", where=where)
+            raise ConfigError(
+                f"the model takes {longest} tokens of context here",
+                where=where,
+                hint="choose with --case, as 1x512",
+            )
         if needed > room:
             raise ConfigError(
                 f"it needs {needed} blocks of KV and there are {room}",

@@ -33,7 +33,7 @@ class Target:
     Args:
         label: its name in the tables.
         address: of its API.
-        is_text: send prompts as text, for a server that cannot say which ids it has; a prompt then
+        is_text: send prompts as words, for a server that cannot say which ids it has; a prompt then
             has about as many tokens as were asked for, and the server says how many it counted.
         rng: of all prompts of the run.
     """
@@ -48,6 +48,7 @@ class Target:
         self._model: str | None = None
         self._ids: list[int] | None = None
         self._is_text = is_text
+        self._words_per_token = 1.0
         self._has_frames = True
 
     def meet(self) -> None:
@@ -99,6 +100,11 @@ class Target:
         ]
         return "\r\n".join([*head, "", ""]).encode() + content
 
+    def learn_length(self, asked_tokens: int, counted_tokens: int | None) -> None:
+        """A prompt was so long in fact; the next ones of words are made accordingly."""
+        if counted_tokens:
+            self._words_per_token *= asked_tokens / counted_tokens
+
     def power_w(self) -> float | None:
         """Of all domains that the daemon reads; None where it reports none, or is not ours."""
         if not self._has_frames:
@@ -114,4 +120,5 @@ class Target:
     def _prompt(self, num_tokens: int) -> list[int] | str:
         if self._ids is not None:
             return self._rng.choices(self._ids, k=num_tokens)
-        return " ".join(self._rng.choices(_WORDS, k=num_tokens))
+        num_words = max(1, round(num_tokens * self._words_per_token))
+        return " ".join(self._rng.choices(_WORDS, k=num_words))

@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from appliance import config
-from appliance.bench import comparison, plot, steps
+from appliance.bench import comparison, plot
 from appliance.bench.arms import ROLES, Arms
 from appliance.bench.interference import Disturbed, Plan, disturb
 from appliance.bench.load import Load, Measured, measure
@@ -41,7 +41,7 @@ from engine.errors import ConfigError
 bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
 
 _MAX_ERRORS_TOLD = 3
-_DRAWN = ("ttft_ms", "itl_ms")
+_DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}
 
 
 @bench.command("run")
@@ -162,6 +162,8 @@ def step(
     output: Output = Format.TABLE,
 ) -> None:
     """Time a worker's steps without HTTP: prefill by chunk and context, decode by batch."""
+    from appliance.bench import steps  # with all that starts a worker
+
     if roles not in ROLES:
         raise typer.BadParameter(f"roles are {', '.join(ROLES)}")
     try:
@@ -241,7 +243,7 @@ def _draw(results: Mapping[str, Sequence[Measured]], path: Path | None) -> None:
         label: times(sample for each in turns for sample in each.samples)
         for label, turns in results.items()
     }
-    panels = {name: {label: seen[label][name] for label in seen} for name in _DRAWN}
+    panels = {title: {label: seen[label][name] for label in seen} for title, name in _DRAWN.items()}
     _write_file(path, plot.cumulative(panels))
 
 

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.bench.arrivals import Lengths
+from appliance.bench.arrivals import Lengths, read_trace
 from appliance.bench.load import Load
+
+DEFAULT_SECONDS = 30.0
 
 Specs = Annotated[
     list[str],
@@ -56,7 +58,9 @@ def _load(
         Path | None,
         typer.Option(help="Open loop: JSON lines of timestamp (ms), input_length, output_length."),
     ] = None,
-    seconds: Seconds = 30.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Of a turn: 30, or all of the trace.")
+    ] = None,
     input_tokens: Annotated[str, typer.Option(help="Of a prompt: 512, or any of 128-1024.")] = (
         "512"
     ),
@@ -67,14 +71,16 @@ def _load(
     given = [each for each in (concurrency, rate, trace) if each is not None]
     if len(given) > 1:
         raise typer.BadParameter("give one of --concurrency, --rate and --trace")
+    arrivals = None if trace is None else tuple(read_trace(trace))
+    whole_s = DEFAULT_SECONDS if arrivals is None else max(arrivals[-1].at_s, 1.0)
     return Load(
-        seconds=seconds,
+        seconds=whole_s if seconds is None else seconds,
         inputs=_lengths(input_tokens),
         outputs=_lengths(output_tokens),
         concurrency=concurrency if given else 1,
         rate_per_s=rate,
         burstiness=burstiness,
-        trace=trace,
+        trace=arrivals,
         seed=seed,
     )
 

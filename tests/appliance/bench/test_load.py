@@ -1,0 +1,172 @@
+"""Load on a server whose behaviour is scripted: what was due is a sample, whatever came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.address import SshAddress, UnixAddress
+from appliance.bench.arrivals import Arrival, Lengths
+from appliance.bench.load import Load, Measured, measure, offer
+from appliance.bench.samples import Sample
+from appliance.bench.target import Target
+from engine.errors import ConfigError, PenstockError
+from tests.appliance.bench.fake_openai import FakeOpenAI
+
+FIVE, THREE = Lengths(5, 5), Lengths(3, 3)
+BURST = tuple(Arrival(i / 100, 5, 3) for i in range(20))
+TRACE = Load(0.2, FIVE, THREE, trace=BURST)
+
+
+def run(target: Target, load: Load) -> Measured:
+    return asyncio.run(measure(target, load, "arm", 0, lambda share: None))
+
+
+async def test_a_request_has_the_tokens_that_were_asked_for(
+    server: FakeOpenAI, target: Target
+) -> None:
+    (sample,) = await offer(target, [Arrival(0, 6, 4)], 10)
+    assert (sample.prompt_tokens, sample.output_tokens, len(sample.itl_ms)) == (6, 4, 3)
+    assert sample.is_completed
+    (body,) = server.script.bodies
+    assert set(body["prompt"]) <= {7, 8, 9}
+    assert (body["model"], body["max_tokens"], body["ignore_eos"]) == ("fake", 4, True)
+
+
+async def test_tcp_and_the_socket_read_the_same(server: FakeOpenAI) -> None:
+    for address in (server.unix, server.tcp):
+        target = Target("t", address, random.Random(0))
+        target.meet()
+        (sample,) = await offer(target, [Arrival(0, 6, 4)], 10)
+        assert (sample.is_completed, len(sample.itl_ms)) == (True, 3)
+
+
+def test_an_open_loop_does_not_wait_for_replies(server: FakeOpenAI, target: Target) -> None:
+    server.script.first_s = 1
+    measured = run(target, TRACE)
+    assert len(measured.samples) == 20
+    assert server.script.most_open == 20
+    assert all(sample.is_completed for sample in measured.samples)
+
+
+def test_times_are_at_least_what_the_server_took(server: FakeOpenAI, target: Target) -> None:
+    server.script.first_s, server.script.gap_s = 0.05, 0.02
+    for sample in run(target, replace(TRACE, trace=BURST[:2])).samples:
+        assert sample.ttft_ms is not None
+        assert sample.e2e_ms is not None
+        assert sample.ttft_ms >= 50
+        assert sum(sample.itl_ms) >= 38  # two sleeps, less what the first read came late
+        assert sample.e2e_ms >= 90
+
+
+def test_a_closed_loop_keeps_so_many_open_and_no_more(server: FakeOpenAI, target: Target) -> None:
+    server.script.gap_s = 0.005
+    measured = run(target, Load(0.4, FIVE, THREE, concurrency=3))
+    assert server.script.most_open == 3
+    assert len(measured.samples) >= 3
+    assert all(sample.is_completed for sample in measured.samples)
+
+
+def test_the_same_seed_and_round_give_the_same_load_and_never_the_same_prompt(
+    server: FakeOpenAI, target: Target
+) -> None:
+    load = Load(0.5, Lengths(5, 50), THREE, rate_per_s=40, seed=3)
+    assert load.schedule(1) == load.schedule(1) != load.schedule(2)
+    run(target, load)
+    run(target, load)
+    lengths = [len(body["prompt"]) for body in server.script.bodies]
+    half = len(lengths) // 2
+    assert sorted(lengths[:half]) == sorted(lengths[half:])
+    long = [tuple(b["prompt"]) for b in server.script.bodies if len(b["prompt"]) > 20]
+    assert len(set(long)) == len(long)
+
+
+def test_refusals_are_samples_with_their_status(server: FakeOpenAI, target: Target) -> None:
+    server.script.refuse = lambda index: index % 2 == 0
+    samples = run(target, TRACE).samples
+    assert sum(sample.is_refused for sample in samples) == 10
+    assert {sample.error for sample in samples} == {None, "the queue is full"}
+
+
+def test_a_reply_that_breaks_off_is_an_error(server: FakeOpenAI, target: Target) -> None:
+    server.script.breaks_after = 1
+    (sample,) = run(target, replace(TRACE, trace=BURST[:1])).samples
+    assert sample.error == "the server closed the connection before the end"
+    assert sample.ttft_ms is not None
+
+
+async def test_a_reply_that_never_ends_is_an_error_and_is_hung_up_on(
+    server: FakeOpenAI, target: Target
+) -> None:
+    server.script.first_s = 30
+    (sample,) = await offer(target, [Arrival(0, 5, 3)], 0.1)
+    assert "no end" in (sample.error or "")
+    assert (sample.status, sample.e2e_ms) == (200, None)
+
+
+async def test_a_server_that_is_gone_is_an_error_of_each_request(tmp_path: Path) -> None:
+    nobody = Target("nobody", UnixAddress(tmp_path / "none"), random.Random(0))
+    (sample,) = await offer(nobody, [Arrival(0, 5, 3)], 1)
+    assert sample.error == "cannot connect: No such file or directory"
+    assert sample.status is None
+
+
+@pytest.mark.parametrize(("has_ids", "gaps"), [(True, 5), (False, 2)])
+def test_events_with_several_tokens_are_noted(
+    server: FakeOpenAI, target: Target, has_ids: bool, gaps: int
+) -> None:
+    server.script.per_event, server.script.has_ids = 2, has_ids
+    (sample,) = run(target, Load(0.2, FIVE, THREE, trace=(Arrival(0, 5, 6),))).samples
+    # three events of two tokens: the second token of the first has no gap that anyone saw
+    assert len(sample.itl_ms) == gaps - (1 if has_ids else 0)
+    assert (sample.output_tokens, sample.merged_tokens) == (6, 3)
+
+
+def test_energy_is_power_over_the_window_where_frames_report_it(
+    server: FakeOpenAI, target: Target
+) -> None:
+    assert target.power_w() is None
+    again = Target("fake", server.unix, random.Random(0))
+    again.meet()
+    server.script.power_w = 40.0
+    assert again.power_w() == 40
+    load = Load(1.1, FIVE, THREE, trace=BURST[:1])
+    assert run(again, load).energy_j == pytest.approx(44)
+    assert run(target, replace(load, seconds=0.1)).energy_j is None
+
+
+def test_words_are_sent_where_ids_are_not_known(server: FakeOpenAI) -> None:
+    server.script.tokenizes = False
+    with pytest.raises(PenstockError) as refusal:
+        Target("t", server.unix, random.Random(0)).meet()
+    assert "--prompt-text" in refusal.value.hint
+    target = Target("t", server.unix, random.Random(0), is_text=True)
+    target.meet()
+    target.learn_length(5, 10)  # this server counts two tokens a word
+    (sample,) = run(target, Load(0.1, FIVE, THREE, trace=(Arrival(0, 100, 3),))).samples
+    assert isinstance(server.script.bodies[0]["prompt"], str)
+    assert sample.prompt_tokens == 100
+
+
+def test_ssh_is_refused() -> None:
+    target = Target("far", SshAddress("host"), random.Random(0))
+    with pytest.raises(ConfigError, match="does not go through ssh"):
+        run(target, replace(TRACE, trace=BURST[:1]))
+
+
+def test_progress_ends_with_everything(target: Target) -> None:
+    shares: list[float] = []
+    asyncio.run(measure(target, TRACE, "arm", 0, shares.append))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
+def test_a_sample_survives_being_kept() -> None:
+    import msgspec
+
+    sample = Sample(1, 2, status=200, itl_ms=[1.5])
+    assert msgspec.json.decode(msgspec.json.encode(sample), type=Sample) == sample

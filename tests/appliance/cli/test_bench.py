@@ -1,0 +1,132 @@
+"""penstock bench as its user runs it: on a scripted server, and with real daemons of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.appliance.bench.fake_openai import FakeOpenAI
+from tests.appliance.cli_process import penstock, user_environ
+
+SHORT = ["--seconds", "0.4", "--input-tokens", "5-9", "--output-tokens", "4"]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeOpenAI]:
+    with FakeOpenAI(tmp_path / "p.sock") as fake:
+        fake.script.gap_s = 0.002
+        yield fake
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+def test_run_measures_the_daemon_of_the_settings(
+    server: FakeOpenAI, environ: dict[str, str]
+) -> None:
+    server.script.refuse = lambda index: index == 2
+    ended = penstock(environ, "bench", "run", *SHORT, "--concurrency", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[:4] == ["P50", "P90", "P99", "MAX"]
+    assert ended.stderr == "penstock: 1 x the queue is full\n"
+    facts = dict(line.split(maxsplit=1) for line in ended.stdout.split("\n\n")[1].splitlines())
+    assert facts["refused"] == "1"
+    assert facts["joules_per_token"] == "-"
+    assert int(facts["offered"]) == int(facts["completed"]) + 1
+
+
+def test_json_and_the_kept_file_have_every_sample(
+    server: FakeOpenAI, environ: dict[str, str], tmp_path: Path
+) -> None:
+    kept, drawn = tmp_path / "kept.json", tmp_path / "drawn.svg"
+    options = ["--rate", "20", "--save", str(kept), "--plot", str(drawn), "-o", "json"]
+    ended = penstock(environ, "bench", "run", "--host", str(server.tcp), *SHORT, *options)
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert document["schema"] == "penstock.bench/1"
+    (turn,) = document["turns"]
+    assert len(turn["samples"]) == document["figures"]["offered"] == len(server.script.bodies) - 1
+    assert all(len(sample["itl_ms"]) == 3 for sample in turn["samples"])
+    assert json.loads(kept.read_text())["turns"] == document["turns"]
+    assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+
+
+def test_compare_prints_the_band_first(server: FakeOpenAI, environ: dict[str, str]) -> None:
+    arms = [f"one={server.unix.path}", f"two={server.tcp}"]
+    ended = penstock(environ, "bench", "compare", *arms, *SHORT, "--rounds", "2", "-o", "csv")
+    assert ended.returncode == 0, ended.stderr
+    rows = list(csv.DictReader(io.StringIO(ended.stdout)))
+    assert list(dict.fromkeys(row["arm"] for row in rows)) == ["A/A", "one", "two"]
+    verdicts = {row["verdict"] for row in rows if row["arm"] == "two" and row["ratio"]}
+    assert verdicts <= {"better", "worse", "same"}
+
+
+def test_interference_needs_no_more_than_two_arms(
+    server: FakeOpenAI, environ: dict[str, str]
+) -> None:
+    arms = [f"one={server.unix.path}", f"two={server.tcp}"]
+    options = ["--seconds", "0.4", "--every", "0.1", "--rounds", "1", "--prompt-tokens", "40"]
+    ended = penstock(environ, "bench", "interference", *arms, *options)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[1].split()[:2] == ["A/A", "p99_loaded_over_p50_quiet"]
+    assert sum(line.startswith("two") for line in lines) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["run", "--rate", "1", "--concurrency", "1"], 2, "one of --concurrency"),
+        (["run", "--input-tokens", "9-1"], 2, "512 or 128-1024"),
+        (["run", "--trace", "/none"], 78, "cannot read"),
+        (["run"], 3, "not running"),
+        (["compare", "static", "static"], 78, "two arms have one name"),
+        (["step", "--roles", "none"], 2, "roles are"),
+        (["step", "--case", "8"], 2, "give cases as"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    environ: dict[str, str], arguments: list[str], code: int, message: str
+) -> None:
+    ended = penstock(environ, "bench", *arguments)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert message in ended.stderr
+
+
+def test_arms_that_are_roles_are_daemons_of_its_own(
+    tiny_llama: Path, environ: dict[str, str], tmp_path: Path
+) -> None:
+    options = ["--rounds", "1", "--concurrency", "2", "--model", str(tiny_llama), "-o", "json"]
+    ended = penstock(environ, "bench", "compare", "colocated", *SHORT, *options)
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert [turn["arm"] for turn in document["turns"]] == ["colocated", "A/A"]
+    samples = [sample for turn in document["turns"] for sample in turn["samples"]]
+    assert samples
+    assert all(sample["error"] is None for sample in samples)
+    assert all((s["output_tokens"], len(s["itl_ms"])) == (4, 3) for s in samples)
+    assert {sample["merged_tokens"] for sample in samples} == {0}
+    assert not (tmp_path / "state").exists(), "the user's own log is left alone"
+
+
+def test_steps_are_timed_in_a_worker(tiny_llama: Path, environ: dict[str, str]) -> None:
+    options = ["--case", "1x600", "--case", "2x16", "--rounds", "1", "-o", "json"]
+    ended = penstock(environ, "bench", "step", str(tiny_llama), *options)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)["data"]
+    kinds = [(r["kind"], r["batch"], r["num_tokens"], r["context"]) for r in rows]
+    assert ("prefill", 1, 512, 0) in kinds
+    assert ("prefill", 1, 88, 512) in kinds
+    assert {kind for kind in kinds if kind[0] == "decode"} == {
+        ("decode", 1, 1, 600),
+        ("decode", 2, 2, 16),
+    }
+    assert all(row["ms_min"] > 0 for row in rows)
