@@ -73,6 +73,56 @@ class TokensEmitted:
     is_last: bool
 
 
+class Inbox:
+    """What has come for one reply, which alone reads it.
+
+    Every token of every stream passes it: so it hands over all there is at once, and its timer is
+    not set for each wait, but again when it runs out too soon.
+    """
+
+    def __init__(self) -> None:
+        self._emitted: list[TokensEmitted] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put_nowait(self, emitted: TokensEmitted) -> None:
+        """Add tokens, and wake the reply."""
+        self._emitted.append(emitted)
+        self._wake()
+
+    async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
+        """All that has come; waits for the first, and returns nothing after `patience_s`."""
+        if not self._emitted:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            self._since_s = loop.time()
+            if patience_s is not None and self._timer is None:
+                self._timer = loop.call_later(patience_s, self._look, patience_s)
+            await self._waiter
+        emitted, self._emitted = self._emitted, []
+        return emitted
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, patience_s: float) -> None:
+        """Wake the reply if it has waited for so long; look again when it might have."""
+        loop = asyncio.get_running_loop()
+        waited_s = loop.time() - self._since_s
+        if waited_s >= patience_s:
+            self._timer = None
+            self._wake()
+        else:
+            self._timer = loop.call_later(patience_s - waited_s, self._look, patience_s)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What a client asked; one reply, one log row."""
@@ -88,7 +138,7 @@ class Request:
     sequences: list[Sequence]
     prompt_text: str | None = None
     client_request_id: str | None = None
-    inbox: asyncio.Queue[TokensEmitted] = field(default_factory=asyncio.Queue)
+    inbox: Inbox = field(default_factory=Inbox)
     """Filled by the daemon; read by exactly one reply."""
     http_status: int = 200
     cancelled_by: str | None = None

@@ -99,9 +99,9 @@ class Telemetry:
 
     def latency(self, now_ns: int) -> LatencyFrame:
         """Exact quantiles over the window."""
-        ttft_ms = self._ttft_ms.values(now_ns)
-        itl_ms = self._itl_ms.values(now_ns)
-        handoff_ms = self._handoff_ms.values(now_ns)
+        ttft_ms = sorted(self._ttft_ms.values(now_ns))
+        itl_ms = sorted(self._itl_ms.values(now_ns))
+        handoff_ms = sorted(self._handoff_ms.values(now_ns))
         return LatencyFrame(
             window_s=WINDOW_S,
             num_requests=len(self._finished.values(now_ns)),

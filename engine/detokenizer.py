@@ -41,6 +41,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
+        if self._tokenizer.is_context_free and not self._held:
+            piece = self._tokenizer.piece(token_id)
+            if not piece.endswith(REPLACEMENT):
+                return piece
         if self._tokenizer.is_silent(token_id):
             return ""
         self._held.append(token_id)
@@ -69,8 +73,13 @@ class Detokenizer:
         return text
 
     def _move_context(self, token_ids: list[int]) -> None:
-        self._context = token_ids
-        self._context_text = self._tokenizer.decode(token_ids)
+        tokenizer = self._tokenizer
+        if not tokenizer.is_context_free:
+            self._context = token_ids
+            is_one = len(token_ids) == 1
+            self._context_text = (
+                tokenizer.piece(token_ids[0]) if is_one else tokenizer.decode(token_ids)
+            )
 
     def _settled_size(self) -> int:
         """How many held tokens, from the front, no later token can change."""

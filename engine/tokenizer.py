@@ -46,6 +46,9 @@ class Tokenizer:
         decoder = _decoder_types(backend)
         self._is_byte_level = "ByteLevel" in decoder
         self._has_byte_tokens = "ByteFallback" in decoder
+        self.is_context_free = decoder == {"ByteLevel"}
+        """A text's bytes are those of its tokens, whatever stands beside each."""
+        self._pieces: dict[int, str] = {}
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_chars = max(map(len, vocab), default=1)
@@ -98,6 +101,13 @@ class Tokenizer:
         else:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return str(text)
+
+    def piece(self, token_id: int) -> str:
+        """What a token decodes to alone; kept, as the same ones come again and again."""
+        text = self._pieces.get(token_id)
+        if text is None:
+            text = self._pieces[token_id] = self.decode([token_id])
+        return text
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where in the text each of its tokens stands; (0, 0) for those that encoding adds."""

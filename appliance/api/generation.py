@@ -13,7 +13,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -149,6 +149,7 @@ class Generation:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Server-sent events: headers at once, then one write for whatever is ready."""
+        write_part: Callable[[bytes], Awaitable[None]] = scope["state"]["write_part"]
         headers = self._headers() | {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -157,12 +158,12 @@ class Generation:
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
             async for piece in self._pieces():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await write_part(piece)
         except Exception:  # noqa: BLE001 - the border of one reply
             # The status is out already: an event is the only way left to say it.
             _log.exception("request %s failed", self._request.request_id)
             last = self._shape.failure(_internal("internal error"))
-            await send({"type": "http.response.body", "body": last, "more_body": True})
+            await write_part(last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return 200
 
@@ -183,7 +184,8 @@ class Generation:
 
     async def _written(self, write: Callable[[list[Delta]], bytes], deltas: list[Delta]) -> bytes:
         """What a client reads of deltas; where that is much, other replies go on meanwhile."""
-        if sum(delta.num_logprobs for delta in deltas) <= MAX_INLINE_LOGPROBS:
+        has_logprobs = self._ask.base.logprobs is not None
+        if not has_logprobs or sum(one.num_logprobs for one in deltas) <= MAX_INLINE_LOGPROBS:
             return write(deltas)
         return await asyncio.to_thread(write, deltas)
 

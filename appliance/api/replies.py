@@ -26,6 +26,8 @@ from engine.tokenizer import Tokenizer
 Json = dict[str, object]
 
 _DONE = b"data: [DONE]\n\n"
+_PLACE = "\x00"
+"""Stands for a text whose surroundings are to be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class ReplyShape:
     created: int
     """Unix seconds."""
     fingerprint: str
-    _begun: set[int] = field(default_factory=set)
-    """Choices of which a stream has told something."""
+    _around: dict[int, tuple[bytes, bytes] | None] = field(default_factory=dict)
+    """Of choices of which a stream has told something: what stands around the text in an event that
+    tells nothing else, as most do; None where each tells more."""
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """The reply in one piece; one delta per sequence."""
@@ -64,8 +67,13 @@ class ReplyShape:
         has_news = delta.text or delta.calls or delta.finish_reason or self.ask.wants_tokens
         if not has_news:
             return b""
-        is_first = delta.sequence.index not in self._begun
-        self._begun.add(delta.sequence.index)
+        index = delta.sequence.index
+        around = self._around.get(index)
+        if around and delta.text and not delta.calls and delta.finish_reason is None:
+            return around[0] + msgspec.json.encode(delta.text) + around[1]
+        is_first = index not in self._around
+        if is_first:
+            self._around[index] = self._plain_event(delta.sequence)
         role = event(self._role_chunk(delta.sequence)) if is_first and self.ask.is_chat else b""
         return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
 
@@ -78,6 +86,13 @@ class ReplyShape:
     def failure(self, error: RequestError) -> bytes:
         """What a stream ends with if it fails: its status is out already."""
         return event(error_object(error)) + _DONE
+
+    def _plain_event(self, sequence: Sequence) -> tuple[bytes, bytes] | None:
+        if self.ask.wants_tokens or self.ask.has_running_usage:
+            return None
+        whole = event(self._delta_chunk(Delta(sequence, text=_PLACE), is_first=False))
+        before, _, after = whole.rpartition(msgspec.json.encode(_PLACE))
+        return before, after
 
     def _delta_chunk(self, delta: Delta, is_first: bool) -> Json:
         choice = self._choice(delta)

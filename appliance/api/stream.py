@@ -11,7 +11,6 @@ the one call that it may make.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -126,18 +125,14 @@ class Reply:
             patience_s: after so long without tokens an empty list is yielded; None: never.
         """
         inbox = self._request.inbox
-        while self._num_open:
-            try:
-                async with asyncio.timeout(patience_s):
-                    batch = [await inbox.get()]
-            except TimeoutError:
-                yield []
-                continue
-            while not inbox.empty():
-                batch.append(inbox.get_nowait())
-            ready = self._take(batch)
-            if ready:
-                yield ready
+        try:
+            while self._num_open:
+                emitted = await inbox.take(patience_s)
+                ready = self._take(emitted)
+                if ready or not emitted:
+                    yield ready
+        finally:
+            inbox.close()
 
     def _take(self, batch: list[TokensEmitted]) -> list[Delta]:
         deltas: dict[int, Delta] = {}

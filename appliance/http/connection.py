@@ -15,7 +15,6 @@ import asyncio
 import enum
 import http
 import logging
-import math
 import select
 import socket
 import sys
@@ -70,6 +69,9 @@ class Phase(enum.Enum):
     """For us."""
 
 
+_UNTIMED = (Phase.IDLE, Phase.REPLY)
+
+
 @dataclass(frozen=True, slots=True)
 class _Mark:
     """How far a connection was when it was looked at."""
@@ -84,8 +86,8 @@ class _Mark:
 class ClientProtocol(H11Protocol):
     """HTTP/1.1 that knows its client.
 
-    Each scope's state has its `credentials`, None on TCP, and `on_key`, to be called with the name
-    of a valid key that was shown.
+    Each scope's state has its `credentials`, None on TCP; `on_key`, to be called with the name of a
+    valid key that was shown; and `write_part`, to be called with each part of a reply's body.
     """
 
     def __init__(
@@ -106,7 +108,11 @@ class ClientProtocol(H11Protocol):
             check_key: raises RequestError if the key of that name may have no more connections.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        state = {"credentials": credentials, "on_key": self._on_key}
+        state = {
+            "credentials": credentials,
+            "on_key": self._on_key,
+            "write_part": self._write_part,
+        }
         super().__init__(config, server_state, state)
         self.logger = log
         self.credentials = credentials
@@ -157,11 +163,10 @@ class ClientProtocol(H11Protocol):
             self.transport.abort()
             return
         seen = self._observe(now)
-        if (seen.phase, seen.num_requests) != (mark.phase, mark.num_requests):
+        if seen.phase is not mark.phase or seen.num_requests != mark.num_requests:
             self._mark = seen
             return
-        allowed_s = self._allowed_s(seen.phase)
-        if now - mark.since <= allowed_s:
+        if seen.phase in _UNTIMED or now - mark.since <= self._allowed_s(seen.phase):
             return
         num_moved = seen.num_bytes - mark.num_bytes
         is_steady = num_moved >= self._limits.min_bytes_per_s * (now - mark.since)
@@ -197,6 +202,18 @@ class ClientProtocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """An upgrade may be ignored, and is."""
 
+    async def _write_part(self, part: bytes) -> None:
+        """Send what is not the end of a body without a length, once its head is out.
+
+        The bytes are those of ASGI's message for it. But that passes through every layer, and each
+        token of each stream comes this way.
+        """
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if part and not self.cycle.disconnected:
+            is_chunked = self.scope["http_version"] == "1.1"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
+
     def _on_key(self, name: str) -> None:
         if name != self.key:
             self._check_key(name)
@@ -229,7 +246,7 @@ class ClientProtocol(H11Protocol):
             Phase.BODY: self._limits.body_s,
             Phase.LINGER: self._limits.linger_s,
             Phase.UNREAD: self._limits.unread_s,
-        }.get(phase, math.inf)
+        }[phase]
 
     def _cut(self, phase: Phase) -> None:
         if phase is Phase.UNREAD:

@@ -435,6 +435,31 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(runn
     assert not reader.at_eof()
 
 
+async def test_a_stream_that_nobody_reads_does_not_pile_up(patient, appliance):
+    appliance.model = dataclasses.replace(appliance.model, max_model_len=10**6)
+    appliance.script = lambda prompt: [97] * 4000
+    body = {"prompt": "a", "stream": True, "max_tokens": 4000}
+    reader, writer = await patient.connect()
+    writer.transport.pause_reading()
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    writer.write(post(json.dumps(body).encode(), extra="Connection: close\r\n"))
+    connections = patient.server._connections
+    await until(lambda: appliance.submitted and appliance.submitted[0].is_finished, 30)
+    unread = [connection.transport.get_write_buffer_size() for connection in connections]
+    assert 0 < sum(unread) < 200_000, "of about a megabyte"
+    writer.transport.resume_reading()
+    assert (await read_all(reader)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_an_old_client_gets_its_stream_without_chunks_and_then_the_end(running):
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 3}).encode()
+    reply = await running.say(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, events = reply.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert all(line.startswith(b"data: ") for line in events.split(b"\n\n")[:-1])
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
 async def test_frames_that_nobody_reads_do_not_pile_up(running, appliance):
     appliance.frame_json = lambda: b" " * 200_000
     made = []
