@@ -4,12 +4,14 @@ import msgspec
 import pytest
 
 from engine.blocks import BlockPool, BlockState, Ledger
+from engine.elastic import Choice
 from engine.errors import QueueFull, RequestError
 from engine.messages import CoresUsed
 from engine.queue import FairQueue
 from engine.ring import Ring
+from engine.roles import ROLES
 from engine.router import MAX_SUSPICIONS, Router
-from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamps
+from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence, Stamps
 from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
@@ -425,13 +427,34 @@ def test_stale_messages_are_counted_and_dropped(world):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_random_walk_loses_nothing(arm, seed):
     rng = random.Random(seed)
+    walk(World(arm, num_blocks=33, num_slots=2), rng)
+
+
+@pytest.mark.parametrize("arm", ["elastic", "elastic shm"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
+    rng = random.Random(seed)
     world = World(arm, num_blocks=33, num_slots=2)
+
+    def any_route(sequence, running, *, fits_prefill_pool):
+        routes = [Route.MOVE, Route.DECODE, *([Route.PREFILL] if fits_prefill_pool else [])]
+        return Choice(rng.choice(routes), "drawn", "", rng.choice([None, 3]))
+
+    world.router.roles.route = any_route
+    walk(world, rng, lambda: world.router.switch_roles(rng.choice(ROLES), world.now_ns))
+    assert len(world.router.roles.counts) == 3
+
+
+def walk(world, rng, sometimes=lambda: None):
+    """Requests, aborts, deaths and messages in any order; then all that is left, to the end."""
     live, down = [], set()
     for _ in range(1500):
         world.now_ns += rng.randrange(1_000_000)
         action = rng.random()
         name = rng.choice(list(world.workers))
         worker = world.workers[name]
+        if rng.random() < 0.01:
+            sometimes()
         if action < 0.06 and len(world.router.queue) < 20:
             owner = rng.choice(["", "her", "him"])
             sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25), owner)

@@ -1,0 +1,114 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.messages import SequenceStep
+from engine.step_times import MIN_STEPS, StepLoad, StepTimes
+
+
+def truth_ms(load):
+    """A machine as linear as machines are."""
+    ms = 6 + 0.4 * load.batch + 0.001 * load.context
+    return ms + 0.5 * load.num_prefill_tokens + 2e-4 * load.num_attended
+
+
+def decode(batch, context):
+    return StepLoad(batch=batch, context=context)
+
+
+def prefill(tokens, start=0, batch=0, context=0):
+    return StepLoad(tokens, tokens * (start + tokens / 2), batch, context)
+
+
+def some_load(rng):
+    batch = rng.randint(1, 16)
+    if rng.random() < 0.6:
+        return decode(batch, batch * rng.randint(10, 2000))
+    beside = rng.choice([0, batch])
+    return prefill(rng.randint(8, 512), rng.randint(0, 1500), beside, beside * 300)
+
+
+def learnt(num_steps=400, *, seed=0, noise=0.05, factor=1.0, times=None):
+    rng, times = random.Random(seed), times or StepTimes()
+    for _ in range(num_steps):
+        load = some_load(rng)
+        times.observe(load, factor * truth_ms(load) * rng.uniform(1 - noise, 1 + noise))
+    return times
+
+
+CASES = [
+    decode(1, 500),
+    decode(8, 8000),
+    prefill(512),
+    prefill(128, 1000),
+    prefill(256, 0, 8, 2400),
+]
+
+
+def test_nothing_is_predicted_before_a_few_steps_of_the_kind_are_seen():
+    times = StepTimes()
+    for _ in range(MIN_STEPS):
+        assert times.predict_ms(decode(1, 100)) is None
+        times.observe(decode(1, 100), 10)
+    assert times.predict_ms(decode(1, 100)) == pytest.approx(10, rel=0.01)
+    assert times.predict_ms(prefill(100)) is None
+
+
+@pytest.mark.parametrize("load", CASES)
+def test_a_linear_machine_is_learnt_within_a_fifth(load):
+    assert learnt().predict_ms(load) == pytest.approx(truth_ms(load), rel=0.2)
+
+
+@pytest.mark.parametrize("load", CASES)
+def test_a_machine_that_becomes_slower_is_followed(load):
+    times = learnt(800, factor=2.0, seed=1, times=learnt())
+    assert times.predict_ms(load) == pytest.approx(2 * truth_ms(load), rel=0.25)
+
+
+def test_one_stall_hardly_moves_a_prediction():
+    times = learnt()
+    before_ms = times.predict_ms(decode(4, 2000))
+    times.observe(decode(4, 2000), 60_000)
+    assert times.predict_ms(decode(4, 2000)) < 1.3 * before_ms
+
+
+def test_long_prompts_do_not_wash_out_what_is_known_of_decoding():
+    times = learnt()
+    before_ms = times.predict_ms(decode(4, 2000))
+    for _ in range(1000):
+        times.observe(prefill(512), truth_ms(prefill(512)))
+    assert times.predict_ms(decode(4, 2000)) == before_ms
+
+
+LOADS = st.one_of(
+    st.builds(decode, st.integers(1, 256), st.integers(0, 500_000)),
+    st.builds(prefill, st.integers(2, 4096), st.integers(0, 100_000), st.integers(0, 200)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(LOADS, st.floats(1e-4, 1e5)), max_size=40), LOADS, LOADS)
+def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen, load, more):
+    times = StepTimes()
+    for each, elapsed_ms in seen:
+        times.observe(each, elapsed_ms)
+    larger = StepLoad(*(a + b for a, b in zip(load, more, strict=True)))
+    if bool(load.num_prefill_tokens) != bool(larger.num_prefill_tokens):
+        larger = load
+    low_ms, high_ms = times.predict_ms(load), times.predict_ms(larger)
+    assert (low_ms is None) == (high_ms is None)
+    if low_ms is not None:
+        assert 0 < low_ms <= high_ms * (1 + 1e-9) < float("inf")
+
+
+def entry(num_computed_tokens, num_scheduled_tokens):
+    return SequenceStep(
+        1, 1, num_computed_tokens, None, None, None, False, [], num_scheduled_tokens, 0
+    )
+
+
+def test_a_step_says_what_it_computed():
+    load = StepLoad.of([entry(100, 1), entry(41, 1), entry(300, 100), entry(7, 0)])
+    assert load == StepLoad(100, 100 * 250.0, 2, 141)
