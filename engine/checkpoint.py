@@ -183,13 +183,23 @@ def choose_dtype(
     return "bfloat16" if has_bfloat16 and checkpoint.stored_dtype != "float32" else "float32"
 
 
-def weights_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
-    """The arena for serving in `dtype`; None where the files can be mapped as they are."""
+def weights_layout(
+    checkpoint: Checkpoint, dtype: str, *, can_widen: bool = False
+) -> WeightsLayout | None:
+    """The arena for serving in `dtype`; None where the files can be mapped as they are.
+
+    can_widen: matrices of any dtype can be multiplied with float32; vectors are small, and each
+    worker converts its own.
+    """
     item_bytes = DTYPE_BYTES[dtype]
-    if all(
-        tensor.dtype == dtype and tensor.start % item_bytes == 0
+    is_served_as_stored = all(
+        tensor.dtype == dtype or (can_widen and (dtype == "float32" or len(tensor.shape) == 1))
         for tensor in checkpoint.tensors.values()
-    ):
+    )
+    is_aligned = all(
+        tensor.start % DTYPE_BYTES[tensor.dtype] == 0 for tensor in checkpoint.tensors.values()
+    )
+    if is_served_as_stored and is_aligned:
         return None
     offset, offset_by_name = 0, {}
     for name, tensor in checkpoint.tensors.items():

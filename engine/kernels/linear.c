@@ -311,7 +311,7 @@ static void round_rows(char *to, const float *from, int64_t count, int type)
  * out is [num_inputs, rows of all parts], x is [num_inputs, depth], both contiguous and of type
  * FLOAT32 or BFLOAT16; parts are pairs of int64: address and rows of a contiguous matrix; bias is
  * float32 for all rows, or address 0. */
-PyObject *linear(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+KERNEL(linear)
 {
     void *out, *x, *parts, *bias;
     int64_t type, num_inputs, depth, num_parts, weight_type, num_threads;

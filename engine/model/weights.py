@@ -34,18 +34,22 @@ def load_weights(
     share: tuple[int, int] | None,
     progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, in `dtype`.
+    """The model's tensors by name: in `dtype`, but for matrices that are mapped in another.
 
     Args:
         checkpoint: where the stored tensors lie.
         dtype: to serve in.
-        arena: shared memory of `weights_layout(checkpoint, dtype)`; None maps the files.
+        arena: shared memory of `weights_layout`'s size; None maps the files.
         share: (index, count) of the part to convert into the arena; None if it is filled.
             The other parts are undefined until their workers have returned from this call.
         progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
     """
     if arena is None:
-        return _map_files(checkpoint, progress)
+        mapped = _map_files(checkpoint, progress)
+        return {
+            name: tensor.to(getattr(torch, dtype)) if tensor.dim() == 1 else tensor
+            for name, tensor in mapped.items()
+        }
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         _convert_share(_map_files(checkpoint, _ignore), views, share, DTYPE_BYTES[dtype], progress)

@@ -1,0 +1,144 @@
+"""Products with weights: by compiled kernels from the weights as stored, or by torch.
+
+A step of few tokens takes as long as reading the weights. The kernels read them in the dtype of the
+checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
+larger copy; torch multiplies operands of one dtype only.
+Owns: which of the ways a model's matrices are multiplied, and what each prepares once.
+Called by: transformer, when it is built and in every step; boot's question is engine.kernels'.
+Invariant: sums are float32 or better, whatever the weights and inputs are.
+Never: copies a matrix, where its dtype is one that the way can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
+
+from engine.kernels.cpu import BFLOAT16, FLOAT16, FLOAT32, Kernels, load_kernels
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
+
+_INPUT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_WEIGHT_TYPES = {**_INPUT_TYPES, torch.float16: FLOAT16}
+
+# MKL multiplies a large matrix by so few rows in half the time the other way round.
+_FEW_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """One way to multiply, for all matrices of a model."""
+
+    name: str
+    """For people; why, if it is not the best."""
+    kernels: Kernels | None
+
+    def make(
+        self, weights: dict[str, torch.Tensor], names: list[str], *, has_bias: bool = False
+    ) -> Linear:
+        """Projections of the same input, by their tensors' names without `.weight`."""
+        matrices = [weights[f"{name}.weight"] for name in names]
+        biases = [weights[f"{name}.bias"] for name in names] if has_bias else []
+        if self.kernels is None:
+            return TorchLinear(matrices, biases)
+        return CompiledLinear(self.kernels, matrices, biases)
+
+
+def choose_linears(device: str, dtype: torch.dtype, level: str | None = None) -> Linears:
+    """Compiled kernels where they were built and know the dtype, else torch.
+
+    Args:
+        device: type of the weights' device.
+        dtype: of the inputs.
+        level: of the kernels; None: the best that the machine can run.
+    """
+    if device != "cpu":
+        return Linears("torch", None)
+    if dtype not in _INPUT_TYPES:
+        reason = f"no compiled kernels for {str(dtype).removeprefix('torch.')}"
+        return Linears(f"torch ({reason})", None)
+    try:
+        kernels, found = load_kernels(level)
+    except ImportError as error:
+        return Linears(f"torch (compiled kernels {error})", None)
+    return Linears(f"compiled {found}", kernels)
+
+
+class CompiledLinear:
+    """Weights of any dtype, read in place; inputs and outputs are float32 or bfloat16."""
+
+    def __init__(
+        self, kernels: Kernels, matrices: list[torch.Tensor], biases: list[torch.Tensor]
+    ) -> None:
+        if len({matrix.dtype for matrix in matrices}) > 1:  # one call reads one dtype
+            matrices = [matrix.float() for matrix in matrices]
+        self._matrices = [matrix.contiguous() for matrix in matrices]
+        self._bias = torch.cat(biases).float() if biases else None
+        self._num_outputs = sum(map(len, matrices))
+        parts = [(matrix.data_ptr(), len(matrix)) for matrix in self._matrices]
+        self._parts = torch.tensor(parts, dtype=torch.int64)
+        self._linear = kernels.linear
+        self._prepared = (
+            matrices[0].shape[1],
+            self._parts.data_ptr(),
+            len(parts),
+            _WEIGHT_TYPES[matrices[0].dtype],
+            0 if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by all matrices in one call, on as many threads as torch would use."""
+        x = x.contiguous()
+        num_tokens = len(x)
+        out = x.new_empty(num_tokens, self._num_outputs)
+        self._linear(
+            out.data_ptr(),
+            x.data_ptr(),
+            _INPUT_TYPES[x.dtype],
+            num_tokens,
+            *self._prepared,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class TorchLinear:
+    """Weights in the dtype of the inputs; neighbours in memory are multiplied as one matrix."""
+
+    def __init__(self, matrices: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
+        fused = as_one_matrix(matrices)
+        self._matrices = matrices if fused is None else [fused]
+        if not biases:
+            self._biases: list[torch.Tensor | None] = [None] * len(self._matrices)
+        else:
+            self._biases = list(biases) if fused is None else [torch.cat(biases)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by one matrix after the other."""
+        outputs = [_multiply(x, w, b) for w, b in zip(self._matrices, self._biases, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.dtype == torch.float32 and 1 < len(x) <= _FEW_ROWS and x.device.type == "cpu":
+        output = torch.mm(weight, x.t()).t().contiguous()
+        return output if bias is None else output.add_(bias)
+    return F.linear(x, weight, bias)
+
+
+def as_one_matrix(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor over parts that lie end to end in one storage (along dimension 0), else None."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_next = part.data_ptr() == first.data_ptr() + (end - first.storage_offset()) * (
+            first.element_size()
+        )
+        if not is_next or not part.is_contiguous():
+            return None
+        end += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
