@@ -12,9 +12,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from appliance.config import ServeConfig
@@ -28,12 +27,13 @@ from appliance.placement import (
 )
 from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
 from engine.errors import ConfigError, PenstockError
+from engine.kernels.cpu import has_kernels
 from engine.messages import PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
-STARTER_NAME = "penstock-starter-random-2"
-STARTER_NOTE = "random weights: it answers with noise"
+STARTER_FOLDER = Path(str(files("engine.starter"))) / "penstock-starter-1"
+STARTER_NOTE = "starter model: it answers from documents, and knows nothing else"
 MAX_STEP_TOKENS = 512
 """Where matrix products are within a tenth of their best rate on a CPU."""
 
@@ -84,8 +84,8 @@ def make_plan(config: ServeConfig) -> Plan:
     Raises:
         ConfigError: naming what is wrong.
     """
-    folder, note = _model_folder(config)
-    checkpoint, dtype, placement = _placed(config, folder, note)
+    checkpoint, dtype, placement = _placed(config)
+    note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     workers, fds = _setups(checkpoint, dtype, placement)
     return Plan(checkpoint, note, dtype, placement, workers, fds)
 
@@ -96,22 +96,18 @@ def check_plan(config: ServeConfig) -> str:
     Raises:
         ConfigError: as make_plan().
     """
-    if config.model is None and not (config.cache_dir / STARTER_NAME / "config.json").exists():
-        return "the configuration is good; it serves the embedded starter model"
-    checkpoint, dtype, placement = _placed(config, *_model_folder(config))
+    checkpoint, dtype, placement = _placed(config)
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request"
     )
 
 
-def _placed(
-    config: ServeConfig, folder: Path, note: str | None
-) -> tuple[Checkpoint, str, Placement]:
+def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(config.model or STARTER_FOLDER)
     dtype = choose_dtype(config.dtype, checkpoint)
-    if note is not None and config.dtype == "auto":
+    if checkpoint.folder == STARTER_FOLDER and config.dtype == "auto":
         dtype = "float32"  # where its greedy output is exactly reproducible
     transport = config.transport
     if transport == "auto":
@@ -139,25 +135,6 @@ def _placed(
     return checkpoint, dtype, placement
 
 
-def _model_folder(config: ServeConfig) -> tuple[Path, str | None]:
-    """The folder to serve and a caveat about it."""
-    if config.model is not None:
-        return config.model, None
-    folder = config.cache_dir / STARTER_NAME
-    if not (folder / "config.json").exists():
-        log.info("no --model given: making the starter model (%s) in %s", STARTER_NOTE, folder)
-        try:
-            config.cache_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the cache directory: {error.strerror}", where=str(config.cache_dir)
-            ) from error
-        command = [sys.executable, "-P", "-m", "engine.model.starter", str(folder)]
-        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
-            raise PenstockError("the starter model could not be made", where=str(folder))
-    return folder, STARTER_NOTE
-
-
 def _setups(
     checkpoint: Checkpoint, dtype: str, placement: Placement
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
@@ -167,7 +144,7 @@ def _setups(
         fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
         specs[name] = PoolSpec(name, fd, num_blocks)
     fds = [spec.fd for spec in specs.values()]
-    layout = weights_layout(checkpoint, dtype)
+    layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
     weights_fd = None
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: which were built, which this machine can run, what they are called with.
+"""The compiled CPU kernels: which were built, and which this machine can run.
 
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
@@ -22,7 +22,28 @@ class Kernels(Protocol):
         """Levels that this processor can run, best first."""
 
     def rms_norm(self, *arguments: float) -> None:
-        """Norm rows, each by its own root mean square."""
+        """Norm rows by their root mean squares, after adding to them."""
+
+    def gated(self, *arguments: float) -> None:
+        """Multiply one half of rows by the activation of the other."""
+
+    def place(self, *arguments: float) -> None:
+        """Rotate queries and keys; write keys and values to the pool."""
+
+    def attend(self, *arguments: float) -> None:
+        """Attention of a step's queries over the pool."""
+
+    def linear(self, *arguments: float) -> None:
+        """Multiply rows by matrices in the dtype in which these are stored."""
+
+
+def has_kernels() -> bool:
+    """True if the workers of this machine will find kernels."""
+    try:
+        load_kernels()
+    except ImportError:
+        return False
+    return True
 
 
 def load_kernels(level: str | None = None) -> tuple[Kernels, str]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import Checkpoint, weights_layout
 from engine.errors import CheckpointError
-from engine.model.layers import as_one_matrix
+from engine.model.linear import as_one_matrix
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 
@@ -39,6 +39,17 @@ def test_files_in_the_serving_dtype_are_mapped(folder):
     assert_equal(weights, stored(folder), torch.bfloat16)
     with open("/proc/self/maps") as maps:
         assert str(folder / "model.safetensors") in maps.read()
+
+
+def test_matrices_that_can_be_widened_stay_in_the_files(folder):
+    checkpoint = Checkpoint.open(folder)
+    assert weights_layout(checkpoint, "float32") is not None
+    assert weights_layout(checkpoint, "float32", can_widen=True) is None
+    assert weights_layout(checkpoint, "float16", can_widen=True) is not None
+    weights, expected = load_weights(checkpoint, "float32", None, None, ignore), stored(folder)
+    for name, weight in weights.items():
+        assert weight.dtype == (torch.bfloat16 if weight.dim() == 2 else torch.float32)
+        assert torch.equal(weight.float(), expected[name].float()), name
 
 
 def test_a_write_to_mapped_weights_does_not_reach_the_file(folder):
