@@ -9,9 +9,11 @@ Never: measures.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ READY_S = 300.0
 STOP_S = 30.0
 WARM_UP_S = 120.0
 _POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
 _NAMED = re.compile(r"([\w.+-]+)=(.+)")
 _OWN_SETTINGS = ("config", "socket", "state_dir", "roles", "listen", "host", "api_key")
 """Of the environment, these would make two daemons one; the others hold for every arm."""
@@ -144,7 +147,12 @@ def started(roles: str, model: str | None) -> Iterator[address.UnixAddress]:
         command += [] if served is None else ["--model", str(served)]
         with (folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=_environ()
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=_environ(),
+                preexec_fn=_end_with_parent,
             )
         try:
             _wait_ready(process, Client(where), folder / "stderr", roles)
@@ -156,6 +164,11 @@ def started(roles: str, model: str | None) -> Iterator[address.UnixAddress]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the daemon's process: be told to stop when the benchmark is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _environ() -> dict[str, str]:
