@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
+from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class FakeAppliance:
         self.unavailable: Unavailable | None = None
         self.drained_by: str | None = None
         self.resumed_by: str | None = None
+        self.roles_changes: list[tuple[RolesChange, str | None]] = []
         self.gate = asyncio.Event()
         """Nothing is generated until it is set."""
         self.gate.set()
@@ -115,6 +117,11 @@ class FakeAppliance:
     def resume(self, by: str) -> None:
         self.resumed_by = by
         self.unavailable = None
+
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        self.roles_changes.append((change, by))
+        targets = {"slo_ttft_ms": change.slo_ttft_ms, "slo_itl_ms": change.slo_itl_ms}
+        return {"roles": change.roles or "elastic", **targets}
 
     def cancel(self, request_id: str, by: str) -> bool:
         request = self.live.get(request_id)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from engine.errors import ChannelClosed
-from engine.messages import Admit, GrantSlots, Load, Loaded, Release, Stepped
+from engine.messages import (
+    Admit,
+    CoresUsed,
+    GrantSlots,
+    Load,
+    Loaded,
+    Release,
+    Stepped,
+    UseCores,
+)
 from engine.sequence import SamplingParams
 from engine.workers.runner import Sampled
 from engine.workers.transfer import copy_blocks
@@ -229,3 +238,22 @@ def test_prompt_tokens_to_be_reported_on_come_in_small_steps(make):
     harness.tell(msgspec.structs.replace(admitted, block_table=[1] * 80))
     steps = [harness.step()[0].entries[0].num_scheduled_tokens for _ in range(4)]
     assert steps == [128, 128, 44, 1]
+
+
+def test_a_parked_worker_keeps_what_it_is_given_and_computes_nothing(make):
+    harness = make()
+    harness.tell(UseCores([]), admit())
+    assert harness.step() == [CoresUsed([])]
+    assert harness.step() == []
+    harness.tell(UseCores([3, 4]))
+    answer, step = harness.step()
+    assert answer == CoresUsed([3, 4])
+    assert step.num_prefill_tokens
+    assert harness.cores == [[3, 4]]
+
+
+def test_a_parked_worker_lets_go_of_what_it_is_told_to_drop(make):
+    harness = make()
+    harness.tell(admit(), UseCores([]), Release(1, 1))
+    _, step = harness.step()
+    assert [entry.is_released for entry in step.entries] == [True]

@@ -16,6 +16,8 @@ class Harness:
         self.runner = runner
         self.pool = pool
         self.ring = ring
+        self.cores = []
+        """As the worker was told to use them, one list after the other."""
         self.sockets = socket.socketpair()
         daemon, worker = self.sockets
         self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
@@ -26,6 +28,7 @@ class Harness:
             ring=ring,
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
+            use_cores=self.cores.append,
         )
 
     def tell(self, *commands):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from appliance.request import Peer
+from appliance.roles import RolesChange
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, BOB, OPERATOR, VIEWER, client_of
@@ -121,6 +122,36 @@ async def test_nobody_else_drains_or_resumes(appliance, peer, verb):
     role = "user" if peer is None else peer.role.name.lower()
     assert reply.json()["error"]["message"].endswith(f" is a {role}")
     assert appliance.drained_by is appliance.resumed_by is None
+
+
+async def test_operators_switch_roles_and_targets(appliance):
+    client = client_of(appliance, OPERATOR)
+    asked = {"roles": "static", "slo_itl_ms": 40}
+    reply = await client.post("/v1/penstock/roles", json=asked)
+    assert reply.json() == {"roles": "static", "slo_ttft_ms": None, "slo_itl_ms": 40}
+    assert appliance.roles_changes == [(RolesChange("static", None, 40), "root")]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"roles": "both"}, "roles"),
+        ({"slo_ttft_ms": -1}, "slo_ttft_ms"),
+        ({"slo_itl_ms": "fast"}, "slo_itl_ms"),
+        ({"rolls": "static"}, "rolls"),
+    ],
+)
+async def test_a_wrong_change_of_roles_changes_nothing(appliance, body, param):
+    reply = await client_of(appliance, OPERATOR).post("/v1/penstock/roles", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert not appliance.roles_changes
+
+
+@pytest.mark.parametrize("peer", [ALICE, VIEWER, None])
+async def test_nobody_else_switches_roles(appliance, peer):
+    reply = await client_of(appliance, peer).post("/v1/penstock/roles", json={"roles": "static"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "role_required")
+    assert not appliance.roles_changes
 
 
 @pytest.mark.parametrize(

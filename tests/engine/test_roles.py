@@ -1,0 +1,138 @@
+import pytest
+
+from engine.cores import Cores
+from engine.elastic import Choice
+from engine.messages import CoresUsed, SequenceStep, Stepped
+from engine.roles import Roles
+from engine.sequence import Phase, Route, SamplingParams, Sequence, Stamps
+from engine.topology import Topology
+
+TOPOLOGY = Topology("prefill", "decode", "kv", "kv", "alias")
+TWO_CORES = {"prefill": (0,), "decode": (1,)}
+
+
+class Machine:
+    """Roles over two workers that do at once what they are told."""
+
+    def __init__(self, roles="elastic", cores=None, topology=TOPOLOGY):
+        self.told = []
+        cores = cores or TWO_CORES
+        send = lambda name, command: self.told.append((name, command))  # noqa: E731
+        self.roles = Roles(topology, cores, roles, max_step_tokens=512, send=send)
+        for name in cores:
+            self.roles.worker_ready(name)
+
+    def settle(self, *running):
+        self.roles.settle(running)
+        while self.told:
+            name, command = self.told.pop(0)
+            self.roles.answered(name, CoresUsed(command.cpus))
+        cores: Cores = self.roles.cores
+        return [sorted(cores.used(name)) for name in cores.own]
+
+    def route(self, sequence, *running):
+        return self.roles.route(sequence, running, fits_prefill_pool=True)
+
+    def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
+        entries = [entry(100, 1) for _ in range(batch)]
+        if num_prefill_tokens:
+            entries.append(entry(num_prefill_tokens, num_prefill_tokens))
+        for _ in range(10):
+            step = Stepped(0, int(ms * 1e6), num_prefill_tokens, batch, entries)
+            self.roles.stepped(worker, step)
+
+
+def entry(num_computed_tokens, num_scheduled_tokens):
+    return SequenceStep(
+        1, 1, num_computed_tokens, None, None, None, False, [], num_scheduled_tokens, 0
+    )
+
+
+def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
+    sampling = SamplingParams(max_tokens=50, seed=0)
+    made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0), phase=phase)
+    made.worker = worker
+    made.num_computed_tokens = num_prompt_tokens if phase is Phase.DECODING else 0
+    return made
+
+
+DECODING = sequence("decode")
+PREFILLING = sequence("prefill", Phase.PREFILLING)
+
+
+def test_an_idle_worker_lends_its_cores_and_has_them_back_when_work_comes():
+    machine = Machine()
+    assert machine.settle(DECODING) == [[], [0, 1]]
+    assert machine.settle(DECODING, PREFILLING) == [[0], [1]]
+    assert machine.settle(PREFILLING) == [[0, 1], []]
+
+
+def test_with_nothing_to_do_cores_stay_where_they_are():
+    machine = Machine()
+    machine.settle(DECODING)
+    assert machine.settle() == [[], [0, 1]]
+
+
+def test_static_roles_lend_nothing_and_take_back_what_is_lent():
+    machine = Machine()
+    machine.settle(DECODING)
+    machine.roles.switch("static")
+    assert machine.settle(DECODING) == [[0], [1]]
+    assert machine.route(sequence()) == Choice(Route.MOVE, "static")
+
+
+def test_colocated_roles_give_all_work_and_all_cores_to_one_worker():
+    machine = Machine()
+    machine.roles.switch("colocated")
+    assert machine.settle() == [[], [0, 1]]
+    assert machine.route(sequence()).route is Route.DECODE
+    assert machine.settle(PREFILLING) == [[0, 1], []], "what is there already is computed first"
+    assert machine.settle(sequence("decode", Phase.PREFILLING)) == [[], [0, 1]]
+
+
+def test_while_a_worker_is_down_nobody_uses_its_cores():
+    machine = Machine()
+    machine.settle(DECODING)
+    machine.roles.worker_died("prefill")
+    assert machine.settle(DECODING) == [[], [1]]
+    assert machine.route(sequence(), DECODING) == Choice(
+        Route.DECODE, "only", "the other worker is not there"
+    )
+
+
+def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
+    machine = Machine(cores={"prefill": (0,), "decode": (0,)})
+    assert machine.roles.acts_static
+    assert machine.settle(DECODING) == [[0], [0]]
+    assert machine.route(sequence()) == Choice(Route.MOVE, "static", "both workers share one core")
+
+
+def test_one_worker_is_colocated_whatever_is_asked_for():
+    topology = Topology("colocated", "colocated", "kv", "kv", None)
+    machine = Machine("elastic", {"colocated": (0, 1)}, topology)
+    assert machine.roles.roles == "colocated"
+    assert machine.settle(sequence("colocated")) == [[0, 1]]
+
+
+def test_step_times_are_learnt_from_either_worker_by_its_number_of_cores():
+    machine = Machine()
+    assert machine.route(sequence()).reason == "unknown"
+    machine.settle(PREFILLING)
+    machine.learn("prefill", num_prefill_tokens=200, ms=100)
+    machine.settle(DECODING)
+    machine.learn("decode", num_prefill_tokens=0, batch=2, ms=10)
+    machine.settle(DECODING, PREFILLING)
+    assert machine.route(sequence(), DECODING).reason == "unknown", "nothing on one core so far"
+    machine.learn("prefill", num_prefill_tokens=200, ms=200)
+    machine.learn("decode", num_prefill_tokens=0, batch=2, ms=12)
+    assert machine.route(sequence(), DECODING).route is Route.MOVE
+    assert machine.route(sequence()).route is Route.DECODE
+
+
+@pytest.mark.parametrize("reason", ["cheapest", "kept"])
+def test_what_is_placed_is_counted_and_carries_its_reason(reason):
+    machine, placed = Machine(), sequence()
+    machine.roles.placed(placed, Choice(Route.DECODE, reason, "ttft 5 ms", 64))
+    assert (placed.route, placed.route_reason) == ("decode", f"{reason}: ttft 5 ms")
+    assert placed.max_chunk_tokens == 64
+    assert machine.roles.counts == {f"decode {reason}": 1}
