@@ -1,59 +1,198 @@
 /* The small operations between the large ones: norms, activations, rotation with the KV write. */
 #include "simd.h"
 
-/* out = x / rms(x) * weight for rows of `dim`, rounded to the type of x once, after the product, or
- * where `rounds_twice`, before it too. */
-INLINE void norm_row(
-    void *out, const void *x, const void *weight, int64_t dim, float eps, int rounds_twice, int type,
-    int weight_type)
+static const float OVERFLOWN = 6e4f; /* as in engine/model/attention.py */
+
+INLINE vec load_upto(const void *from, int64_t count, int type)
 {
-    const int64_t whole = dim / LANES * LANES, rest = dim - whole;
+    return count >= LANES ? load(from, type) : load_part(from, count, type);
+}
+
+INLINE void store_upto(void *to, vec value, int64_t count, int type)
+{
+    if (count >= LANES)
+        store(to, value, type);
+    else
+        store_part(to, value, count, type);
+}
+
+/* x += alpha * added, where something is; then out = x / rms(x) * weight, rounded to the type of x
+ * after the product with a float32 weight, and before it too with a weight of the type of x. */
+INLINE void norm_row(void *out, void *x, const void *added, const void *weight, int64_t dim,
+                     float alpha, float eps, int type, int weight_type)
+{
     vec squares = {0};
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const vec value = load(at(x, i, type), type);
-        squares += value * value;
-    }
-    if (rest) {
-        const vec value = load_part(at(x, whole, type), rest, type);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec value = load_upto(at(x, i, type), dim - i, type);
+        if (added != NULL) {
+            value = rounded(value + alpha * load_upto(at(added, i, type), dim - i, type), type);
+            store_upto(at(x, i, type), value, dim - i, type);
+        }
         squares += value * value;
     }
     const float scale = 1.0f / sqrtf(sum_of(squares) / (float)dim + eps);
-    const int middle_type = rounds_twice ? type : FLOAT32;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const vec normed = rounded(load(at(x, i, type), type) * scale, middle_type);
-        store(at(out, i, type), normed * load(at(weight, i, weight_type), weight_type), type);
-    }
-    if (rest) {
-        const vec normed = rounded(load_part(at(x, whole, type), rest, type) * scale, middle_type);
-        const vec factors = load_part(at(weight, whole, weight_type), rest, weight_type);
-        store_part(at(out, whole, type), normed * factors, rest, type);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec value = load_upto(at(x, i, type), dim - i, type);
+        const vec factors = load_upto(at(weight, i, weight_type), dim - i, weight_type);
+        store_upto(at(out, i, type), rounded(value * scale, weight_type) * factors, dim - i, type);
     }
 }
 
-/* rms_norm(out, x, weight, type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride, eps)
+/* rms_norm(out, x, added, weight, type, weight_type, num_tokens, num_rows, dim, out_stride,
+ *          x_stride, alpha, eps)
  *
- * x is num_tokens times num_rows rows of dim, tokens x_stride apart, rows adjacent, weight one row
- * for each of num_rows. out may be x. */
+ * x is num_tokens times num_rows rows of dim: tokens x_stride apart, rows adjacent; `added`, or 0, is
+ * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x.
+ */
 KERNEL(rms_norm)
 {
-    void *out, *x, *weight;
+    void *out, *x, *added, *weight;
     int64_t type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride;
-    float eps;
+    float alpha, eps;
     (void)module;
-    if (read_arguments(arguments, count, "pppiiiiiiif", &out, &x, &weight, &type, &weight_type,
-                       &num_tokens, &num_rows, &dim, &out_stride, &x_stride, &eps))
+    if (read_arguments(arguments, count, "ppppiiiiiiiff", &out, &x, &added, &weight, &type,
+                       &weight_type, &num_tokens, &num_rows, &dim, &out_stride, &x_stride, &alpha,
+                       &eps))
         return NULL;
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t row = 0; row < num_rows; row++) {
+            const int64_t first = token * x_stride + row * dim;
             void *to = at(out, token * out_stride + row * dim, (int)type);
-            const void *from = at(x, token * x_stride + row * dim, (int)type);
+            void *from = at(x, first, (int)type);
+            const void *more = added == NULL ? NULL : at(added, first, (int)type);
             const void *factors = at(weight, row * dim, (int)weight_type);
             if (type == FLOAT32)
-                norm_row(to, from, factors, dim, eps, 0, FLOAT32, FLOAT32);
+                norm_row(to, from, more, factors, dim, alpha, eps, FLOAT32, FLOAT32);
             else if (weight_type == FLOAT32)
-                norm_row(to, from, factors, dim, eps, 0, BFLOAT16, FLOAT32);
+                norm_row(to, from, more, factors, dim, alpha, eps, BFLOAT16, FLOAT32);
             else
-                norm_row(to, from, factors, dim, eps, 1, BFLOAT16, BFLOAT16);
+                norm_row(to, from, more, factors, dim, alpha, eps, BFLOAT16, BFLOAT16);
         }
+    Py_RETURN_NONE;
+}
+
+/* SiLU, or GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of. */
+INLINE vec activated(vec gate, int is_gelu)
+{
+    vec exponent = -gate;
+    if (is_gelu)
+        exponent *= 1.5957691216f * (1.0f + 0.044715f * gate * gate);
+    return gate / (1.0f + exponential(exponent));
+}
+
+INLINE void gate_row(void *out, const void *gate_up, int64_t width, int is_gelu, int type)
+{
+    const void *up = at(gate_up, width, type);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const vec gate = load_upto(at(gate_up, i, type), width - i, type);
+        const vec factor = load_upto(at(up, i, type), width - i, type);
+        const vec product = rounded(activated(gate, is_gelu), type) * factor;
+        store_upto(at(out, i, type), product, width - i, type);
+    }
+}
+
+/* gated(out, gate_up, type, num_tokens, width, is_gelu)
+ *
+ * out [num_tokens, width] = activation(gate) * up of the halves of gate_up [num_tokens, 2 * width]. */
+KERNEL(gated)
+{
+    void *out, *gate_up;
+    int64_t type, num_tokens, width, is_gelu;
+    (void)module;
+    if (read_arguments(arguments, count, "ppiiii", &out, &gate_up, &type, &num_tokens, &width,
+                       &is_gelu))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    for (int64_t token = 0; token < num_tokens; token++) {
+        void *to = at(out, token * width, (int)type);
+        const void *from = at(gate_up, token * 2 * width, (int)type);
+        if (type == FLOAT32 && is_gelu)
+            gate_row(to, from, width, 1, FLOAT32);
+        else if (type == FLOAT32)
+            gate_row(to, from, width, 0, FLOAT32);
+        else
+            gate_row(to, from, width, (int)is_gelu, BFLOAT16);
+    }
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* Turn the pairs (i, i + dim / 2) of a head; the first half of the sines is negated. */
+INLINE void rotate_head(void *head, const void *cosines, const void *sines, int64_t dim, int type)
+{
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int64_t j = i + half, count = half - i;
+        const vec a = load_upto(at(head, i, type), count, type);
+        const vec b = load_upto(at(head, j, type), count, type);
+        const vec turned_a = rounded(a * load_upto(at(cosines, i, type), count, type), type) +
+                             rounded(b * load_upto(at(sines, i, type), count, type), type);
+        const vec turned_b = rounded(b * load_upto(at(cosines, j, type), count, type), type) +
+                             rounded(a * load_upto(at(sines, j, type), count, type), type);
+        store_upto(at(head, i, type), turned_a, count, type);
+        store_upto(at(head, j, type), turned_b, count, type);
+    }
+}
+
+/* Copy keys or values to where others will read them: finite, whatever they are. */
+INLINE void keep_row(void *to, const void *from, int64_t dim, int type)
+{
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec value = load_upto(at(from, i, type), dim - i, type);
+        value = choose(value == value, value, all(0));
+        value = choose(value > OVERFLOWN, all(OVERFLOWN), value);
+        value = choose(value < -OVERFLOWN, all(-OVERFLOWN), value);
+        store_upto(at(to, i, type), value, dim - i, type);
+    }
+}
+
+typedef struct {
+    void *qkv, *kv;
+    const void *cosines, *sines;
+    const int64_t *positions, *token_slots;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
+    int64_t block_size, num_layers, layer;
+} placement;
+
+INLINE void place_tokens(const placement *p, int type)
+{
+    const int64_t kv_width = p->num_kv_heads * p->head_dim;
+    const int64_t q_width = p->num_heads * p->head_dim;
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        char *row = at(p->qkv, token * (q_width + 2 * kv_width), type);
+        const int64_t angle = p->positions[token] * p->rotary_dim;
+        for (int64_t head = 0; p->rotary_dim && head < p->num_heads + p->num_kv_heads; head++)
+            rotate_head(at(row, head * p->head_dim, type), at(p->cosines, angle, type),
+                        at(p->sines, angle, type), p->rotary_dim, type);
+        const int64_t slot = p->token_slots[token];
+        const int64_t block = slot / p->block_size, offset = slot % p->block_size;
+        const int64_t plane = (block * p->num_layers + p->layer) * 2;
+        void *keys = at(p->kv, (plane * p->block_size + offset) * kv_width, type);
+        void *values = at(keys, p->block_size * kv_width, type);
+        keep_row(keys, at(row, q_width, type), kv_width, type);
+        keep_row(values, at(row, q_width + kv_width, type), kv_width, type);
+    }
+}
+
+/* place(qkv, kv, cosines, sines, positions, token_slots, type, num_tokens, num_heads, num_kv_heads,
+ *       head_dim, rotary_dim, block_size, num_layers, layer)
+ *
+ * Turn the queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] in place, by
+ * the rows `positions` of the tables [num_positions, rotary_dim] (not at all where rotary_dim is 0),
+ * and write keys and values to their places in the pool. */
+KERNEL(place)
+{
+    placement p;
+    int64_t type;
+    (void)module;
+    if (read_arguments(arguments, count, "ppppppiiiiiiiii", &p.qkv, &p.kv, &p.cosines, &p.sines,
+                       &p.positions, &p.token_slots, &type, &p.num_tokens, &p.num_heads,
+                       &p.num_kv_heads, &p.head_dim, &p.rotary_dim, &p.block_size, &p.num_layers,
+                       &p.layer))
+        return NULL;
+    if (type == FLOAT32)
+        place_tokens(&p, FLOAT32);
+    else
+        place_tokens(&p, BFLOAT16);
     Py_RETURN_NONE;
 }

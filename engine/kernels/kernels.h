@@ -28,6 +28,9 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
 void *scratch(size_t num_bytes);
 
 #define KERNEL(name) PyObject *name(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+KERNEL(attend);
+KERNEL(gated);
+KERNEL(place);
 KERNEL(rms_norm);
 KERNEL(linear);
 

@@ -47,6 +47,9 @@ static PyObject *supported(PyObject *module, PyObject *ignored)
 
 static PyMethodDef functions[] = {
     {"supported", supported, METH_NOARGS, NULL},
+    ROW(attend),
+    ROW(gated),
+    ROW(place),
     ROW(rms_norm),
     ROW(linear),
     {NULL, NULL, 0, NULL},

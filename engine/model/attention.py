@@ -1,7 +1,7 @@
-"""Attention over paged KV: one interface, backends behind it.
+"""Attention over paged KV by torch: gather a group's blocks, and one fused call over them.
 
 Owns: how a step's keys and values reach the pool and how its queries read it back.
-Called by: transformer (once per step to plan, once per layer to write and attend).
+Called by: backend (once per step to plan, once per layer to write and attend).
 Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
 contiguous; a sequence's query i sees the keys at positions j <= i, in a window i - j < window.
 Never: chooses blocks, keeps anything after the step.
@@ -9,7 +9,7 @@ Never: chooses blocks, keeps anything after the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -269,23 +269,6 @@ def _softcapped_attention(
         scores.view(num_sequences, num_kv_heads, -1, q.shape[2], num_keys).add_(mask[:, :, None])
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return (weights @ values).view(q.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One way to attend, and what it can do."""
-
-    name: str
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    attend: Callable[..., torch.Tensor]
-
-
-def choose_backend(device: str, dtype: torch.dtype) -> Backend:
-    """The first backend, best first, that serves this type of device and dtype."""
-    any_dtype = frozenset({torch.float32, torch.bfloat16, torch.float16})
-    backends = (Backend("torch", frozenset({"cpu", "cuda"}), any_dtype, torch_attention),)
-    return next(b for b in backends if device in b.devices and dtype in b.dtypes)
 
 
 def reference_attention(

@@ -1,7 +1,7 @@
 """The pieces of a decoder layer as plain functions on tensors.
 
-Owns: the arithmetic of norms, rotary embedding and linears, cast for cast as transformers has it.
-Called by: transformer, attention.
+Owns: the arithmetic of norms, rotary embedding and gates, cast for cast as transformers has it.
+Called by: transformer, attention, backend.
 Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
 Never: keeps state between steps.
 """
@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.rope import RopeConfig
-
-# MKL multiplies a large matrix by so few rows in half the time the other way round.
-_FEW_ROWS = 4
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -124,46 +121,3 @@ def _yarn_frequencies(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Te
     ramp = ((torch.arange(num_pairs, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
     keep = 1 - ramp
     return 1.0 / (config.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply by W^T and add b: [num_tokens, inputs] to [num_tokens, outputs]."""
-    if x.dtype == torch.float32 and 1 < len(x) <= _FEW_ROWS and x.device.type == "cpu":
-        output = torch.mm(weight, x.t()).t().contiguous()
-        return output if bias is None else output.add_(bias)
-    return F.linear(x, weight, bias)
-
-
-def as_one_matrix(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over parts that lie end to end in one storage (along dimension 0), else None."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        is_next = part.data_ptr() == first.data_ptr() + (end - first.storage_offset()) * (
-            first.element_size()
-        )
-        if not is_next or not part.is_contiguous():
-            return None
-        end += part.numel()
-    rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-class Linear:
-    """One or more projections of the same input, their outputs side by side."""
-
-    def __init__(
-        self, weights: dict[str, torch.Tensor], prefix: str, names: list[str], has_bias: bool
-    ) -> None:
-        matrices = [weights[f"{prefix}{name}.weight"] for name in names]
-        biases = [weights[f"{prefix}{name}.bias"] for name in names] if has_bias else []
-        fused = as_one_matrix(matrices)
-        self._matrices = matrices if fused is None else [fused]
-        if not biases:
-            self._biases: list[torch.Tensor | None] = [None] * len(self._matrices)
-        else:
-            self._biases = list(biases) if fused is None else [torch.cat(biases)]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, inputs] to [num_tokens, outputs of all projections]."""
-        outputs = [linear(x, w, b) for w, b in zip(self._matrices, self._biases, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.config import ExpertsConfig, ModelConfig
-from engine.model.attention import AttentionPlan, Backend, StepBatch, choose_backend, write_kv
-from engine.model.layers import Linear, bend, gated, linear, rms_norm, rope_table, rotate
+from engine.model.attention import StepBatch
+from engine.model.backend import Backend, choose_backend
+from engine.model.layers import bend, rope_table
+from engine.model.linear import Linears, choose_linears
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -32,9 +35,8 @@ class _Step:
     """What all layers of one step share."""
 
     kv: torch.Tensor
-    plan: AttentionPlan
-    angles: list[tuple[torch.Tensor, torch.Tensor]]
-    """Cosine and signed sine of the step's positions, for each RoPE of the model."""
+    plan: Any
+    """The backend's."""
 
 
 _Block = Callable[[torch.Tensor, _Step], torch.Tensor]
@@ -60,23 +62,30 @@ class Transformer:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
         prefix = config.family.prefix
-        self._embedding = weights[f"{prefix}model.embed_tokens.weight"]
+        embedding = f"{prefix}model.embed_tokens"
+        self._embedding = weights[f"{embedding}.weight"]
         # rounded as transformers rounds it, where it keeps the factor as a tensor
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
-        backend = choose_backend(self._embedding.device.type, self.dtype)
-        self.attention_backend = backend.name
-        """Name of the attention backend in use."""
-        self._layers = []
+        self._backend = choose_backend(self._embedding.device.type, self.dtype)
+        linears = choose_linears(self._embedding.device.type, self.dtype)
+        self.linear_backend = linears.name
+        """What multiplies by the weights, and why if it is not the best."""
+        self._branches: list[_Branch] = []
         for layer in range(config.num_layers):
             rope = config.ropes[layer]
             rope_index = None if rope is None else self._ropes.index(rope)
-            self._layers.append(_Layer(config, weights, layer, rope_index, backend))
+            self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm")
-        self._head = self._embedding if config.is_tied else weights[f"{prefix}lm_head.weight"]
+        self._head = linears.make(weights, [embedding if config.is_tied else f"{prefix}lm_head"])
+
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention and the small operations, and why if it is not the best."""
+        return self._backend.name
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
@@ -86,16 +95,18 @@ class Transformer:
         """
         config = self.config
         self._grow_tables(max(batch.seq_lens))
-        angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in self._tables]
-        step = _Step(kv, AttentionPlan(batch, kv), angles)
-        x = F.embedding(batch.input_ids, self._embedding)
+        step = _Step(kv, self._backend.plan(batch, kv, self._tables))
+        x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
-        for layer in self._layers:
-            x = layer(x, step)
+        added = None
+        for branch in self._branches:
+            added = branch(x, added, step)
+        if added is not None:
+            x.add_(added, alpha=config.residual_scale)
         x = x[list(batch.logit_rows)]
-        x = rms_norm(x, self._norm_weight, config.rms_norm_eps)
-        logits = linear(x, self._head, None).float()
+        x = self._backend.norm(x, self._norm_weight, config.rms_norm_eps)
+        logits = self._head(x).float()
         if config.logit_divisor != 1:
             logits.div_(config.logit_divisor)
         return logits if config.logit_softcap is None else bend(logits, config.logit_softcap)
@@ -109,44 +120,62 @@ class Transformer:
             self._num_table_positions = size
 
 
-class _Layer:
-    """One decoder layer: two blocks, each between its norms, each added to its input."""
+class _Branch:
+    """One block between its norms: what it reads from the stream of tokens, and adds to it."""
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
-        layer: int,
-        rope_index: int | None,
         backend: Backend,
+        before: torch.Tensor | None,
+        block: _Block,
+        after: torch.Tensor | None,
     ) -> None:
-        prefix = f"{config.family.prefix}model.layers.{layer}."
-        attention = _Attention(config, weights, layer, rope_index, backend)
-        experts = config.experts_of(layer)
-        mlp: _Block
-        if experts is None:
-            mlp = _FeedForward(config, weights, f"{prefix}mlp.")
-        else:
-            mlp = _Experts(experts, weights, prefix, config.hidden_act)
-
-        def norm(name: str | None) -> torch.Tensor | None:
-            return None if name is None else _norm_weight(config, weights, prefix + name)
-
-        norms = config.family.norms
-        self._blocks: list[tuple[torch.Tensor | None, _Block, torch.Tensor | None]] = [
-            (norm(norms.before_attention), attention, norm(norms.after_attention)),
-            (norm(norms.before_mlp), mlp, norm(norms.after_mlp)),
-        ]
+        self._backend = backend
+        self._before, self._block, self._after = before, block, after
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        for before, block, after in self._blocks:
-            added = block(x if before is None else rms_norm(x, before, self._eps), step)
-            if after is not None:
-                added = rms_norm(added, after, self._eps)
-            x = x.add_(added, alpha=self._scale)
-        return x
+    def __call__(self, x: torch.Tensor, added: torch.Tensor | None, step: _Step) -> torch.Tensor:
+        """What is to be added to x next, once x has what the branch before it wants added."""
+        read = x
+        if self._before is not None:
+            read = self._backend.norm(x, self._before, self._eps, added, self._scale)
+        elif added is not None:
+            x.add_(added, alpha=self._scale)
+        made = self._block(read, step)
+        return made if self._after is None else self._backend.norm(made, self._after, self._eps)
+
+
+def _branches(
+    config: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    layer: int,
+    rope_index: int | None,
+    backend: Backend,
+    linears: Linears,
+) -> list[_Branch]:
+    """A decoder layer: attention, then feed-forward."""
+    prefix = f"{config.family.prefix}model.layers.{layer}."
+    attention = _Attention(config, weights, layer, rope_index, backend, linears)
+    experts = config.experts_of(layer)
+    mlp: _Block
+    if experts is None:
+        mlp = _FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
+    else:
+        mlp = _Experts(experts, weights, prefix, config.hidden_act, backend, linears)
+
+    def norm(name: str | None) -> torch.Tensor | None:
+        return None if name is None else _norm_weight(config, weights, prefix + name)
+
+    norms = config.family.norms
+    return [
+        _Branch(config, backend, norm(before), block, norm(after))
+        for before, block, after in (
+            (norms.before_attention, attention, norms.after_attention),
+            (norms.before_mlp, mlp, norms.after_mlp),
+        )
+    ]
 
 
 class _Attention:
@@ -159,40 +188,38 @@ class _Attention:
         layer: int,
         rope_index: int | None,
         backend: Backend,
+        linears: Linears,
     ) -> None:
         prefix = f"{config.family.prefix}model.layers.{layer}.self_attn."
         self._config = config
         self._layer = layer
         self._window = config.sliding_windows[layer]
         self._rope_index = rope_index
-        self._attend = backend.attend
-        self._qkv = Linear(weights, prefix, list(config.family.qkv), config.has_qkv_bias)
-        self._output = Linear(weights, prefix, ["o_proj"], config.has_output_bias)
+        self._backend = backend
+        qkv = [prefix + name for name in config.family.qkv]
+        self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
+        output = [f"{prefix}o_proj"]
+        self._output = linears.make(weights, output, has_bias=config.has_output_bias)
         self._qk_norms: list[torch.Tensor] = []
-        """Of heads, [num_heads + num_kv_heads, head_dim], or one each of whole projections."""
+        """Of heads, [num_heads + num_kv_heads, head_dim], or of whole projections, [1, all]."""
         if config.family.qk_norm is not None:
             norms = [_norm_weight(config, weights, f"{prefix}{name}_norm") for name in "qk"]
             if config.family.qk_norm == "head":
                 num_heads = (config.num_heads, config.num_kv_heads)
                 rows = [n.expand(count, -1) for n, count in zip(norms, num_heads, strict=True)]
                 norms = [torch.cat(rows)]
-            self._qk_norms = norms
+            self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
 
     def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        config = self._config
+        config, backend = self._config, self._backend
         num_q, num_kv, num_tokens = config.num_heads, config.num_kv_heads, len(x)
-        heads = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, config.head_dim)
-        qk, v = heads[:, : num_q + num_kv], heads[:, num_q + num_kv :]
+        qkv = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, config.head_dim)
         if self._qk_norms:
-            qk = self._normed(qk)
-        if self._rope_index is not None:
-            qk = rotate(qk, *step.angles[self._rope_index])
-        q, k = qk[:, :num_q], qk[:, num_q:]
-        write_kv(step.kv, self._layer, k, v, step.plan)
-        output = self._attend(
-            q,
-            k,
-            v,
+            self._norm(qkv)
+        backend.place(qkv, num_q, self._rope_index, step.kv, self._layer, step.plan)
+        output = backend.attend(
+            qkv,
+            num_q,
             step.kv,
             self._layer,
             step.plan,
@@ -202,28 +229,38 @@ class _Attention:
         )
         return self._output(output.reshape(num_tokens, -1))
 
-    def _normed(self, qk: torch.Tensor) -> torch.Tensor:
-        """Queries and keys normed per head in one go, or each over all its heads."""
-        num_q, eps = self._config.num_heads, self._config.rms_norm_eps
+    def _norm(self, qkv: torch.Tensor) -> None:
+        """Norm queries and keys, where the family does: per head, or each over all its heads."""
+        num_q, num_kv = self._config.num_heads, self._config.num_kv_heads
         if len(self._qk_norms) == 1:
-            return rms_norm(qk, self._qk_norms[0], eps)
-        q, k = (
-            rms_norm(part.flatten(1), weight, eps).view(part.shape)
-            for part, weight in zip((qk[:, :num_q], qk[:, num_q:]), self._qk_norms, strict=True)
-        )
-        return torch.cat((q, k), 1)
+            parts = [qkv[:, : num_q + num_kv]]
+        else:
+            widths = [weight.shape[-1] for weight in self._qk_norms]
+            flat = qkv.view(len(qkv), 1, -1)
+            parts = list(flat[..., : sum(widths)].split(widths, -1))
+        for part, weight in zip(parts, self._qk_norms, strict=True):
+            self._backend.norm_rows(part, weight, self._config.rms_norm_eps)
 
 
 class _FeedForward:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        prefix: str,
+        backend: Backend,
+        linears: Linears,
+    ) -> None:
+        self._gated = backend.gated
         self._activation = config.hidden_act
-        self._gate_up = Linear(weights, prefix, list(config.family.gate_up), config.has_mlp_bias)
-        self._down = Linear(weights, prefix, ["down_proj"], config.has_mlp_bias)
+        gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
+        self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
+        self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
 
     def __call__(self, x: torch.Tensor, _step: _Step) -> torch.Tensor:
-        return self._down(gated(self._gate_up(x), self._activation))
+        return self._down(self._gated(self._gate_up(x), self._activation))
 
 
 class _Experts:
@@ -235,18 +272,21 @@ class _Experts:
         weights: dict[str, torch.Tensor],
         prefix: str,
         activation: str,
+        backend: Backend,
+        linears: Linears,
     ) -> None:
         names = experts.names
+        self._gated = backend.gated
         self._activation = activation
-        self._router = weights[f"{prefix}{names.block}.gate.weight"]
+        self._router = linears.make(weights, [f"{prefix}{names.block}.gate"])
         self._num_per_token = experts.num_per_token
         self._is_normalized = experts.is_normalized
         prefixes = [f"{prefix}{names.block}.experts.{i}." for i in range(experts.num_experts)]
-        self._gate_ups = [Linear(weights, p, [names.gate, names.up], False) for p in prefixes]
-        self._downs = [Linear(weights, p, [names.down], False) for p in prefixes]
+        self._gate_ups = [linears.make(weights, [p + names.gate, p + names.up]) for p in prefixes]
+        self._downs = [linears.make(weights, [p + names.down]) for p in prefixes]
 
     def __call__(self, x: torch.Tensor, _step: _Step) -> torch.Tensor:
-        scores = linear(x, self._router, None).float().softmax(-1)
+        scores = self._router(x).float().softmax(-1)
         shares, chosen = scores.topk(self._num_per_token)
         if self._is_normalized:
             shares /= shares.sum(-1, keepdim=True)
@@ -259,7 +299,7 @@ class _Experts:
         for expert, count in enumerate(counts):
             if count:
                 run = slice(end, end + count)
-                inner = gated(self._gate_ups[expert](x[rows[run]]), self._activation)
+                inner = self._gated(self._gate_ups[expert](x[rows[run]]), self._activation)
                 added = self._downs[expert](inner) * shares_in_order[run]
                 output.index_add_(0, rows[run], added.to(x.dtype))
                 end += count

@@ -1,19 +1,40 @@
 """Paged attention is attention: whatever the blocks, the groups and the window."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels.cpu import load_kernels
 from engine.model.attention import (
     AttentionPlan,
     StepBatch,
-    choose_backend,
     reference_attention,
-    write_kv,
+    torch_attention,
 )
+from engine.model.backend import TorchBackend, choose_backend
+from engine.model.compiled import CompiledBackend
 
 NUM_LAYERS = 2
+
+
+def backend_of(level):
+    """The backend of one level; skips what this machine cannot run or has not built."""
+    if level == "torch":
+        return TorchBackend()
+    try:
+        return CompiledBackend(*load_kernels(level))
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+LEVELS = ["torch", "portable", "avx2", "avx512"]
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
 
 
 @st.composite
@@ -23,8 +44,10 @@ def steps(draw):
     return {
         "sequences": draw(st.lists(pairs, min_size=1, max_size=6)),
         "block_size": draw(st.sampled_from([1, 4, 16, 64])),
-        "heads": draw(st.sampled_from([(4, 4), (4, 2), (6, 1)])),
-        "head_dim": draw(st.sampled_from([2, 8, 10])),
+        "heads": draw(st.sampled_from([(4, 4), (4, 2), (6, 1), (14, 1)])),
+        "head_dim": draw(st.sampled_from([2, 8, 10, 16, 48, 80])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "num_threads": draw(st.sampled_from([1, 3])),
         "window": draw(st.sampled_from([None, 1, 7, 64])),
         "softcap": draw(st.sampled_from([None, 1.5])),
         "seed": draw(st.integers(0, 1000)),
@@ -32,9 +55,13 @@ def steps(draw):
 
 
 def filled_pool(generator, tables, k, v, block_size):
-    """A pool of noise with every sequence's keys and values written position by position."""
+    """A pool with every sequence's keys and values written position by position.
+
+    The rest is noise, which sequences that ended have left: finite, as write_kv keeps it.
+    """
     num_blocks = 1 + sum(len(table) for table in tables)
     kv = torch.randn(num_blocks, NUM_LAYERS, 2, block_size, *k[0].shape[1:], generator=generator)
+    kv = kv.to(k[0].dtype)
     for table, keys, values in zip(tables, k, v, strict=True):
         for position in range(len(keys)):
             block, offset = table[position // block_size], position % block_size
@@ -61,40 +88,56 @@ def batch_of(sequences, tables, block_size):
     )
 
 
-@settings(deadline=None, max_examples=150)
-@given(steps())
-def test_every_sequence_gets_what_it_would_get_alone(step):
+@pytest.mark.parametrize("level", LEVELS)
+@settings(deadline=None, max_examples=60)
+@given(step=steps())
+def test_every_sequence_gets_what_it_would_get_alone(level, step):
+    backend = backend_of(level)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
-    sequences, block_size = step["sequences"], step["block_size"]
+    sequences, block_size, dtype = step["sequences"], step["block_size"], step["dtype"]
     lengths = [context + new for context, new in sequences]
     counts = [-(-length // block_size) for length in lengths]
     shuffled = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
     tables = [table.tolist() for table in shuffled]
-    q = [torch.randn(n, num_heads, head_dim, generator=generator) for n in lengths]
-    k = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
-    v = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
+    q, k, v = (
+        [torch.randn(n, heads, head_dim, generator=generator).to(dtype) for n in lengths]
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
     kv = filled_pool(generator, tables, k, v, block_size)
     expected_pool = kv.clone()
-
-    def new_rows(parts):
-        return torch.cat([p[c:] for p, (c, _) in zip(parts, sequences, strict=True)])
-
     for table, (context, new) in zip(tables, sequences, strict=True):  # the step writes these
         for position in range(context, context + new):
             kv[table[position // block_size], 1, :, position % block_size] = 99.0
-    plan = AttentionPlan(batch_of(sequences, tables, block_size), kv)
-    write_kv(kv, 1, new_rows(k), new_rows(v), plan)
+    qkv = torch.cat([torch.cat(heads, 1) for heads in zip(q, k, v, strict=True)])
+    rows = torch.arange(sum(lengths)).split(lengths)
+    new_rows = [own[context:] for own, (context, _) in zip(rows, sequences, strict=True)]
+    qkv = qkv[torch.cat(new_rows)]
+
+    plan = backend.plan(batch_of(sequences, tables, block_size), kv, [])
+    if level != "torch":
+        plan = dataclasses.replace(plan, num_threads=step["num_threads"])
+    backend.place(qkv, num_heads, None, kv, 1, plan)
     assert torch.equal(kv, expected_pool)
 
-    backend = choose_backend("cpu", torch.float32)
     how = (0.3, step["window"], step["softcap"])
-    output = backend.attend(new_rows(q), new_rows(k), new_rows(v), kv, 1, plan, *how)
+    output = backend.attend(qkv, num_heads, kv, 1, plan, *how)
     expected = [
         reference_attention(queries[context:], keys, values, *how)
         for queries, keys, values, (context, _) in zip(q, k, v, sequences, strict=True)
     ]
-    torch.testing.assert_close(output, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output, torch.cat(expected), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_nothing_beyond_a_sequence_is_read(level, head_dim):
+    backend = backend_of(level)
+    kv = torch.full((4, NUM_LAYERS, 2, 16, 2, head_dim), torch.nan)
+    plan = backend.plan(batch_of([(0, 21), (0, 1)], [[2, 1], [3]], 16), kv, [])
+    qkv = torch.randn(22, 8, head_dim)
+    backend.place(qkv, 4, None, kv, 0, plan)
+    assert backend.attend(qkv, 4, kv, 0, plan, 0.5, None, None).isfinite().all()
 
 
 @pytest.mark.parametrize("num_tokens", [6, 7, 8, 9])
@@ -103,7 +146,7 @@ def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
     q, k, v = (torch.randn(num_tokens, 2, 4, generator=generator) for _ in range(3))
     kv = torch.zeros(2, NUM_LAYERS, 2, 16, 2, 4)
     plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
-    output = choose_backend("cpu", torch.float32).attend(q, k, v, kv, 1, plan, 0.5, 7, None)
+    output = torch_attention(q, k, v, kv, 1, plan, 0.5, 7, None)
     torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7, None))
 
 
@@ -133,10 +176,18 @@ def test_a_short_sequence_is_not_padded_to_a_far_longer_one():
     assert [group.rows.tolist() for group in plan.groups(None)] == [[0, 2], [1, 3]]
 
 
-def test_an_overflow_reaches_nobody_who_gets_the_block_next():
-    kv = torch.zeros(2, NUM_LAYERS, 2, 4, 2, 8)
-    plan = AttentionPlan(batch_of([(0, 4)], [[1]], 4), kv)
-    bad = torch.tensor([torch.nan, torch.inf, -3e38, 1.0]).view(4, 1, 1).expand(4, 2, 8)
-    write_kv(kv, 1, bad.clone(), bad.clone(), plan)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_overflow_reaches_nobody_who_gets_the_block_next(level, dtype):
+    backend = backend_of(level)
+    kv = torch.zeros(2, NUM_LAYERS, 2, 4, 2, 8, dtype=dtype)
+    plan = backend.plan(batch_of([(0, 4)], [[1]], 4), kv, [])
+    bad = torch.tensor([torch.nan, torch.inf, -3e38, 1.0], dtype=dtype)
+    backend.place(bad.view(4, 1, 1).repeat(1, 6, 8), 2, None, kv, 1, plan)
     assert kv.abs().max() < 1e5
-    assert kv[1, 1, 0, 3].eq(1.0).all()  # and what was sound is as it was
+    assert kv[1, 1, 0, :, 0, 0].tolist()[2:] == [-kv.max().item(), 1.0]  # what was sound is kept
+
+
+def test_a_dtype_without_kernels_falls_back_and_says_so():
+    assert choose_backend("cpu", torch.float16).name == "torch (no compiled kernels for float16)"
+    assert choose_backend("cuda", torch.bfloat16).name == "torch"

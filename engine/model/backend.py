@@ -1,0 +1,160 @@
+"""What computes a step's small operations and its attention: compiled kernels, or torch.
+
+Owns: the interface between a step and what computes it, torch's side of it, and the choice.
+Called by: transformer.
+Invariant: the choice is made once, when the model is built, and its name says why it fell back.
+Never: multiplies by weights' matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.kernels.cpu import load_kernels
+from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
+from engine.model.compiled import ELEMENT_TYPES, CompiledBackend
+from engine.model.layers import gated, rms_norm, rotate
+
+
+class Backend(Protocol):
+    """One way to compute; engine.model.compiled says what the operations are."""
+
+    name: str
+
+    def plan(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        tables: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Any:
+        """What the layers of one step share; goes back into place and attend."""
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        added: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
+
+    def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up of the two halves of the last dimension; may overwrite them."""
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        rope_index: int | None,
+        kv: torch.Tensor,
+        layer: int,
+        plan: Any,
+    ) -> None:
+        """Rotate queries and keys in place, and write keys and values to the pool."""
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        kv: torch.Tensor,
+        layer: int,
+        plan: Any,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchPlan:
+    attention: AttentionPlan
+    angles: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosine and signed sine of the step's positions, for each RoPE of the model."""
+
+
+class TorchBackend:
+    """Every device and dtype, by torch's own operations."""
+
+    def __init__(self, name: str = "torch") -> None:
+        self.name = name
+
+    def plan(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        tables: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> _TorchPlan:
+        """What the layers of one step share."""
+        angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
+        return _TorchPlan(AttentionPlan(batch, kv), angles)
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        added: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """rms_norm of x, after x += scale * added, where something is."""
+        if added is not None:
+            x.add_(added, alpha=scale)
+        return rms_norm(x, weight, eps)
+
+    def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Norm each row in place."""
+        rows.copy_(rms_norm(rows, weight, eps))
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up of the two halves of the last dimension."""
+        return gated(gate_up, activation)
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        rope_index: int | None,
+        kv: torch.Tensor,
+        layer: int,
+        plan: _TorchPlan,
+    ) -> None:
+        """Rotate queries and keys in place, and write keys and values to the pool."""
+        qk, num_kv_heads = qkv[:, : -kv.shape[4]], kv.shape[4]
+        if rope_index is not None:
+            qk.copy_(rotate(qk, *plan.angles[rope_index]))
+        write_kv(kv, layer, qk[:, num_heads:], qkv[:, -num_kv_heads:], plan.attention)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        kv: torch.Tensor,
+        layer: int,
+        plan: _TorchPlan,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """The step's queries over their sequences."""
+        q, k, v = qkv.split((num_heads, kv.shape[4], kv.shape[4]), 1)
+        return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap)
+
+
+def choose_backend(device: str, dtype: torch.dtype) -> Backend:
+    """Compiled kernels where they were built and know the dtype, else torch, which says why."""
+    if device != "cpu":
+        return TorchBackend()
+    if dtype not in ELEMENT_TYPES:
+        return TorchBackend(f"torch (no compiled kernels for {str(dtype).removeprefix('torch.')})")
+    try:
+        return CompiledBackend(*load_kernels())
+    except ImportError as error:
+        return TorchBackend(f"torch (compiled kernels {error})")

@@ -1,0 +1,204 @@
+"""The parts of a step that compiled CPU kernels do, on tensors.
+
+Owns: the addresses, strides and sizes that the kernels are given.
+Called by: backend (which chooses this or torch), through it transformer.
+Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
+returns; results agree with engine.model.layers and attention to rounding.
+Never: gathers keys or values, masks by adding, chooses blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels
+from engine.model.attention import StepBatch
+
+ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+"""What the kernels read and write."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """One step as the kernels read it."""
+
+    batch: StepBatch
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosine and signed sine of all positions, for each RoPE of the model."""
+    sequences: torch.Tensor
+    """[num_sequences, 3] int64: first row in the step, new tokens, tokens with these."""
+    block_tables: torch.Tensor
+    """[num_sequences, longest table] int64."""
+    num_threads: int
+
+
+class CompiledBackend:
+    """A step's small operations and its attention by the kernels of one instruction set."""
+
+    def __init__(self, kernels: Kernels, level: str) -> None:
+        self.name = f"compiled {level}"
+        self._kernels = kernels
+
+    def plan(
+        self,
+        batch: StepBatch,
+        _kv: torch.Tensor,
+        tables: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> CompiledPlan:
+        """What the layers of one step share."""
+        sequences: list[int] = []
+        ids: list[int] = []
+        row = 0
+        longest = max(map(len, batch.block_tables))
+        for query_len, seq_len, table in zip(
+            batch.query_lens, batch.seq_lens, batch.block_tables, strict=True
+        ):
+            sequences += (row, query_len, seq_len)
+            row += query_len
+            ids += table
+            ids += [0] * (longest - len(table))
+        return CompiledPlan(
+            batch,
+            tables,
+            torch.tensor(sequences).view(-1, 3),
+            torch.tensor(ids).view(-1, longest),
+            torch.get_num_threads(),
+        )
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        added: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
+        out = torch.empty_like(x)
+        num_tokens, dim = x.shape
+        self._kernels.rms_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            0 if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            ELEMENT_TYPES[x.dtype],
+            ELEMENT_TYPES[weight.dtype],
+            num_tokens,
+            1,
+            dim,
+            dim,
+            dim,
+            scale,
+            eps,
+        )
+        return out
+
+    def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
+        num_tokens, num_rows, dim = rows.shape
+        address, stride = rows.data_ptr(), rows.stride(0)
+        self._kernels.rms_norm(
+            address,
+            address,
+            0,
+            weight.data_ptr(),
+            ELEMENT_TYPES[rows.dtype],
+            ELEMENT_TYPES[weight.dtype],
+            num_tokens,
+            num_rows,
+            dim,
+            stride,
+            stride,
+            1.0,
+            eps,
+        )
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up of the two halves of the last dimension."""
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_tokens, width)
+        self._kernels.gated(
+            out.data_ptr(),
+            gate_up.data_ptr(),
+            ELEMENT_TYPES[gate_up.dtype],
+            num_tokens,
+            width,
+            activation != "silu",
+        )
+        return out
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        rope_index: int | None,
+        kv: torch.Tensor,
+        layer: int,
+        plan: CompiledPlan,
+    ) -> None:
+        """Rotate queries and keys of [num_tokens, num_heads + 2 * num_kv_heads, head_dim] in place.
+
+        Their keys and values go to the pool, finite.
+        """
+        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+        cosines, sines, rotary_dim = 0, 0, 0
+        if rope_index is not None:
+            cosine_table, sine_table = plan.tables[rope_index]
+            cosines, sines = cosine_table.data_ptr(), sine_table.data_ptr()
+            rotary_dim = cosine_table.shape[-1]
+        self._kernels.place(
+            qkv.data_ptr(),
+            kv.data_ptr(),
+            cosines,
+            sines,
+            plan.batch.positions.data_ptr(),
+            plan.batch.token_slots.data_ptr(),
+            ELEMENT_TYPES[qkv.dtype],
+            len(qkv),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rotary_dim,
+            block_size,
+            num_layers,
+            layer,
+        )
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        kv: torch.Tensor,
+        layer: int,
+        plan: CompiledPlan,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+        out = qkv.new_empty(len(qkv), num_heads, head_dim)
+        self._kernels.attend(
+            out.data_ptr(),
+            qkv.data_ptr(),
+            kv.data_ptr(),
+            plan.sequences.data_ptr(),
+            plan.block_tables.data_ptr(),
+            ELEMENT_TYPES[qkv.dtype],
+            len(plan.sequences),
+            plan.block_tables.shape[1],
+            qkv.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            num_layers,
+            layer,
+            window or 0,
+            plan.num_threads,
+            scale,
+            softcap or 0.0,
+        )
+        return out
