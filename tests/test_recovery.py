@@ -55,6 +55,16 @@ def wait_restarted(daemon, name, old_pid):
     )
 
 
+@pytest.fixture
+def settled_roles(daemon, arm):
+    """Roles in which it is known which worker computes what."""
+    if arm == "elastic":
+        daemon.http.post("/v1/penstock/roles", json={"roles": "static"}).raise_for_status()
+    yield
+    if arm == "elastic":
+        daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
+
+
 PROMPTS = [[(7 * i + j) % 280 for j in range(20 + 90 * i)] for i in range(4)]
 
 
@@ -74,6 +84,7 @@ def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
     daemon.assert_all_free()
 
 
+@pytest.mark.usefixtures("settled_roles")
 def test_prefill_worker_killed_in_the_middle_of_a_long_prompt(daemon, arm):
     name = role_worker(arm, "prefill")
     prompt = [(3 * j) % 280 for j in range(440)]
@@ -97,6 +108,7 @@ def test_prefill_worker_killed_in_the_middle_of_a_long_prompt(daemon, arm):
     assert row["finish_reason"] == "length"
 
 
+@pytest.mark.usefixtures("settled_roles")
 def test_decode_worker_killed_in_the_handoff(daemon, arm):
     if arm == "colocated":
         pytest.skip("colocated has no handoff")

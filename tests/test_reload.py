@@ -30,11 +30,12 @@ def test_a_reload_takes_over_what_it_can_and_names_what_it_cannot(
 ):
     daemon, settings = start(start_daemon, tiny_llama, tmp_path, "max_queued = 100\n")
     assert daemon.state()["queue"]["max_queued"] == 100
-    settings.write_text("max_queued = 7\nlog_text = true\nmax_model_len = 64\n")
+    settings.write_text("max_queued = 7\nlog_text = true\nslo_itl_ms = 40\nmax_model_len = 64\n")
     daemon.process.send_signal(signal.SIGHUP)
     daemon.wait_for(lambda: daemon.state()["queue"]["max_queued"] == 7)
     (reloaded,) = daemon.wait_for(lambda: events(daemon, "config.reloaded"))
     assert "max_queued" in reloaded
+    assert daemon.state()["slo_itl_ms"] == 40
     assert "log_text" in reloaded
     (fixed,) = daemon.wait_for(lambda: events(daemon, "config.needs_restart"))
     assert fixed.startswith("max_model_len:")
