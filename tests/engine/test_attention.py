@@ -89,7 +89,7 @@ def batch_of(sequences, tables, block_size):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(step=steps())
 def test_every_sequence_gets_what_it_would_get_alone(level, step):
     backend = backend_of(level)

@@ -35,7 +35,7 @@ def assert_close(actual, expected):
 
 
 @every_level
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(shape=shapes, is_wide=st.booleans(), scale=st.sampled_from([1.0, 0.22]))
 def test_norms_add_first_and_round_as_torch_does(level, shape, is_wide, scale):
     dtype, seed = shape["dtype"], shape["seed"]
@@ -52,7 +52,7 @@ def test_norms_add_first_and_round_as_torch_does(level, shape, is_wide, scale):
 
 
 @every_level
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(shape=shapes)
 def test_rows_are_normed_each_by_its_own_weight_and_nothing_else_changes(level, shape):
     num_tokens, num_rows, dim = shape["num_tokens"], shape["num_rows"], shape["dim"]
@@ -66,7 +66,7 @@ def test_rows_are_normed_each_by_its_own_weight_and_nothing_else_changes(level, 
 
 @every_level
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(shape=shapes)
 def test_gates_open_as_torchs_do(level, activation, shape):
     gate_up = noise((shape["num_tokens"], 2 * shape["dim"]), shape["dtype"], shape["seed"])
@@ -76,7 +76,7 @@ def test_gates_open_as_torchs_do(level, activation, shape):
 
 
 @every_level
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(shape=shapes, half=st.integers(1, 40), passing=st.sampled_from([0, 3]))
 def test_heads_turn_by_their_positions_and_reach_their_blocks(level, shape, half, passing):
     num_tokens, num_heads, dtype = shape["num_tokens"], shape["num_rows"], shape["dtype"]
