@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.appliance.cli_process import penstock
+from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
 
 STATE = {"roles": "elastic", "slo_ttft_ms": None, "slo_itl_ms": 40}
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "p.sock") as fake:
+        yield fake
 
 
 def test_without_a_change_it_shows_what_is_so(daemon: FakeDaemon, environ: dict[str, str]) -> None:
