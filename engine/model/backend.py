@@ -144,7 +144,8 @@ class TorchBackend:
         softcap: float | None,
     ) -> torch.Tensor:
         """The step's queries over their sequences."""
-        q, k, v = qkv.split((num_heads, kv.shape[4], kv.shape[4]), 1)
+        end_of_keys = num_heads + kv.shape[4]
+        q, k, v = qkv[:, :num_heads], qkv[:, num_heads:end_of_keys], qkv[:, end_of_keys:]
         return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap)
 
 

@@ -235,9 +235,9 @@ class _Attention:
         if len(self._qk_norms) == 1:
             parts = [qkv[:, : num_q + num_kv]]
         else:
-            widths = [weight.shape[-1] for weight in self._qk_norms]
+            q_width, k_width = (weight.shape[-1] for weight in self._qk_norms)
             flat = qkv.view(len(qkv), 1, -1)
-            parts = list(flat[..., : sum(widths)].split(widths, -1))
+            parts = [flat[..., :q_width], flat[..., q_width : q_width + k_width]]
         for part, weight in zip(parts, self._qk_norms, strict=True):
             self._backend.norm_rows(part, weight, self._config.rms_norm_eps)
 

@@ -1,0 +1,243 @@
+/* The arithmetic of one tile of attention: scores, weights, weighted sums, and what they work on. */
+#ifndef PENSTOCK_ATTENTION_TILE_H
+#define PENSTOCK_ATTENTION_TILE_H
+
+#include "simd.h"
+
+enum {
+    TILE_KEYS = 64,
+    TILE_ROWS = 128,                    /* queries times heads in a tile, about */
+    MICRO_ROWS = LANES == 16 ? 12 : 6,  /* rows whose sums fit in registers, two vectors each */
+    DIRECT_ROWS = 12,                   /* up to so many, transposing keys does not pay */
+};
+
+typedef struct {
+    const void *q, *kv;
+    void *out;
+    const int64_t *sequences; /* for each: first query's row, query_len, seq_len */
+    const int64_t *block_tables;
+    int64_t num_sequences, table_stride, num_threads, q_stride;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
+    float scale, softcap;
+    int64_t heads_per_item; /* KV heads that one item serves where there is one query */
+} attention;
+
+/* One item: some queries of a sequence, some KV heads. */
+typedef struct {
+    const int64_t *table;
+    int64_t first_row, first_position, num_queries;
+    int64_t first_head, num_heads;
+    int64_t num_rows; /* of scores: queries times heads that share a KV head */
+    int64_t num_padded_rows, padded_dim;
+    int is_direct;
+} tile;
+
+/* Rows of the pool under the current keys, at the first KV head. */
+typedef struct {
+    const char *keys[TILE_KEYS], *values[TILE_KEYS];
+    int64_t first_position, count;
+} key_rows;
+
+/* A tile's memory: heads times rows of q, out, largest, total; the rest serves one head at a time. */
+typedef struct {
+    float *q, *out, *largest, *total, *weights, *packed_keys, *packed_values;
+} workspace;
+
+INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* The sums of four vectors' lanes, next to each other. */
+INLINE void store_sums(float *to, vec a, vec b, vec c, vec d)
+{
+#if LANES >= 8
+#if LANES == 16
+#define HALVED(v) \
+    _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1))
+#else
+#define HALVED(v) ((__m256)v)
+#endif
+    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(HALVED(a), HALVED(b)),
+                                        _mm256_hadd_ps(HALVED(c), HALVED(d)));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+    to[0] = sum_of(a), to[1] = sum_of(b), to[2] = sum_of(c), to[3] = sum_of(d);
+#endif
+}
+
+/* Scores of num_rows queries (a constant) with the keys as they lie. */
+INLINE void score_directly(const tile *t, const key_rows *keys, int64_t byte_offset, const float *q,
+                           float *scores, int num_rows, int64_t dim, int type)
+{
+    for (int64_t k = 0; k < keys->count; k += 4) {
+        vec sums[3][4] = {0};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec key[4];
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++)
+                key[n] = load(at(keys->keys[k + n] + byte_offset, i, type), type);
+#pragma GCC unroll 3
+            for (int row = 0; row < num_rows; row++) {
+                const vec query = load(q + row * t->padded_dim + i, FLOAT32);
+#pragma GCC unroll 4
+                for (int n = 0; n < 4; n++)
+                    sums[row][n] += query * key[n];
+            }
+        }
+#pragma GCC unroll 3
+        for (int row = 0; row < num_rows; row++)
+            store_sums(scores + row * TILE_KEYS + k, sums[row][0], sums[row][1], sums[row][2],
+                       sums[row][3]);
+    }
+}
+
+/* out += weights * values for num_rows rows (a constant), num_vectors (a constant) from element i. */
+INLINE void add_values_directly(const tile *t, const key_rows *keys, int64_t byte_offset,
+                                const float *weights, float *out, int num_rows, int num_vectors,
+                                int64_t i, int type)
+{
+    vec sums[3][4];
+#pragma GCC unroll 3
+    for (int row = 0; row < num_rows; row++)
+#pragma GCC unroll 4
+        for (int n = 0; n < num_vectors; n++)
+            sums[row][n] = load(out + row * t->padded_dim + i + n * LANES, FLOAT32);
+    for (int64_t k = 0; k < keys->count; k++) {
+        vec value[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < num_vectors; n++)
+            value[n] = load(at(keys->values[k] + byte_offset, i + n * LANES, type), type);
+#pragma GCC unroll 3
+        for (int row = 0; row < num_rows; row++)
+#pragma GCC unroll 4
+            for (int n = 0; n < num_vectors; n++)
+                sums[row][n] += weights[row * TILE_KEYS + k] * value[n];
+    }
+#pragma GCC unroll 3
+    for (int row = 0; row < num_rows; row++)
+#pragma GCC unroll 4
+        for (int n = 0; n < num_vectors; n++)
+            store(out + row * t->padded_dim + i + n * LANES, sums[row][n], FLOAT32);
+}
+
+INLINE void add_rows_directly(const tile *t, const key_rows *keys, int64_t byte_offset,
+                              const float *weights, float *out, int num_rows, int64_t dim, int type)
+{
+    int64_t i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES)
+        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 4, i, type);
+    for (; i < dim; i += LANES)
+        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 1, i, type);
+}
+
+/* Keys as columns: packed[dim][TILE_KEYS]; values as rows of padded_dim floats. */
+INLINE void pack(const attention *a, const tile *t, const key_rows *keys, int64_t byte_offset,
+                 const workspace *w, int type)
+{
+    for (int64_t k = 0; k < TILE_KEYS; k++) {
+        const char *key = keys->keys[k] + byte_offset;
+        float lanes[LANES];
+        for (int64_t i = 0; i < a->head_dim; i += LANES) {
+            const int64_t count = smaller_of(LANES, a->head_dim - i);
+            store(lanes, count == LANES ? load(at(key, i, type), type)
+                                        : load_part(at(key, i, type), count, type), FLOAT32);
+            for (int64_t lane = 0; lane < count; lane++)
+                w->packed_keys[(i + lane) * TILE_KEYS + k] = lanes[lane];
+        }
+    }
+    for (int64_t k = 0; k < keys->count; k++) {
+        const char *value = keys->values[k] + byte_offset;
+        float *to = w->packed_values + k * t->padded_dim;
+        for (int64_t i = 0; i < t->padded_dim; i += LANES) {
+            const int64_t count = larger_of(0, smaller_of(LANES, a->head_dim - i));
+            store(to + i, count == LANES ? load(at(value, i, type), type)
+                                         : load_part(at(value, i, type), count, type), FLOAT32);
+        }
+    }
+}
+
+/* sums[MICRO_ROWS][2 vectors] += left[row][n] * right[n] for n below count: the product of rows of
+ * numbers and rows of vectors. */
+INLINE void multiply(float *sums, int64_t sums_stride, const float *left, int64_t left_stride,
+                     const float *right, int64_t right_stride, int64_t count, int is_fresh)
+{
+    vec sum[MICRO_ROWS][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < MICRO_ROWS; row++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++)
+            sum[row][n] = is_fresh ? all(0) : load(sums + row * sums_stride + n * LANES, FLOAT32);
+    for (int64_t n = 0; n < count; n++) {
+        const vec low = load(right + n * right_stride, FLOAT32);
+        const vec high = load(right + n * right_stride + LANES, FLOAT32);
+#pragma GCC unroll 12
+        for (int row = 0; row < MICRO_ROWS; row++) {
+            sum[row][0] += left[row * left_stride + n] * low;
+            sum[row][1] += left[row * left_stride + n] * high;
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < MICRO_ROWS; row++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++)
+            store(sums + row * sums_stride + n * LANES, sum[row][n], FLOAT32);
+}
+
+INLINE vec bent(vec score, float cap)
+{
+    return cap - 2 * cap / (exponential(score * (2 / cap)) + 1);
+}
+
+/* Turns a row's scores into weights, exactly 0 outside [low, high), and rescales what the row has
+ * gathered, if a larger score than before is among them. */
+INLINE void weigh_row(float *scores, int64_t low, int64_t high, float softcap, float *largest,
+                      float *total, float *out, int64_t padded_dim)
+{
+    if (low >= high) {
+        memset(scores, 0, TILE_KEYS * sizeof(float));
+        return;
+    }
+    const int is_whole = low == 0 && high == TILE_KEYS;
+    vec lane_numbers, top = all(-INFINITY), sum = {0};
+    for (int lane = 0; lane < LANES; lane++)
+        lane_numbers[lane] = (float)lane;
+    for (int64_t k = 0; k < TILE_KEYS; k += LANES) {
+        vec score = load(scores + k, FLOAT32);
+        if (softcap > 0)
+            score = bent(score, softcap);
+        if (!is_whole) {
+            const vec number = lane_numbers + (float)k;
+            score = choose((number >= (float)low) & (number < (float)high), score, all(-INFINITY));
+        }
+        store(scores + k, score, FLOAT32);
+        top = larger(score, top);
+    }
+    const float new_largest = largest_of(larger(top, all(*largest)));
+    if (new_largest > *largest) {
+        const float shrink = expf(*largest - new_largest);
+        *largest = new_largest;
+        *total *= shrink;
+        for (int64_t i = 0; i < padded_dim; i += LANES)
+            store(out + i, load(out + i, FLOAT32) * shrink, FLOAT32);
+    }
+    for (int64_t k = 0; k < TILE_KEYS; k += LANES) {
+        const vec score = load(scores + k, FLOAT32);
+        vec weight = exponential(score - *largest);
+        if (!is_whole)
+            weight = choose(score == -INFINITY, all(0), weight);
+        sum += weight;
+        store(scores + k, weight, FLOAT32);
+    }
+    *total += sum_of(sum);
+}
+
+/* Rows in groups of three, and what is left, each size with code of its own. */
+#define IN_THREES(num_rows, call)                      \
+    for (int64_t row = 0; row < (num_rows); row += 3)  \
+        switch ((num_rows) - row) {                    \
+        case 1: { enum { ROWS = 1 }; call; } break;    \
+        case 2: { enum { ROWS = 2 }; call; } break;    \
+        default: { enum { ROWS = 3 }; call; }          \
+        }
+
+#endif
