@@ -33,7 +33,6 @@ class ServeConfig:
 
     socket: Path
     state_dir: Path
-    cache_dir: Path
     model: Path | None = None
     dtype: str = "auto"
     transport: str = "auto"
@@ -107,7 +106,6 @@ SETTINGS: Mapping[str, Setting] = {
     "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
     "socket": Setting(a_path, "the Unix socket to listen on"),
     "state_dir": Setting(a_path, "folder for the request log"),
-    "cache_dir": Setting(a_path, "folder for what can be made again, as the starter model"),
     "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),
     "api_keys": Setting(a_path, "file of the keys that clients on TCP need", True),
     "operators": Setting(
@@ -191,7 +189,6 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     values = {SETTINGS[name].field or name: value for name, value, _ in given}
     values.setdefault("socket", _socket(sources).value)
     values.setdefault("state_dir", paths.default_state_dir(environ))
-    values.setdefault("cache_dir", paths.default_cache_dir(environ))
     return ServeConfig(**values)
 
 
@@ -278,8 +275,8 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
     """
     run_dir = config.socket.parent
     is_private = run_dir in (paths.private_dir(environ), paths.own_temporary_dir())
-    modes = {config.state_dir: 0o700, config.cache_dir: 0o700}
-    for folder, mode in {run_dir: 0o700 if is_private else 0o750, **modes}.items():
+    modes = {run_dir: 0o700 if is_private else 0o750, config.state_dir: 0o700}
+    for folder, mode in modes.items():
         try:
             _make_folder(folder, mode)
         except OSError as error:

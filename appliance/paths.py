@@ -48,12 +48,6 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return given or _xdg(environ, "XDG_STATE_HOME", ".local/state") / "penstock"
 
 
-def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """Systemd's CACHE_DIRECTORY, or this user's."""
-    given = _systemd_dir(environ, "CACHE_DIRECTORY")
-    return given or _xdg(environ, "XDG_CACHE_HOME", ".cache") / "penstock"
-
-
 def private_dir(environ: Mapping[str, str]) -> Path:
     """This user's folder for a socket of their own, there or not."""
     runtime_home = environ.get("XDG_RUNTIME_DIR")

@@ -87,7 +87,7 @@ def make_checkpoint(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from engine.model.starter import write_tokenizer
+    from tests.byte_tokenizer import write_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     keys = _TINY | _OWN.get(family, {}) | config_overrides
@@ -114,7 +114,7 @@ def make_seeing_checkpoint(folder: Path) -> Path:
     import torch
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    from engine.model.starter import write_tokenizer
+    from tests.byte_tokenizer import write_tokenizer
 
     text = {key: value for key, value in _TINY.items() if not key.endswith("token_id")}
     seen = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -137,13 +137,13 @@ class _Progress:
 
 def _found(dirs: list[Path] | None) -> list[Any]:
     """Every model folder there is to see, each once."""
-    from appliance.boot import STARTER_NAME
+    from appliance.boot import STARTER_FOLDER
     from appliance.cli import model_folders
 
     settings = config.load({})
     named = settings.model
     found = [] if named is None else [model_folders.Found(named.name, named)]
-    found += model_folders.under(settings.cache_dir / STARTER_NAME)
+    found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(model_folders.hub_cache(os.environ))
     for root in dirs or ():
         found += model_folders.under(root.expanduser().absolute())

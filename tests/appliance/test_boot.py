@@ -10,7 +10,7 @@ from engine.errors import CheckpointError, ConfigError, PenstockError
 
 
 def config(tmp_path, **fields):
-    folders = {n: tmp_path / n for n in ("socket", "state_dir", "cache_dir")}
+    folders = {n: tmp_path / n for n in ("socket", "state_dir")}
     return ServeConfig(**folders | fields)
 
 
@@ -61,13 +61,14 @@ def test_weights_in_their_own_dtype_need_no_arena(plan_of, tiny_llama):
     assert all(setup.weights is None for _, setup in plan.workers)
 
 
-def test_without_a_model_the_starter_is_made_once_and_served_in_float32(plan_of, tmp_path):
+def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
+    monkeypatch.setattr("engine.checkpoint._cpu_flags", lambda: {"avx512_bf16", "amx_bf16"})
     plan = plan_of()
+    assert plan.checkpoint.folder.name == "penstock-starter-1"
+    assert plan.checkpoint.stored_dtype == "bfloat16"
     assert plan.dtype == "float32"
-    assert "random" in plan.model_note
-    before = (plan.checkpoint.folder / "model.safetensors").stat()
-    assert plan_of().checkpoint.fingerprint == plan.checkpoint.fingerprint
-    assert (plan.checkpoint.folder / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    assert "starter" in plan.model_note
+    assert plan_of(dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):

@@ -48,7 +48,6 @@ def test_nothing_set_gives_the_defaults(machine: Path) -> None:
     assert load({}, {}) == ServeConfig(
         socket=machine / "tmp" / f"penstock-{uid}" / "penstock.sock",
         state_dir=machine / "home/.local/state/penstock",
-        cache_dir=machine / "home/.cache/penstock",
     )
 
 
@@ -63,16 +62,19 @@ def test_every_setting_can_come_from_the_file(machine: Path) -> None:
     write_toml(
         machine,
         'model = "/models/tiny"\ndtype = "bfloat16"\ntransport = "shm"\nroles = "static"\n'
-        'socket = "/s/p.sock"\nstate_dir = "/state"\ncache_dir = "/cache"\n'
+        "slo_ttft_ms = 900\nslo_itl_ms = 50\n"
+        'socket = "/s/p.sock"\nstate_dir = "/state"\n'
         'max_model_len = 4096\nkv_memory = "2GiB"\nlog_text = true\n',
     )
     assert load({}, {}) == ServeConfig(
         model=Path("/models/tiny"),
         dtype="bfloat16",
         transport="shm",
+        roles="static",
+        slo_ttft_ms=900,
+        slo_itl_ms=50,
         socket=Path("/s/p.sock"),
         state_dir=Path("/state"),
-        cache_dir=Path("/cache"),
         max_model_len=4096,
         kv_memory_bytes=2 << 30,
         log_text=True,
@@ -168,7 +170,7 @@ def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) ->
     new = load({}, {})
     assert changes(old, new) == (["max_queued", "log_max_size"], ["roles"])
     taken = take_over(old, new)
-    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "static")
+    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "elastic")
     assert changes(taken, new) == ([], ["roles"])
 
 
@@ -219,13 +221,12 @@ def test_a_folder_in_tmp_of_someone_else_is_refused(machine: Path) -> None:
 
 
 def test_systemd_and_xdg_choose_the_folders(machine: Path) -> None:
-    xdg = {"XDG_STATE_HOME": "/xdg/state", "XDG_CACHE_HOME": "relative"}
-    found = load({}, xdg)
-    assert found.state_dir == Path("/xdg/state/penstock")
-    assert found.cache_dir == machine / "home/.cache/penstock"
-    unit = {**xdg, "STATE_DIRECTORY": "/var/lib/p:/other", "CACHE_DIRECTORY": "/var/cache/p"}
-    found = load({}, unit)
-    assert (found.state_dir, found.cache_dir) == (Path("/var/lib/p"), Path("/var/cache/p"))
+    xdg = {"XDG_STATE_HOME": "/xdg/state"}
+    assert load({}, xdg).state_dir == Path("/xdg/state/penstock")
+    relative = load({}, {"XDG_STATE_HOME": "relative"})
+    assert relative.state_dir == machine / "home/.local/state/penstock"
+    unit = {**xdg, "STATE_DIRECTORY": "/var/lib/p:/other"}
+    assert load({}, unit).state_dir == Path("/var/lib/p")
     assert load({"state_dir": "/mine"}, unit).state_dir == Path("/mine")
     assert config.state_dir(None, unit) == Path("/var/lib/p")
     assert config.state_dir("/mine", unit) == Path("/mine")
@@ -238,7 +239,7 @@ def test_folders_are_made_for_their_owner_alone(machine: Path, place: str) -> No
     assert found.socket.is_relative_to(machine / place)
     prepare_directories(found, environ)
     prepare_directories(found, environ)
-    for folder in (found.socket.parent, found.state_dir, found.cache_dir):
+    for folder in (found.socket.parent, found.state_dir):
         assert folder.stat().st_mode & 0o777 == 0o700
 
 

@@ -83,7 +83,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tiny_llama, tmp_path):
-    folders = {n: tmp_path / n for n in ("socket", "state_dir", "cache_dir")}
+    folders = {n: tmp_path / n for n in ("socket", "state_dir")}
     plan = make_plan(ServeConfig(model=tiny_llama, **folders))
     request_log = RequestLog(tmp_path / "log.db")
     request_log.start_run(version="0", model="m", dtype="float32", roles="static", transport=None)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from appliance.boot import STARTER_FOLDER
 from appliance.cli import main as penstock
 from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed
@@ -242,11 +243,7 @@ def serve(folder: Path, profile: Path | None, model: Path) -> None:
 def measure(options: argparse.Namespace) -> dict:
     """One daemon's life."""
     with tempfile.TemporaryDirectory() as name:
-        folder, model = Path(name), options.model
-        if model is None:
-            model = folder / "model"
-            command = [sys.executable, "-m", "engine.model.starter", str(model)]
-            subprocess.run(command, check=True)
+        folder, model = Path(name), options.model or STARTER_FOLDER
         settings = vars(options) | {"model": str(model), "body": json.loads(options.body)}
         settings["profile"] = options.profile and str(options.profile)
         (folder / "options.json").write_text(json.dumps(settings))

@@ -112,8 +112,10 @@ def test_arms_that_are_roles_are_daemons_of_its_own(
     samples = [sample for turn in document["turns"] for sample in turn["samples"]]
     assert samples
     assert all(sample["error"] is None for sample in samples)
-    assert all((s["output_tokens"], len(s["itl_ms"])) == (4, 3) for s in samples)
-    assert {sample["merged_tokens"] for sample in samples} == {0}
+    assert {sample["output_tokens"] for sample in samples} == {4}
+    # a token that ends within a character comes with the next; if it is the first it has no gap
+    for sample in samples:
+        assert 3 - sample["merged_tokens"] <= len(sample["itl_ms"]) <= 3
     assert not (tmp_path / "state").exists(), "the user's own log is left alone"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.boot import STARTER_FOLDER
 from tests.appliance.cli_data import (
     ENDED,
     EVENTS,
@@ -73,7 +74,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_output(home: Path, verb: str, form: str) -> None:
     ended = penstock(user_environ(home), *VERBS[verb], "-o", form, cwd=home)
     assert (ended.returncode, ended.stderr) == (0, "")
-    shown = ended.stdout.replace(str(home), "HOME")
+    shown = ended.stdout.replace(str(home), "HOME").replace(str(STARTER_FOLDER.parent), "HERE")
     assert all(char == "\n" or char.isprintable() for char in shown)
     path = GOLDEN / f"cli-{verb}.{form}.txt"
     if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):

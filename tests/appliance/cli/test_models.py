@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from appliance.boot import STARTER_NAME
+from appliance.boot import STARTER_FOLDER
 from appliance.cli import model_folders
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
@@ -47,7 +47,7 @@ def test_models_are_found_where_people_keep_them(tmp_path: Path, environ: dict[s
     environ["PENSTOCK_MODEL"] = str(tmp_path / "served")
     rows = listed(environ, "--dir", str(tmp_path / "mine"), "--dir", str(tmp_path / "served"))
     names = [row["name"] for row in rows]
-    assert names == ["served", "owner/a--name@0123456", "owner/deep"]
+    assert names == ["served", STARTER_FOLDER.name, "owner/a--name@0123456", "owner/deep"]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,9 @@ def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str
         assert penstock(environ, "models", verb, "nothing").returncode == 5
 
 
-def test_the_starter_is_known_once_it_has_been_made(
-    tmp_path: Path, environ: dict[str, str]
-) -> None:
-    environ["PENSTOCK_CACHE_DIR"] = str(tmp_path / "cache")
-    assert listed(environ) == []
-    make_model(tmp_path / "cache" / STARTER_NAME)
-    assert [row["name"] for row in listed(environ)] == [STARTER_NAME]
-    assert penstock(environ, "models", "show", STARTER_NAME).returncode == 0
+def test_the_starter_is_always_there(environ: dict[str, str]) -> None:
+    assert [row["name"] for row in listed(environ)] == [STARTER_FOLDER.name]
+    assert penstock(environ, "models", "verify", STARTER_FOLDER.name).returncode == 0
 
 
 def test_a_tokenizer_that_is_much_too_small_is_asked_about(
@@ -151,7 +146,7 @@ def test_a_truncated_file_fails_before_it_is_summed(
     weights = make_model(tmp_path / "m")
     os.truncate(weights, weights.stat().st_size - 1)
     assert verified(environ, tmp_path / "m") == (78, [])
-    assert listed(environ, "--dir", str(tmp_path / "m"))[0]["problem"].endswith("truncated")
+    assert listed(environ, "--dir", str(tmp_path / "m"))[-1]["problem"].endswith("truncated")
 
 
 def test_a_folder_whose_name_is_not_text_is_no_obstacle(

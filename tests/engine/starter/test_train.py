@@ -1,0 +1,93 @@
+"""The recipe: the network is a Llama, learning lowers the loss, and a stopped run goes on."""
+
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.checkpoint import Checkpoint
+from engine.starter import train
+from engine.starter.export import export
+from engine.starter.lessons import Teacher
+from engine.starter.muon import Muon
+from engine.starter.network import Network, _rotate
+from engine.starter.train import Training
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "STEP_TOKENS", 600)
+    return Training(tmp_path / "run", 0, "cpu")
+
+
+def test_what_is_exported_is_a_llama_with_the_same_logits(training, tmp_path):
+    with torch.no_grad():
+        for parameter in training.network.parameters():
+            parameter.copy_(parameter.bfloat16())
+    export(training.network, training.tokenizer, tmp_path / "out")
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert checkpoint.stored_dtype == "bfloat16"
+    assert checkpoint.num_parameters == sum(p.numel() for p in training.network.parameters())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.tensor([Teacher(training.tokenizer, Random(1)).chat(3).ids])
+    with torch.no_grad():
+        ours = training.network(ids, torch.arange(ids.shape[1]))
+        theirs = reference(ids).logits[0]
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("What?").input_ids == training.tokenizer.encode("What?").ids
+
+
+def test_learning_lowers_the_loss(training):
+    first = training.step(rate=1.0)
+    for _ in range(30):
+        last = training.step(rate=1.0)
+    assert last < 0.9 * first
+
+
+def test_a_stopped_run_goes_on_where_it_was(training, tmp_path):
+    for _ in range(3):
+        training.step(rate=1.0)
+    training.curriculum.num_facts = 9.0
+    training.elapsed_s = 12.0
+    training.save()
+    again = Training(tmp_path / "run", 0, "cpu")
+    again.resume()
+    assert (again.num_steps, again.num_tokens) == (training.num_steps, training.num_tokens)
+    assert (again.curriculum.num_facts, again.elapsed_s) == (9.0, 12.0)
+    for ours, theirs in zip(again.network.parameters(), training.network.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert again.step(rate=0.5) > 0
+    assert again.num_steps == 4
+
+
+def test_shares_of_a_step_give_the_gradients_of_the_whole(training):
+    teacher = Teacher(training.tokenizer, Random(3))
+    lessons = [teacher.lesson(3, 2, 1, lookups=True) for _ in range(4)]
+    whole = training._learned(lessons)
+    weights = [sum(answer.end - answer.start for answer in x.answers) for x in lessons]
+    parts = [training._learned([lesson]) for lesson in lessons]
+    for index, gradient in enumerate(whole.gradients):
+        total = sum(w * p.gradients[index] for w, p in zip(weights, parts, strict=True))
+        assert torch.allclose(gradient, total / sum(weights), atol=1e-5)
+
+
+def test_the_first_head_looks_one_token_back_before_any_training():
+    network = Network(64)
+    x = network.each_layer[0].input_layernorm(network.embed_tokens(torch.randint(64, (1, 40))))
+    attention = network.each_layer[0].self_attn
+    q, k = (p(x).view(40, 4, 64).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
+    cos, sin = network.cos[:40], network.sin[:40]
+    scores = _rotate(q, cos, sin)[0] @ _rotate(k, cos, sin)[0].T
+    best = scores.masked_fill(torch.ones(40, 40).triu(1) > 0, -1e9).argmax(-1)
+    assert best[10:].tolist() == list(range(9, 39))
+
+
+def test_muon_steps_by_a_nearly_orthogonal_matrix():
+    matrix = torch.nn.Parameter(torch.zeros(16, 48))
+    matrix.grad = torch.randn(16, 48)
+    Muon([matrix], lr=1.0).step()
+    values = torch.linalg.svdvals(matrix.detach())
+    assert values.max() < 1.3
+    assert values.min() > 0.5
