@@ -1,7 +1,12 @@
+import hypothesis
 import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ARMS, Daemon
+
+# machines are shared: no test fails because it was slow
+hypothesis.settings.register_profile("penstock", deadline=None)
+hypothesis.settings.load_profile("penstock")
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ MIN_LESSONS = 2
 """Of a step, so that two cores share it."""
 GROW_AT = 0.65
 GROWTH = 1.3
-_LOOKUPS_ONLY_BELOW = 12
+_LOOKUPS_ONLY_BELOW = 5
 _PLAIN_BELOW = 16
-_CHAT_SHARE = 0.02
+_CHAT_SHARE = 0.05
 _NUM_RECENT = 300
 
 

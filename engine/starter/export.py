@@ -27,6 +27,7 @@ def export(network: net.Network, tokenizer: Tokenizer, folder: Path) -> None:
         for name, parameter in network.named_parameters()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     tokenizer.save(str(folder / "tokenizer.json"))
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
     _write(folder / "config.json", {**_SHAPE, "bos_token_id": begin, "eos_token_id": end})
