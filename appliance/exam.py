@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from appliance.address import find
-from appliance.client import Client, ClientError
+from appliance.client import Client
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
 from engine.starter.documents import Document, Turn, Writer
@@ -165,7 +165,7 @@ def main() -> int:
         else:
             with daemon() as where:
                 marks = examine(Client(where, timeout_s=600), *options)
-    except (PenstockError, ClientError) as error:
+    except PenstockError as error:
         sys.stderr.write(f"exam: {error}\n")
         return error.exit_code
     sys.stdout.write(f"{_table(marks)}\n")

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.kernels.cpu import load_kernels
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
-from engine.model.compiled import ELEMENT_TYPES, CompiledBackend
+from engine.model.compiled import CompiledBackend, find_kernels
 from engine.model.layers import gated, rms_norm, rotate
 
 
@@ -151,11 +150,5 @@ class TorchBackend:
 
 def choose_backend(device: str, dtype: torch.dtype) -> Backend:
     """Compiled kernels where they were built and know the dtype, else torch, which says why."""
-    if device != "cpu":
-        return TorchBackend()
-    if dtype not in ELEMENT_TYPES:
-        return TorchBackend(f"torch (no compiled kernels for {str(dtype).removeprefix('torch.')})")
-    try:
-        return CompiledBackend(*load_kernels())
-    except ImportError as error:
-        return TorchBackend(f"torch (compiled kernels {error})")
+    kernels, name = find_kernels(device, dtype)
+    return TorchBackend(name) if kernels is None else CompiledBackend(kernels, name)

@@ -13,11 +13,31 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels
+from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
+
+
+def find_kernels(
+    device: str, dtype: torch.dtype, level: str | None = None
+) -> tuple[Kernels | None, str]:
+    """The kernels that know this dtype, and their level; or None, and `torch` with the reason.
+
+    Args:
+        device: type of the device.
+        dtype: of what is computed on.
+        level: of the kernels; None: the best that the machine can run.
+    """
+    if device != "cpu":
+        return None, "torch"
+    if dtype not in ELEMENT_TYPES:
+        return None, f"torch (no compiled kernels for {str(dtype).removeprefix('torch.')})"
+    try:
+        return load_kernels(level)
+    except ImportError as error:
+        return None, f"torch (compiled kernels {error})"
 
 
 @dataclass(frozen=True, slots=True)

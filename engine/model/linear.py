@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.kernels.cpu import BFLOAT16, FLOAT16, FLOAT32, Kernels, load_kernels
+from engine.kernels.cpu import FLOAT16, Kernels
+from engine.model.compiled import ELEMENT_TYPES, find_kernels
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
 
-_INPUT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_WEIGHT_TYPES = {**_INPUT_TYPES, torch.float16: FLOAT16}
+_WEIGHT_TYPES = {**ELEMENT_TYPES, torch.float16: FLOAT16}
 
 # MKL multiplies a large matrix by so few rows in half the time the other way round.
 _FEW_ROWS = 4
@@ -56,16 +56,8 @@ def choose_linears(device: str, dtype: torch.dtype, level: str | None = None) ->
         dtype: of the inputs.
         level: of the kernels; None: the best that the machine can run.
     """
-    if device != "cpu":
-        return Linears("torch", None)
-    if dtype not in _INPUT_TYPES:
-        reason = f"no compiled kernels for {str(dtype).removeprefix('torch.')}"
-        return Linears(f"torch ({reason})", None)
-    try:
-        kernels, found = load_kernels(level)
-    except ImportError as error:
-        return Linears(f"torch (compiled kernels {error})", None)
-    return Linears(f"compiled {found}", kernels)
+    kernels, name = find_kernels(device, dtype, level)
+    return Linears(name if kernels is None else f"compiled {name}", kernels)
 
 
 class CompiledLinear:
@@ -98,7 +90,7 @@ class CompiledLinear:
         self._linear(
             out.data_ptr(),
             x.data_ptr(),
-            _INPUT_TYPES[x.dtype],
+            ELEMENT_TYPES[x.dtype],
             num_tokens,
             *self._prepared,
             torch.get_num_threads(),

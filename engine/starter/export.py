@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from engine.starter import network as net
-from engine.starter.lessons import BEGIN, CHAT_TEMPLATE, END
+from engine.starter.lessons import BEGIN, CHAT_TEMPLATE, END, VOCAB_SIZE
 
 
 def export(network: net.Network, tokenizer: Tokenizer, folder: Path) -> None:
@@ -55,7 +55,7 @@ _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "torch_dtype": "bfloat16",
-    "vocab_size": 3072,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": net.HIDDEN,
     "intermediate_size": net.INNER,
     "num_hidden_layers": net.NUM_LAYERS,
