@@ -9,6 +9,7 @@ Never: chooses blocks or workers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -162,6 +163,8 @@ class ModelInfo:
     note: str | None
     created: int
     """Unix seconds, for /v1/models."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The model's own defaults of sampling fields, by their names."""
 
 
 class Appliance(Protocol):

@@ -388,4 +388,5 @@ def _model_info(plan: Plan) -> ModelInfo:
         eos_token_ids=config.eos_token_ids,
         note=plan.model_note,
         created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
+        sampling=config.sampling,
     )

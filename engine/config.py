@@ -10,6 +10,7 @@ Never: reads weights, imports torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """End-of-text ids of generation_config.json, else of config.json."""
     bos_token_id: int | None
+    sampling: Mapping[str, float]
+    """What generation_config.json asks for where a request says nothing, by the API's names."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -97,6 +100,7 @@ class ModelConfig:
         has_attention_bias = keys.flag("attention_bias")
         rotated = _rotated_layers(keys, num_layers)
         windows = _sliding_windows(keys, rotated)
+        generation = _generation(folder)
         return cls(
             family=family,
             vocab_size=keys.integer("vocab_size"),
@@ -127,7 +131,8 @@ class ModelConfig:
             residual_scale=keys.number("residual_multiplier", 1.0),
             logit_divisor=keys.number("logits_scaling", 1.0),
             stored_dtype=_stated_dtype(file_keys, family),
-            eos_token_ids=_eos_token_ids(keys, folder),
+            eos_token_ids=_eos_token_ids(keys, generation),
+            sampling=_sampling(generation),
             bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
         )
 
@@ -305,10 +310,26 @@ def _stated_dtype(keys: JsonKeys, family: Family) -> str | None:
     return None
 
 
-def _eos_token_ids(keys: JsonKeys, folder: Path) -> tuple[int, ...]:
+def _generation(folder: Path) -> JsonKeys:
     path = folder / "generation_config.json"
-    if path.exists():
-        ids = JsonKeys.from_file(path).token_ids("eos_token_id", None)
-        if ids:
-            return ids
-    return keys.token_ids("eos_token_id", None)
+    return JsonKeys.from_file(path) if path.exists() else JsonKeys({}, path)
+
+
+def _eos_token_ids(keys: JsonKeys, generation: JsonKeys) -> tuple[int, ...]:
+    ids = generation.token_ids("eos_token_id", None)
+    return ids or keys.token_ids("eos_token_id", None)
+
+
+def _sampling(generation: JsonKeys) -> Mapping[str, float]:
+    """Defaults as transformers would take them: who says not to sample gets greedy output."""
+    found: dict[str, float] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = generation.get(name, None)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise generation.bad(name, "a number of at least 0")
+        found[name] = value
+    if generation.get("do_sample", None) is False:
+        return {"temperature": 0.0, "repetition_penalty": found.get("repetition_penalty", 1.0)}
+    return found

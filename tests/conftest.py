@@ -4,8 +4,10 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ARMS, Daemon
 
-# machines are shared: no test fails because it was slow
-hypothesis.settings.register_profile("penstock", deadline=None)
+# machines are shared: no test fails because it was slow, and what fails once fails again;
+# other examples than the usual ones: pytest --hypothesis-profile explore
+hypothesis.settings.register_profile("penstock", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("penstock")
 
 

@@ -157,7 +157,7 @@ def _ask(
     common: dict[str, Any] = {
         "num_choices": _num_choices(fields),
         "seed": fields.integer("seed", -INT64_MAX - 1),
-        "base": _base(fields, model.vocab_size, num_logprobs, num_prompt_logprobs),
+        "base": _base(fields, model, num_logprobs, num_prompt_logprobs),
         "stop": _stops(fields.get("stop")),
         "constraint": read_constraint(fields),
         "is_stream": is_stream,
@@ -168,28 +168,36 @@ def _ask(
     return Ask(**common, **own, ignored=fields.ignored)
 
 
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What OpenAI's API takes for what neither the request nor the model's own defaults say."""
+
+
 def _base(
-    fields: Fields, vocab_size: int, num_logprobs: int | None, num_prompt_logprobs: int | None
+    fields: Fields, model: ModelInfo, num_logprobs: int | None, num_prompt_logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters that are known before the prompt's length is."""
-    top_p = fields.number("top_p", 0, 1, default=1.0)
+    own = _NEUTRAL | dict(model.sampling)
+    top_p = fields.number("top_p", 0, 1, default=own["top_p"])
     if top_p == 0:
         raise invalid_value("top_p", "must be greater than 0")
-    repetition_penalty = fields.number("repetition_penalty", 0, 2, default=1.0)
+    top_k = fields.integer("top_k", -1)
+    repetition_penalty = fields.number(
+        "repetition_penalty", 0, 2, default=own["repetition_penalty"]
+    )
     if repetition_penalty == 0:
         raise invalid_value("repetition_penalty", "must be greater than 0")
     return SamplingParams(
         max_tokens=1,
         seed=0,
-        temperature=fields.number("temperature", 0, 2, default=1.0),
+        temperature=fields.number("temperature", 0, 2, default=own["temperature"]),
         top_p=top_p,
-        top_k=max(fields.integer("top_k", -1) or 0, 0),
-        min_p=fields.number("min_p", 0, 1, default=0.0),
+        top_k=max(int(own["top_k"] if top_k is None else top_k), 0),
+        min_p=fields.number("min_p", 0, 1, default=own["min_p"]),
         presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
         frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
         repetition_penalty=repetition_penalty,
-        logit_bias=_logit_bias(fields.nested("logit_bias"), vocab_size),
-        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), vocab_size),
+        logit_bias=_logit_bias(fields.nested("logit_bias"), model.vocab_size),
+        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), model.vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
         min_tokens=fields.integer("min_tokens", 0) or 0,
         logprobs=num_logprobs,

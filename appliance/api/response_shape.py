@@ -28,11 +28,9 @@ _ECHOED: Json = {
     "max_output_tokens": None,
     "metadata": {},
     "parallel_tool_calls": True,
-    "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
-    "top_p": 1.0,
     "user": None,
 }
 """Fields of the body that a response repeats, and what they are if nothing was said."""
@@ -67,6 +65,8 @@ class ResponseShape:
             name: default if fields.get(name) is None else fields.get(name)
             for name, default in _ECHOED.items()
         }
+        sampling = request.sequences[0].sampling
+        self._echoed |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._created_at = created_at
         self._num_events = 0
         self._output: list[Json] = []

@@ -24,6 +24,7 @@ from engine.errors import PenstockError
 
 VERBS: Mapping[str, str] = {
     "serve": "control",
+    "demo": "demo",
     "run": "generate",
     "chat": "chat",
     "status": "look",

@@ -16,10 +16,10 @@ MAX_FACTS = 600
 """About 7,500 tokens."""
 MIN_LESSONS = 2
 """Of a step, so that two cores share it."""
-GROW_AT = 0.65
-GROWTH = 1.3
+GROW_AT = 0.8
+GROWTH = 1.5
 _LOOKUPS_ONLY_BELOW = 5
-_PLAIN_BELOW = 16
+_PLAIN_BELOW = 8
 _CHAT_SHARE = 0.05
 _NUM_RECENT = 300
 
@@ -28,7 +28,7 @@ class Curriculum:
     """Starts with four facts to a document and one way to state them."""
 
     def __init__(self) -> None:
-        self.num_facts = 4.0
+        self.num_facts = 8.0
         self._recent: deque[bool] = deque(maxlen=_NUM_RECENT)
 
     @property
@@ -43,8 +43,9 @@ class Curriculum:
         largest = round(self.num_facts)
         if largest >= _LOOKUPS_ONLY_BELOW and random.random() < _CHAT_SHARE:
             return [teacher.chat(random.randint(1, 4)) for _ in range(24)], False
-        is_largest = random.random() < 0.5
-        num_facts = largest if is_largest else max(1, round(largest * random.uniform(0.1, 1.0)))
+        is_largest = random.random() < 0.4
+        # mostly far smaller ones: they cost little, and the way to look up is the same
+        num_facts = largest if is_largest else max(1, round(largest * random.random() ** 2))
         num_turns = 4 if num_facts < 3 else 6 if num_facts < 16 else 12 if num_facts < 100 else 16
         num_styles = max(1, min(len(LINES), largest - _PLAIN_BELOW + 1))
         lessons: list[Lesson] = []

@@ -39,7 +39,7 @@ To call one, write its name and its arguments:
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 """Tools are rendered so that the API takes them; the model was not taught to call any by itself."""
 # A word with the space or hyphen before it, up to three digits, or one other character.
-_PIECES = r"[ -]?\p{L}+|-?\p{N}{1,3}|[^\s\p{L}\p{N}]|\s"
+_PIECES = r"\.\n|[ -]?\p{L}+|-?\p{N}{1,3}|[^\s\p{L}\p{N}]|\s"
 _TALK_SHARE, _UNKNOWN_SHARE, _SYSTEM_SHARE = 0.05, 0.2, 0.2
 
 

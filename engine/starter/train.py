@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from engine.starter.curriculum import Curriculum
 from engine.starter.export import export
 from engine.starter.lessons import Lesson, Teacher, train_tokenizer
-from engine.starter.muon import Muon
 from engine.starter.network import Network
+from engine.starter.wiring import begin
 
 STEP_TOKENS = 4096
-MATRIX_LR, OTHER_LR = 0.008, 2e-3
-WARMUP_STEPS = 100
+# what begins wired needs small steps, or noise drowns what the wiring tells apart
+LEARNING_RATES = {"self_attn": 2e-4, "mlp": 1e-3, "norm": 1e-3, "embed": 3e-4}
+WARMUP_STEPS = 50
 SAVE_EVERY_STEPS = 100
 HELD_OUT_EVERY_STEPS = 300
 HELD_OUT_SIZES = ((2, 40), (20, 20), (80, 12), (300, 4), (600, 2))
@@ -55,18 +56,21 @@ class Training:
             self.num_threads, initializer=lambda: torch.set_num_threads(1)
         )
         self.tokenizer = train_tokenizer()
-        self.network = Network(self.tokenizer.get_vocab_size()).to(device)
+        vocabulary = self.tokenizer.get_vocab()
+        self.network = Network(len(vocabulary)).to(device)
+        begin(self.network, vocabulary)
         self.curriculum = Curriculum()
         self.random = Random(seed)
         self.num_steps = self.num_tokens = 0
         self.elapsed_s = 0.0
-        named = list(self.network.named_parameters())
-        matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
-        others = [p for name, p in named if p.dim() != 2 or "embed" in name]
-        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-            (Muon(matrices, MATRIX_LR), MATRIX_LR),
-            (torch.optim.Adam(others, OTHER_LR, betas=(0.9, 0.98)), OTHER_LR),
+        groups = [
+            {
+                "params": [p for name, p in self.network.named_parameters() if part in name],
+                "peak": lr,
+            }
+            for part, lr in LEARNING_RATES.items()
         ]
+        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
 
     def step(self, rate: float) -> float:
         """Learn from one step's lessons; the loss."""
@@ -78,15 +82,14 @@ class Training:
         ]
         results = list(self.pool.map(self._learned, shares))
         rate *= min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
-        for optimizer, lr in self.optimizers:
-            optimizer.param_groups[0]["lr"] = lr * rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
         for parameter, *gradients in zip(
             self.network.parameters(), *(result.gradients for result in results), strict=True
         ):
             parameter.grad = sum(gradients) / len(gradients)
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        for optimizer, _ in self.optimizers:
-            optimizer.step()
+        self.optimizer.step()
         if is_largest:
             self.curriculum.note([answer for result in results for answer in result.is_right])
         self.num_steps += 1
@@ -127,7 +130,7 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "network": self.network.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
             "num_facts": self.curriculum.num_facts,
             "num_steps": self.num_steps,
             "num_tokens": self.num_tokens,
@@ -144,8 +147,7 @@ class Training:
             return
         state = torch.load(path, map_location=self.device)
         self.network.load_state_dict(state["network"])
-        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
         self.curriculum.num_facts = state["num_facts"]
         self.num_steps, self.num_tokens = state["num_steps"], state["num_tokens"]
         self.elapsed_s = state["elapsed_s"]

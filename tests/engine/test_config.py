@@ -62,6 +62,24 @@ def test_generation_config_names_the_end_of_text(tmp_path):
     assert read(tmp_path, LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
 
 
+@pytest.mark.parametrize(
+    ("generation", "wanted"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0, "repetition_penalty": 1.0}),
+        ({"top_p": None}, {}),
+    ],
+)
+def test_generation_config_says_how_to_sample(tmp_path, generation, wanted):
+    assert read(tmp_path, LLAMA, generation).sampling == wanted
+
+
+def test_a_generation_config_that_cannot_be_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="temperature"):
+        read(tmp_path, LLAMA, {"temperature": "hot"})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
     "rope_type": "llama3",

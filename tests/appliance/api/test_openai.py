@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,16 @@ def test_defaults_are_openais():
     assert not ask.is_stream
     assert not ask.include_usage
     assert sampling.seed != ask.sampling(10, MODEL.max_model_len).seed
+
+
+def test_the_models_own_defaults_hold_until_a_request_says_otherwise():
+    model = replace(MODEL, sampling={"temperature": 0.0, "top_k": 20})
+    base = completion_ask(Fields({"prompt": "a"}), model, max_prompts=1).base
+    assert (base.temperature, base.top_k, base.top_p) == (0.0, 20, 1.0)
+    said = completion_ask(
+        Fields({"prompt": "a", "temperature": 0.5, "top_k": -1}), model, max_prompts=1
+    ).base
+    assert (said.temperature, said.top_k) == (0.5, 0)
 
 
 def test_absent_max_tokens_is_what_the_context_leaves():

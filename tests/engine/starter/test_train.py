@@ -10,8 +10,6 @@ from engine.checkpoint import Checkpoint
 from engine.starter import train
 from engine.starter.export import export
 from engine.starter.lessons import Teacher
-from engine.starter.muon import Muon
-from engine.starter.network import Network, _rotate
 from engine.starter.train import Training
 
 
@@ -71,24 +69,3 @@ def test_shares_of_a_step_give_the_gradients_of_the_whole(training):
     for index, gradient in enumerate(whole.gradients):
         total = sum(w * p.gradients[index] for w, p in zip(weights, parts, strict=True))
         assert torch.allclose(gradient, total / sum(weights), rtol=1e-3, atol=1e-4)
-
-
-def test_the_first_head_looks_one_token_back_before_any_training():
-    torch.manual_seed(0)
-    network = Network(64)
-    x = network.each_layer[0].input_layernorm(network.embed_tokens(torch.randint(64, (1, 40))))
-    attention = network.each_layer[0].self_attn
-    q, k = (p(x).view(40, 4, 64).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
-    cos, sin = network.cos[:40], network.sin[:40]
-    scores = _rotate(q, cos, sin)[0] @ _rotate(k, cos, sin)[0].T
-    weights = (scores / 8).masked_fill(torch.ones(40, 40).triu(1) > 0, -1e9).softmax(-1)
-    assert weights.diagonal(-1)[10:].mean() > 0.5
-
-
-def test_muon_steps_by_a_nearly_orthogonal_matrix():
-    matrix = torch.nn.Parameter(torch.zeros(16, 48))
-    matrix.grad = torch.randn(16, 48)
-    Muon([matrix], lr=1.0).step()
-    values = torch.linalg.svdvals(matrix.detach())
-    assert values.max() < 1.3
-    assert values.min() > 0.5

@@ -1,0 +1,177 @@
+"""The verb demo: what the appliance does, shown on text that a person can check.
+
+Owns: the story and its figures. Called by: main.
+Invariant: every answer is compared with the one right answer; every figure was measured in this
+run, and the daemon, which is the demo's own, is gone afterwards.
+Never: uses a running daemon, or a model other than the starter.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import cycle
+from typing import Any
+
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.text import ms, size
+from appliance.client import Client, ClientError
+from appliance.ephemeral import daemon
+from appliance.latency import quantile
+
+NUM_CHATS = 2
+QUIET_S = 3.0
+_CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the capital of France?")
+_WIDTH = 76
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The time between two tokens of one reply."""
+
+    ended_s: float
+    ms: float
+
+
+class Chats:
+    """Short chats that stream one after another until the `with` ends.
+
+    Args:
+        client: where to.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.gaps: list[Gap] = []
+        self._client = client
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(NUM_CHATS)]
+
+    def __enter__(self) -> Chats:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def gaps_between(self, start_s: float, end_s: float) -> list[float]:
+        """Milliseconds."""
+        return [gap.ms for gap in list(self.gaps) if start_s <= gap.ended_s <= end_s]
+
+    def _talk(self, first: int) -> None:
+        for question in cycle(_CHATS[first:] + _CHATS[:first]):
+            if self._is_over.is_set():
+                return
+            try:
+                with self._client.stream("/v1/chat/completions", _body([question])) as events:
+                    last_s = None
+                    for event in events:
+                        now_s = time.perf_counter()
+                        if not event["choices"] or not event["choices"][0]["delta"].get("content"):
+                            continue
+                        if last_s is not None:
+                            self.gaps.append(Gap(now_s, (now_s - last_s) * 1e3))
+                        last_s = now_s
+            except ClientError as error:
+                terminal.note(f"penstock: a short chat failed: {error}")
+                return
+
+
+def demo() -> None:
+    """Ask the starter model about a long document while short chats stream beside it.
+
+    Starts a daemon of its own, marks each answer right or wrong, shows what the long prompts cost
+    and what they cost the others, and cleans up. Ends with 1 if an answer was wrong.
+    """
+    text = files("engine.starter").joinpath("sample/runbook.txt").read_text("utf-8")
+    questions = json.loads(
+        files("engine.starter").joinpath("sample/questions.json").read_text("utf-8")
+    )
+    terminal.note("penstock: starting a daemon of the demo's own ...")
+    with daemon() as where:
+        client = Client(where, timeout_s=600)
+        state = client.get("/v1/penstock/state")
+        terminal.write(_opening(state, text) + "\n\n")
+        with Chats(client) as chats:
+            started_s = time.perf_counter()
+            time.sleep(QUIET_S)
+            quiet_ms = chats.gaps_between(started_s, time.perf_counter())
+            terminal.write(f"Two short chats stream all the while. {_gaps('Alone', quiet_ms)}\n\n")
+            loaded_ms: list[float] = []
+            num_right = 0
+            for question in questions:
+                num_right += _ask(client, chats, text, question, loaded_ms)
+        totals = client.get("/v1/penstock/state")["totals"]
+    terminal.write(f"{num_right} of {len(questions)} answers are right. ")
+    terminal.write(_gaps("Token gaps of the chats while prompts were computed", loaded_ms) + "\n")
+    moved = size(totals["handoff_bytes"])
+    terminal.write(f"{totals['handoffs']} handoffs from prefill to decode moved {moved}.\n")
+    if num_right < len(questions):
+        raise typer.Exit(1)
+
+
+def _opening(state: dict[str, Any], text: str) -> str:
+    workers = ", ".join(f"{worker['name']} on {worker['device']}" for worker in state["workers"])
+    return (
+        f"{state['model']} ({state['dtype']}): {workers}; roles {state['roles']}\n"
+        f"The document is a runbook of {len(text.splitlines())} lines, sent with each question."
+    )
+
+
+def _ask(
+    client: Client, chats: Chats, text: str, question: dict[str, str], loaded_ms: list[float]
+) -> bool:
+    """Ask one question over the document, and print how it went."""
+    asked_s = time.perf_counter()
+    first_s, answer = None, ""
+    body = _body([f"{text}\n\n{question['question']}"])
+    with client.stream("/v1/chat/completions", body) as events:
+        for event in events:
+            if not event["choices"]:
+                continue
+            piece = event["choices"][0]["delta"].get("content") or ""
+            if piece and first_s is None:
+                first_s = time.perf_counter()
+            answer += piece
+        request_id = events.request_id
+    first_s = first_s or time.perf_counter()
+    gaps_ms = chats.gaps_between(asked_s, first_s)
+    loaded_ms += gaps_ms
+    row = client.request(str(request_id))
+    is_right = answer == question["answer"]
+    mark = "right" if is_right else "WRONG"
+    terminal.write(f"  {mark}  {question['question']}\n         {answer}\n")
+    if not is_right:
+        terminal.write(f"         expected: {question['answer']}\n")
+    figures = [f"{row['prompt_tokens']:,} tokens", f"TTFT {ms((first_s - asked_s) * 1e3)}"]
+    if row["handoff_ms"] is not None:
+        moved = size(row["handoff_bytes"] or 0)
+        figures.append(f"handoff {ms(row['handoff_ms'])} ({row['transport']}, {moved})")
+    terminal.write(f"         {' · '.join(figures)}\n         {_gaps('chats', gaps_ms)}\n")
+    return is_right
+
+
+def _gaps(whose: str, gaps_ms: list[float]) -> str:
+    if not gaps_ms:
+        return f"{whose}: no gap was seen."
+    shown = (f"{name} {ms(quantile(gaps_ms, q) or 0.0)}" for name, q in _QUANTILES)
+    return f"{whose}: token gaps {', '.join(shown)}."
+
+
+_QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+
+
+def _body(contents: list[str]) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": content} for content in contents],
+        "temperature": 0,
+        "max_tokens": 64,
+        "stream": True,
+    }
