@@ -33,7 +33,7 @@ from engine.messages import PoolSpec, Setup, WeightsSpec
 log = logging.getLogger("penstock")
 
 STARTER_FOLDER = Path(str(files("engine.starter"))) / "penstock-starter-1"
-STARTER_NOTE = "starter model: it answers from short documents, and is often wrong"
+STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothing else"
 MAX_STEP_TOKENS = 512
 """Where matrix products are within a tenth of their best rate on a CPU."""
 

@@ -8,6 +8,7 @@ Never: changes a clock, a limit or a mode; needs a driver.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ class Devices:
         self._rapl = [path for path in self._rapl if path.name.count(":") == 1]
         self._last: dict[str, tuple[int, int]] = {}
         self._nvml = nvml if nvml is not None else _open_nvml()
+
+    @property
+    def reads_cpu_energy(self) -> bool:
+        """True if a CPU package has a counter that this process may read."""
+        return any(os.access(path / "energy_uj", os.R_OK) for path in self._rapl)
 
     def read(self) -> list[DeviceFrame]:
         """One frame per domain that exists, also where it reports no power."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.bench.statistics import QUANTILES, TIMES
+from appliance.cli import terminal
 from appliance.cli.tables import Column, Format, Listing, Row
 from appliance.cli.text import DASH, count, ms, printable
 
@@ -70,7 +71,7 @@ def run_page(content: Row) -> str:
 
 
 class Bar:
-    """How far the measurement is: one line on stderr that changes."""
+    """How far the measurement is: on a terminal one line that changes, else one line a turn."""
 
     def __init__(self, num_turns: int) -> None:
         self._num_turns = num_turns
@@ -81,6 +82,8 @@ class Bar:
         """Begin the next turn; the result takes the share of it that is done."""
         self._turn += 1
         about = f"{self._turn}/{self._num_turns} {printable(label)}"
+        if not self._is_terminal:
+            terminal.note(f"penstock: turn {about}")
         return lambda share: self._draw(about, share)
 
     def end(self) -> None:

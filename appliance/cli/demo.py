@@ -90,9 +90,9 @@ def demo() -> None:
     Starts a daemon of its own, marks each answer right or wrong, shows what the long prompts cost
     and what they cost the others, and cleans up. Ends with 1 if an answer was wrong.
     """
-    text = files("engine.starter").joinpath("sample/runbook.txt").read_text("utf-8")
+    text = files("engine.starter").joinpath("sample/runbook.txt").read_text("utf-8").strip()
     questions = json.loads(
-        files("engine.starter").joinpath("sample/questions.json").read_text("utf-8")
+        files("engine.starter").joinpath("sample/questions.json").read_text("utf-8").strip()
     )
     terminal.note("penstock: starting a daemon of the demo's own ...")
     with daemon() as where:

@@ -44,6 +44,8 @@ VERBS: Mapping[str, str] = {
     "config": "settings",
     "keys": "control",
     "whoami": "look",
+    "doctor": "doctor",
+    "devices": "doctor",
     "version": "look",
     "completion": "completion",
     "dial-stdio": "control",

@@ -7,6 +7,7 @@ Never: shows None as 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 DASH = "-"
@@ -52,6 +53,11 @@ def things(number: int | None, noun: str) -> str:
 def tokens_per_s(value: float | None) -> str:
     """A rate of tokens."""
     return DASH if value is None else f"{value:.0f} tok/s"
+
+
+def in_unit(unit: str, scale: float = 1.0) -> Callable[[Any], str]:
+    """How a column shows whole numbers of a unit."""
+    return lambda value: DASH if value is None else f"{value * scale:.0f} {unit}"
 
 
 def ms(value: float | None) -> str:

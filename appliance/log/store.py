@@ -45,6 +45,17 @@ def stats(path: Path) -> dict[str, object]:
         }
 
 
+def problem(path: Path) -> str | None:
+    """What SQLite finds wrong with the file; None if it is sound.
+
+    Raises:
+        PenstockError: it cannot be read at all.
+    """
+    with reading(path) as db:
+        found = str(_one(db, "PRAGMA quick_check(1)"))
+    return None if found == "ok" else found
+
+
 def export(path: Path, target: Path) -> None:
     """Write a complete, compact copy of the log, as of now, that any SQLite tool can open.
 

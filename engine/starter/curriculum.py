@@ -21,11 +21,12 @@ GROWTH = 1.5
 _LOOKUPS_ONLY_BELOW = 5
 _PLAIN_BELOW = 8
 _CHAT_SHARE = 0.05
+_LARGEST_SHARE = 0.2
 _NUM_RECENT = 300
 
 
 class Curriculum:
-    """Starts with four facts to a document and one way to state them."""
+    """Starts with eight facts to a document and one way to state them."""
 
     def __init__(self) -> None:
         self.num_facts = 8.0
@@ -43,7 +44,7 @@ class Curriculum:
         largest = round(self.num_facts)
         if largest >= _LOOKUPS_ONLY_BELOW and random.random() < _CHAT_SHARE:
             return [teacher.chat(random.randint(1, 4)) for _ in range(24)], False
-        is_largest = random.random() < 0.4
+        is_largest = random.random() < _LARGEST_SHARE
         # mostly far smaller ones: they cost little, and the way to look up is the same
         num_facts = largest if is_largest else max(1, round(largest * random.random() ** 2))
         num_turns = 4 if num_facts < 3 else 6 if num_facts < 16 else 12 if num_facts < 100 else 16

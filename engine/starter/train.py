@@ -4,7 +4,7 @@ Owns: the recipe. Called by: a person, by hand; FOLDER/checkpoint is then part o
 Invariant: seeded; it can be stopped at any time and goes on where it was, from FOLDER/state.pt.
 Never: runs while serving, or reads any data.
 
-90 minutes on two CPU cores. The learning rate falls to nothing over the time given, so that a
+23 minutes on two CPU cores. The learning rate falls to nothing over the time given, so that a
 shorter time gives a whole, lesser model.
 """
 
@@ -31,7 +31,7 @@ STEP_TOKENS = 4096
 # what begins wired needs small steps, or noise drowns what the wiring tells apart
 LEARNING_RATES = {"self_attn": 2e-4, "mlp": 1e-3, "norm": 1e-3, "embed": 3e-4}
 WARMUP_STEPS = 50
-SAVE_EVERY_STEPS = 100
+SAVE_EVERY_STEPS = 50
 HELD_OUT_EVERY_STEPS = 300
 HELD_OUT_SIZES = ((2, 40), (20, 20), (80, 12), (300, 4), (600, 2))
 
@@ -187,7 +187,7 @@ def main() -> int:
     """Train for the time given, from where it was left."""
     parser = argparse.ArgumentParser(description="Train the starter model.")
     parser.add_argument("folder", type=Path, help="for state.pt and checkpoint/")
-    parser.add_argument("--minutes", type=float, default=90, help="of training in all")
+    parser.add_argument("--minutes", type=float, default=23, help="of training in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.cpu import load_kernels
-from engine.model.linear import CompiledLinear, Linears, TorchLinear, choose_linears
+from engine.model.linear import (
+    MANY_TOKENS,
+    CompiledLinear,
+    Linears,
+    TorchLinear,
+    Widened,
+    choose_linears,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -76,7 +83,7 @@ def test_kernels_agree_with_float64_for_any_shape(
     )
     kernels, _ = load_kernels(level)
     torch.set_num_threads(num_threads)
-    assert_close(CompiledLinear(kernels, matrices, biases), x, matrices, biases)
+    assert_close(CompiledLinear(kernels, matrices, biases, Widened()), x, matrices, biases)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 20))
@@ -85,7 +92,7 @@ def test_any_number_of_inputs_is_cut_into_tiles(compiled, num_tokens):
     x, matrices, _ = some_linear(
         generator, num_tokens, 96, [7, 12], torch.bfloat16, torch.float32, has_bias=False
     )
-    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
+    assert_close(CompiledLinear(compiled.kernels, matrices, [], Widened()), x, matrices, [])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 70])
@@ -93,13 +100,13 @@ def test_rows_that_lie_at_odd_addresses_are_read(compiled, num_tokens):
     stored = torch.randn(9 * 64 + 1).bfloat16()
     matrices = [stored[1:].view(9, 64)]
     x = torch.randn(num_tokens, 64)
-    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
+    assert_close(CompiledLinear(compiled.kernels, matrices, [], Widened()), x, matrices, [])
 
 
 def test_nothing_before_or_after_the_output_is_written(compiled):
     num_tokens, rows = 5, [3, 6]
     matrices = [torch.randn(n, 33).bfloat16() for n in rows]
-    linear = CompiledLinear(compiled.kernels, matrices, [])
+    linear = CompiledLinear(compiled.kernels, matrices, [], Widened())
     around = torch.full((num_tokens + 2, sum(rows)), 7.0)
     x = torch.randn(num_tokens, 33)
     expected = linear(x)
@@ -122,7 +129,7 @@ def test_every_stored_value_is_widened_exactly(compiled, weight_dtype):
         stored = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(weight_dtype)
         stored = stored[stored.isfinite()]
     matrix = stored[: len(stored) // 64 * 64].view(-1, 64)
-    linear = CompiledLinear(compiled.kernels, [matrix], [])
+    linear = CompiledLinear(compiled.kernels, [matrix], [], Widened())
     assert torch.equal(linear(torch.eye(64)), matrix.float().t())
 
 
@@ -130,7 +137,7 @@ def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
     matrix = torch.randn(16, 48).bfloat16()
     x = torch.randn(4, 48)
     x[2, 5] = torch.nan
-    output = CompiledLinear(compiled.kernels, [matrix], [])(x)
+    output = CompiledLinear(compiled.kernels, [matrix], [], Widened())(x)
     assert output[2].isnan().all()
     assert output[[0, 1, 3]].isfinite().all()
 
@@ -138,7 +145,7 @@ def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
 def test_an_infinite_weight_stays_in_its_row(compiled):
     matrix = torch.ones(6, 37).half()
     matrix[4, 36] = torch.inf
-    output = CompiledLinear(compiled.kernels, [matrix], [])(torch.ones(2, 37))
+    output = CompiledLinear(compiled.kernels, [matrix], [], Widened())(torch.ones(2, 37))
     assert output[:, 4].isposinf().all()
     assert (output[:, [0, 1, 2, 3, 5]] == 37).all()
 
@@ -148,12 +155,27 @@ def test_matrices_of_several_dtypes_are_one_projection(compiled):
         torch.Generator().manual_seed(1), 3, 40, [5, 6], torch.bfloat16, torch.float32, True
     )
     matrices[1] = matrices[1].half()
-    assert_close(CompiledLinear(compiled.kernels, matrices, biases), x, matrices, biases)
+    assert_close(CompiledLinear(compiled.kernels, matrices, biases, Widened()), x, matrices, biases)
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_tokens_agree_with_float64_whatever_blocks_the_rows_fall_into(
+    compiled, weight_dtype, has_bias, monkeypatch
+):
+    monkeypatch.setattr("engine.model.linear._BLOCK_VALUES", 7 * 96)
+    generator = torch.Generator().manual_seed(3)
+    x, matrices, biases = some_linear(
+        generator, MANY_TOKENS, 96, [30, 7, 1], weight_dtype, torch.float32, has_bias
+    )
+    linear = CompiledLinear(compiled.kernels, matrices, biases, Widened())
+    assert_close(linear, x, matrices, biases)
+    assert_close(linear, x[:5], matrices, biases)
 
 
 def test_threads_change_nothing_in_the_result(compiled):
     matrices = [torch.randn(501, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
-    linear = CompiledLinear(compiled.kernels, matrices, [])
+    linear = CompiledLinear(compiled.kernels, matrices, [], Widened())
     for num_tokens in (1, 5, 64):
         x = torch.randn(num_tokens, 200)
         alone = linear(x)

@@ -1,0 +1,87 @@
+"""The verbs on the machine: doctor, devices.
+
+Owns: how findings and devices are listed. Called by: main.
+Invariant: doctor ends with 8 if something was bad, else with 0.
+Never: looks at anything itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.tables import Column, Format
+from appliance.cli.terminal import Host, Output
+from appliance.cli.text import in_unit, size
+
+BAD_EXIT_CODE = 8
+_READING_S = 0.25
+"""Between two readings of an energy counter; power is their difference."""
+
+_FINDINGS = (
+    Column("CHECK", "check"),
+    Column("VERDICT", "verdict"),
+    Column("FOUND", "found"),
+    Column("WHAT TO DO", "hint"),
+)
+_DEVICES = (
+    Column("DEVICE", "name"),
+    Column("KIND", "kind"),
+    Column("POWER", "power_w", in_unit("W")),
+    Column("LIMIT", "power_limit_w", in_unit("W")),
+    Column("TEMP", "temperature_c", in_unit("C")),
+    Column("CLOCK", "clock_mhz", in_unit("MHz")),
+    Column("BUSY", "utilization_ratio", in_unit("%", 100)),
+    Column("MEMORY", "memory_used_bytes", size),
+    Column("OF", "memory_total_bytes", size),
+)
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option("--model", "-m", help="As serve takes it.")] = None,
+    config_file: Annotated[
+        str | None, typer.Option("--config", help="A TOML file of settings.")
+    ] = None,
+    host: Host = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Look at this machine, the settings, the log and the daemon; say what is wrong and what to do.
+
+    Ends with 8 if something is bad, and with 0 if it serves.
+    """
+    from appliance.doctor import examine
+
+    settings = {"model": model, "config": config_file}
+    rows = [asdict(each) for each in examine(settings, lambda: terminal.client(host))]
+    if output is Format.TABLE:
+        for row in rows:
+            terminal.write(f"{row['verdict']:5}{row['check']:15}{row['found']}\n")
+            if row["hint"] and row["verdict"] != "ok":
+                terminal.write(f"{'':20}{row['hint']}\n")
+    else:
+        terminal.write(terminal.listing("doctor", _FINDINGS, output).render(rows))
+    if any(row["verdict"] == "bad" for row in rows):
+        raise typer.Exit(BAD_EXIT_CODE)
+
+
+def devices(output: Output = Format.TABLE) -> None:
+    """List what computes here and what it reports of itself; - is not reported."""
+    from appliance.devices import Devices
+    from appliance.placement import available_cores
+
+    machine = Devices()
+    machine.read()
+    time.sleep(_READING_S)
+    rows = [
+        {column.key: getattr(frame, column.key, None) for column in _DEVICES}
+        for frame in machine.read()
+    ]
+    cores = ", ".join(map(str, available_cores()))
+    rows.append(
+        {column.key: None for column in _DEVICES} | {"name": f"cores {cores}", "kind": "cpu"}
+    )
+    terminal.write(terminal.listing("devices", _DEVICES, output).render(rows))

@@ -1,0 +1,178 @@
+"""What keeps this machine from serving well, each with what it means and what to do.
+
+Owns: the checks. Called by: cli.
+Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
+is said, never taken for good.
+Never: starts a worker, imports torch, or raises.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from appliance import config
+from appliance.client import Client
+from appliance.devices import Devices
+from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
+from engine.errors import PenstockError
+from engine.kernels.cpu import load_kernels
+
+MIN_FREE_BYTES = 1 << 30
+MIN_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    verdict: str
+    """`ok`; `note`: it serves, slower or with less to show; `bad`: it does not serve."""
+    found: str
+    hint: str = ""
+
+
+def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
+    """Every finding, in the order in which one would set the machine up.
+
+    Args:
+        settings: as the flags of serve.
+        client: of the daemon that the command would ask.
+    """
+    yield _packages()
+    yield _kernels()
+    yield _cores()
+    yield from _devices(Devices())
+    yield _open_files()
+    try:
+        found = config.load(settings)
+    except PenstockError as error:
+        yield _bad("configuration", error)
+    else:
+        yield _model(found)
+        yield _state_dir(found.state_dir)
+        yield _log(found.log_path)
+    yield _daemon(client)
+
+
+def _bad(check: str, error: PenstockError) -> Finding:
+    return Finding(check, "bad", str(error), error.hint)
+
+
+def _packages() -> Finding:
+    try:
+        versions = [f"{name} {metadata.version(name)}" for name in ("penstock", "torch")]
+    except metadata.PackageNotFoundError as error:
+        hint = "install it: pip install -e ."
+        return Finding("packages", "bad", f"{error.name} is not installed", hint)
+    return Finding("packages", "ok", ", ".join(versions))
+
+
+def _kernels() -> Finding:
+    try:
+        return Finding("kernels", "ok", f"compiled, {load_kernels()[1]}")
+    except ImportError as error:
+        return Finding(
+            "kernels", "note", f"torch does their work, several times slower: {error}",
+            "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
+        )  # fmt: skip
+
+
+def _cores() -> Finding:
+    cores, quota = available_cores(), cgroup_cpu_quota()
+    memory = f"{available_memory_bytes() / 2**30:.1f} GiB of memory free"
+    limited = "" if quota is None else f", a quota of {quota:g}"
+    found = f"{len(cores)} physical cores{limited}; {memory}"
+    if len(cores) < 2:
+        hint = "give it two cores, or serve with --roles colocated"
+        return Finding("cores", "note", f"{found}: prefill and decode share one", hint)
+    return Finding("cores", "ok", found)
+
+
+def _devices(devices: Devices) -> Iterator[Finding]:
+    frames = devices.read()
+    gpus = [frame.name for frame in frames if frame.kind == "gpu"]
+    if gpus:
+        found = f"{', '.join(gpus)}: seen, not used; this version serves on CPU cores"
+        yield Finding("gpu", "note", found)
+    else:
+        yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
+    if any(frame.kind == "cpu" for frame in frames) and devices.reads_cpu_energy:
+        yield Finding("power", "ok", "CPU packages report energy")
+    else:
+        yield Finding(
+            "power", "note", "no CPU package reports energy: watts and joules are not shown",
+            "where /sys/class/powercap exists it may be for root only; virtual machines have none",
+        )  # fmt: skip
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files allowed"
+    if soft < MIN_OPEN_FILES:
+        return Finding("limits", "note", f"{found}: few connections", "ulimit -n 4096")
+    return Finding("limits", "ok", found)
+
+
+def _model(found: config.ServeConfig) -> Finding:
+    from appliance.boot import check_plan  # half of a second
+
+    try:
+        return Finding("model", "ok", check_plan(found))
+    except PenstockError as error:
+        return _bad("model", error)
+
+
+def _state_dir(folder: Path) -> Finding:
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    hint = "name another with --state-dir, or make it yours"
+    try:
+        if parent == folder:
+            tempfile.TemporaryFile(dir=folder).close()
+        elif not os.access(parent, os.W_OK):
+            return Finding("state", "bad", f"{folder} cannot be made", hint)
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        return Finding("state", "bad", f"{folder}: {error.strerror}", hint)
+    found = f"{folder}: {free / 2**30:.1f} GiB free"
+    if free < MIN_FREE_BYTES:
+        return Finding("state", "note", found, "the request log stops when the disk is full")
+    return Finding("state", "ok", found)
+
+
+def _log(path: Path) -> Finding:
+    from appliance.log import store
+
+    if not path.exists():
+        return Finding("log", "ok", f"{path} is not there yet")
+    try:
+        problem = store.problem(path)
+        rows: Any = store.stats(path)["rows"]
+    except PenstockError as error:
+        return _bad("log", error)
+    if problem is not None:
+        hint = (
+            "penstock db export saves what can be read; move the file away, serve makes a new one"
+        )
+        return Finding("log", "bad", f"{path}: {problem}", hint)
+    return Finding("log", "ok", f"{path}: sound, {rows['requests']:,} requests")
+
+
+def _daemon(client: Callable[[], Client]) -> Finding:
+    try:
+        state = client().get("/v1/penstock/state")
+    except PenstockError as error:
+        return Finding("daemon", "note", str(error), error.hint)
+    workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
+    found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
+    if state["state"] != "ready":
+        return Finding("daemon", "note", found, "penstock events says why")
+    return Finding("daemon", "ok", found)

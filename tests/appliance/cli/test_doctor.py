@@ -1,0 +1,80 @@
+"""penstock doctor and devices on a machine as it is, and on machines that are worse."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.cli_process import penstock, user_environ
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+def findings(environ: dict[str, str], *options: str, code: int) -> dict[str, dict[str, str]]:
+    ended = penstock(environ, "doctor", *options, "-o", "json")
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return {row["check"]: row for row in json.loads(ended.stdout)["data"]}
+
+
+def test_a_machine_that_serves_ends_with_0_and_says_what_is_missing(
+    environ: dict[str, str],
+) -> None:
+    found = findings(environ, code=0)
+    assert {row["verdict"] for row in found.values()} <= {"ok", "note"}
+    assert "penstock-starter" in found["model"]["found"]
+    assert found["daemon"]["verdict"] == "note"
+    assert "penstock serve" in found["daemon"]["hint"]
+
+
+def test_a_model_that_is_not_there_is_bad(environ: dict[str, str], tmp_path: Path) -> None:
+    found = findings(environ, "--model", str(tmp_path / "none"), code=8)
+    assert found["model"]["verdict"] == "bad"
+    assert str(tmp_path / "none") in found["model"]["found"]
+
+
+def test_settings_that_cannot_be_read_are_bad_and_the_rest_is_still_looked_at(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    settings = tmp_path / "bad.toml"
+    settings.write_text("max_queued = 'many'\n")
+    found = findings(environ, "--config", str(settings), code=8)
+    assert "max_queued" in found["configuration"]["found"]
+    assert {"kernels", "cores", "daemon"} <= found.keys()
+
+
+def test_a_damaged_log_is_bad_and_stays_as_it_is(environ: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    path = folder / "requests.db"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE requests (rid TEXT)")
+        db.executemany("INSERT INTO requests VALUES (?)", [("x" * 500,)] * 200)
+    damaged = bytearray(path.read_bytes())
+    damaged[8192:20480] = b"\xff" * (20480 - 8192)
+    path.write_bytes(damaged)
+    found = findings({**environ, "PENSTOCK_STATE_DIR": str(folder)}, code=8)
+    assert found["log"]["verdict"] == "bad"
+    assert path.read_bytes() == damaged
+
+
+def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
+    ended = penstock(environ, "doctor")
+    checks = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]
+    assert checks[:3] == ["packages", "kernels", "cores"]
+    assert checks[-1] == "daemon"
+
+
+def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
+    environ: dict[str, str],
+) -> None:
+    ended = penstock(environ, "devices", "-o", "json")
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)["data"]
+    assert rows[-1]["name"].startswith("cores 0")
+    assert rows[-1]["power_w"] is None
