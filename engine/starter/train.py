@@ -4,7 +4,7 @@ Owns: the recipe. Called by: a person, by hand; FOLDER/checkpoint is then part o
 Invariant: seeded; it can be stopped at any time and goes on where it was, from FOLDER/state.pt.
 Never: runs while serving, or reads any data.
 
-23 minutes on two CPU cores. The learning rate falls to nothing over the time given, so that a
+28 minutes on two CPU cores. The learning rate falls to nothing over the time given, so that a
 shorter time gives a whole, lesser model.
 """
 
@@ -187,7 +187,7 @@ def main() -> int:
     """Train for the time given, from where it was left."""
     parser = argparse.ArgumentParser(description="Train the starter model.")
     parser.add_argument("folder", type=Path, help="for state.pt and checkpoint/")
-    parser.add_argument("--minutes", type=float, default=23, help="of training in all")
+    parser.add_argument("--minutes", type=float, default=28, help="of training in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

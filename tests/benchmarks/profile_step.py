@@ -1,0 +1,137 @@
+"""Where a step's time goes: with torch alone, as it was before the kernels, and with the kernels.
+
+usage: python -m tests.benchmarks.profile_step MODEL [--dtype float32] [--threads 2] [--rounds 5]
+
+One process, no daemon, no sampling: the model's forward pass over one pool. The two arms take turns
+step by step; figures are medians in ms, the parts of the step with the median total.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.model import transformer
+from engine.model.attention import StepBatch
+from engine.model.backend import TorchBackend
+from engine.model.linear import Linears
+from engine.model.weights import load_weights
+
+BLOCK_SIZE = 16
+CASES = {  # name: sequences, tokens before, new tokens of each
+    "decode 1 x 512": (1, 512, 1),
+    "decode 1 x 2048": (1, 2048, 1),
+    "decode 8 x 128": (8, 128, 1),
+    "prefill 512": (1, 0, 512),
+}
+PARTS = {"norm": "small", "norm_rows": "small", "gated": "small", "place": "small"}
+
+
+class Timed:
+    """A backend or Linears whose calls are added up by part."""
+
+    def __init__(self, of: Any, spent_s: Counter[str]) -> None:
+        self._of, self._spent_s = of, spent_s
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)
+        if name == "make":
+            return lambda *args, **kw: self._timed("linears", found(*args, **kw))
+        return self._timed(PARTS.get(name, name), found) if callable(found) else found
+
+    def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **keywords)
+            self._spent_s[part] += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+class Arm:
+    """A model of its own weights, and where its time went."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, *, has_kernels: bool) -> None:
+        self.spent_s: Counter[str] = Counter()
+        weights = load_weights(checkpoint, dtype)
+        backend, linears = transformer.choose_backend, transformer.choose_linears
+        if not has_kernels:
+            weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+            backend = lambda *_: TorchBackend()  # noqa: E731
+            linears = lambda *_: Linears("torch", None)  # noqa: E731
+        before = transformer.choose_backend, transformer.choose_linears
+        transformer.choose_backend = lambda *a: Timed(backend(*a), self.spent_s)  # type: ignore
+        transformer.choose_linears = lambda *a: Timed(linears(*a), self.spent_s)  # type: ignore
+        self.model = transformer.Transformer(checkpoint.config, weights, dtype)
+        transformer.choose_backend, transformer.choose_linears = before
+        config = checkpoint.config
+        shape = (1280, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.kv = torch.randn(shape).to(getattr(torch, dtype))
+
+    def step(self, batch: StepBatch) -> Counter[str]:
+        """ms by part, `total` among them."""
+        self.spent_s.clear()
+        start = time.perf_counter()
+        self.model.forward(batch, self.kv)
+        total_s = time.perf_counter() - start
+        parts = Counter({part: s * 1e3 for part, s in self.spent_s.items()})
+        parts["rest"] = total_s * 1e3 - parts.total()
+        parts["total"] = total_s * 1e3
+        return parts
+
+
+def batch_of(num_sequences: int, before: int, new: int) -> StepBatch:
+    """Sequences side by side in the pool."""
+    per_sequence = -(-(before + new) // BLOCK_SIZE)
+    tables = [list(range(i * per_sequence, (i + 1) * per_sequence)) for i in range(num_sequences)]
+    positions = torch.arange(before, before + new).repeat(num_sequences)
+    starts = torch.arange(num_sequences).repeat_interleave(new) * per_sequence * BLOCK_SIZE
+    return StepBatch(
+        input_ids=torch.randint(5, 8000, positions.shape),
+        positions=positions,
+        token_slots=starts + positions,
+        query_lens=[new] * num_sequences,
+        seq_lens=[before + new] * num_sequences,
+        block_tables=tables,
+        logit_rows=[(i + 1) * new - 1 for i in range(num_sequences)],
+    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    checkpoint = Checkpoint.open(args.model)
+    arms = {
+        name: Arm(checkpoint, args.dtype, has_kernels=name == "kernels")
+        for name in ("torch", "kernels")
+    }
+    columns = ("linears", "attend", "small", "plan", "rest", "total")
+    print(f"{'':26}" + "".join(f"{column:>10}" for column in columns))
+    for case, shape in CASES.items():
+        batch = batch_of(*shape)
+        steps: dict[str, list[Counter[str]]] = {name: [] for name in arms}
+        for _ in range(args.rounds):
+            for name, arm in arms.items():
+                steps[name].append(arm.step(batch))
+        for name, taken in steps.items():
+            middle = sorted(taken, key=lambda parts: parts["total"])[len(taken) // 2]
+            cells = "".join(f"{middle[column]:10.2f}" for column in columns)
+            print(f"{case:17}{name:9}{cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
