@@ -10,6 +10,7 @@ Never: touches a block or a sequence.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -22,6 +23,8 @@ from engine.topology import Topology
 
 ROLES = ("elastic", "static", "colocated")
 
+RECENT_HALF_LIFE_S = 1.0
+
 
 class Roles:
     """Policy over two workers, or one.
@@ -32,6 +35,7 @@ class Roles:
         roles: one of ROLES; a topology of one worker is always colocated.
         max_step_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
+        clock_ns: that of the workers' steps.
     """
 
     def __init__(
@@ -42,8 +46,11 @@ class Roles:
         *,
         max_step_tokens: int,
         send: Callable[[str, Command], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.topology = topology
+        self._clock_ns = clock_ns
+        self._recent = _RecentBatch()
         self.cores = Cores(cores, send)
         self.slo = Slo()
         self.counts: Counter[str] = Counter()
@@ -93,6 +100,8 @@ class Roles:
             key = (worker, self._num_cores(self.cores.used(worker)))
             times = self._times.setdefault(key, StepTimes())
             times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
+        if worker == self.topology.decode_worker and load.batch:
+            self._recent.observe(load, step.ended_ns)
 
     # What the router asks
 
@@ -112,7 +121,7 @@ class Roles:
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_tokens=sequence.sampling.max_tokens,
             prefill=loads[topology.prefill_worker],
-            decode=loads[topology.decode_worker],
+            decode=self._recent.added_to(loads[topology.decode_worker], self._clock_ns()),
             max_step_tokens=self._max_step_tokens,
             slo=self.slo,
             shares_memory_bus=topology.shares_memory_bus,
@@ -156,9 +165,10 @@ class Roles:
             worker = sequence.worker or self.topology.decode_worker
             if sequence.phase is Phase.PREFILLING:
                 tokens[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
-                if sequence.route is Route.MOVE:
+                if sequence.route is not Route.MOVE:
                     continue
-            batches[worker] += sequence.phase is not Phase.PREFILLING
+                worker = self.topology.decode_worker
+            batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
         return {
             name: WorkerLoad(
@@ -181,3 +191,28 @@ class Roles:
 
     def _num_cores(self, cpus: Cpus) -> int:
         return len(cpus) if self.cores.can_lend else 0
+
+
+class _RecentBatch:
+    """How many decoded lately: who has just had an answer is likely to ask again."""
+
+    def __init__(self) -> None:
+        self._load = StepLoad()
+        self._at_ns = 0
+
+    def observe(self, load: StepLoad, at_ns: int) -> None:
+        """Take in a step of the decode worker."""
+        if load.batch >= self._batch(at_ns):
+            self._load, self._at_ns = load, at_ns
+
+    def added_to(self, now: WorkerLoad, at_ns: int) -> WorkerLoad:
+        """The load there is, with those who are expected back."""
+        num_more = self._batch(at_ns) - now.batch
+        if num_more <= 0:
+            return now
+        context = now.context + num_more * self._load.context // self._load.batch
+        return now._replace(batch=now.batch + num_more, context=context)
+
+    def _batch(self, at_ns: int) -> int:
+        elapsed_s = max(0, at_ns - self._at_ns) / 1e9
+        return round(self._load.batch * 0.5 ** (elapsed_s / RECENT_HALF_LIFE_S))

@@ -18,7 +18,11 @@ class Machine:
         self.told = []
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
-        self.roles = Roles(topology, cores, roles, max_step_tokens=512, send=send)
+        self.now_s = 1000.0
+        clock_ns = lambda: int(self.now_s * 1e9)  # noqa: E731
+        self.roles = Roles(
+            topology, cores, roles, max_step_tokens=512, send=send, clock_ns=clock_ns
+        )
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -38,7 +42,8 @@ class Machine:
         if num_prefill_tokens:
             entries.append(entry(num_prefill_tokens, num_prefill_tokens))
         for _ in range(10):
-            step = Stepped(0, int(ms * 1e6), num_prefill_tokens, batch, entries)
+            end_ns = int(self.now_s * 1e9)
+            step = Stepped(end_ns - int(ms * 1e6), end_ns, num_prefill_tokens, batch, entries)
             self.roles.stepped(worker, step)
 
 
@@ -126,7 +131,36 @@ def test_step_times_are_learnt_from_either_worker_by_its_number_of_cores():
     machine.learn("prefill", num_prefill_tokens=200, ms=200)
     machine.learn("decode", num_prefill_tokens=0, batch=2, ms=12)
     assert machine.route(sequence(), DECODING).route is Route.MOVE
+    machine.now_s += 60
     assert machine.route(sequence()).route is Route.DECODE
+
+
+@pytest.fixture
+def learned():
+    machine = Machine()
+    for busy in ((PREFILLING,), (DECODING, PREFILLING)):
+        machine.settle(*busy)
+        machine.learn("prefill", num_prefill_tokens=200, ms=200)
+    for busy in ((DECODING,), (DECODING, PREFILLING)):
+        machine.settle(*busy)
+        machine.learn("decode", num_prefill_tokens=0, batch=2, ms=10)
+    machine.settle()
+    return machine
+
+
+def test_who_decoded_a_moment_ago_is_expected_back_and_then_no_more(learned):
+    assert learned.route(sequence()).route is Route.MOVE
+    learned.now_s += 0.5
+    assert learned.route(sequence()).route is Route.MOVE
+    learned.now_s += 10
+    assert learned.route(sequence()).route is Route.DECODE
+
+
+def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
+    learned.now_s += 60
+    moving = sequence("prefill", Phase.PREFILLING)
+    learned.roles.placed(moving, Choice(Route.MOVE, "cheapest"))
+    assert learned.route(sequence(), moving).route is Route.MOVE
 
 
 @pytest.mark.parametrize("reason", ["cheapest", "kept"])
