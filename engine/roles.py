@@ -10,6 +10,7 @@ Never: touches a block or a sequence.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,7 @@ from engine.topology import Topology
 ROLES = ("elastic", "static", "colocated")
 
 RECENT_HALF_LIFE_S = 1.0
+"""Of the number of sequences that decoded a moment ago."""
 
 
 class Roles:
@@ -215,4 +217,4 @@ class _RecentBatch:
 
     def _batch(self, at_ns: int) -> int:
         elapsed_s = max(0, at_ns - self._at_ns) / 1e9
-        return round(self._load.batch * 0.5 ** (elapsed_s / RECENT_HALF_LIFE_S))
+        return round(self._load.batch * math.exp2(-elapsed_s / RECENT_HALF_LIFE_S))
