@@ -11,7 +11,7 @@ from engine.starter.words import SMALL_TALK
 from tests.daemons import ARMS, Daemon
 
 SAMPLE = files("engine.starter").joinpath("sample")
-RUNBOOK = SAMPLE.joinpath("runbook.txt").read_text("utf-8").strip().strip()
+RUNBOOK = SAMPLE.joinpath("runbook.txt").read_text("utf-8").strip()
 QUESTIONS = json.loads(SAMPLE.joinpath("questions.json").read_text("utf-8"))
 
 

@@ -39,8 +39,8 @@ def test_what_is_exported_is_a_llama_with_the_same_logits(training, tmp_path):
 
 def test_learning_lowers_the_loss(training):
     first = training.step(rate=1.0)
-    for _ in range(12):
-        last = training.step(rate=1.0)
+    for _ in range(12):  # within the warm-up; so at many times the usual rate
+        last = training.step(rate=10.0)
     assert last < 0.98 * first
 
 
