@@ -16,7 +16,7 @@ static int64_t queries_per_tile(const attention *a)
 static int64_t items_of(const attention *a, int64_t num_queries)
 {
     if (num_queries == 1)
-        return ceil_div(a->num_kv_heads, a->heads_per_item);
+        return a->num_parts;
     return ceil_div(num_queries, queries_per_tile(a)) * a->num_kv_heads;
 }
 
@@ -28,10 +28,9 @@ static tile tile_of(const attention *a, int64_t item)
     const int64_t *sequence = a->sequences + 3 * s;
     tile t = {.table = a->block_tables + s * a->table_stride};
     int64_t first_query = 0;
-    if (sequence[1] == 1) {
+    if (sequence[1] == 1) { /* all heads of a position lie together, and are read together */
         t.num_queries = 1;
-        t.first_head = item * a->heads_per_item;
-        t.num_heads = smaller_of(a->heads_per_item, a->num_kv_heads - t.first_head);
+        t.num_heads = a->num_kv_heads;
     } else {
         /* the longest tiles first: what is left at the end is short */
         const int64_t num_tiles = ceil_div(sequence[1], queries_per_tile(a));
@@ -42,6 +41,14 @@ static tile tile_of(const attention *a, int64_t item)
     }
     t.first_row = sequence[0] + first_query;
     t.first_position = sequence[2] - sequence[1] + first_query;
+    t.end_key = t.first_position + t.num_queries;
+    t.first_key = a->window > 0 ? larger_of(0, t.first_position - a->window + 1) : 0;
+    if (sequence[1] == 1 && a->num_parts > 1) {
+        const int64_t first = t.first_key, count = t.end_key - first;
+        t.first_key = first + count * item / a->num_parts;
+        t.end_key = first + count * (item + 1) / a->num_parts;
+        t.partial = a->partial + (s * a->num_parts + item) * a->num_heads * (a->head_dim + 2);
+    }
     t.num_rows = t.num_queries * (a->num_heads / a->num_kv_heads);
     t.is_direct = t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
     t.num_padded_rows = t.is_direct ? t.num_rows : ceil_div(t.num_rows, MICRO_ROWS) * MICRO_ROWS;
@@ -119,6 +126,44 @@ INLINE void write_output(const attention *a, const tile *t, const workspace *w, 
         }
 }
 
+/* A part's sums, in the order of its heads. */
+static void write_partial(const attention *a, const tile *t, const workspace *w)
+{
+    float *to = t->partial;
+    for (int64_t head = 0; head < t->num_heads; head++)
+        for (int64_t row = 0; row < t->num_rows; row++, to += a->head_dim + 2) {
+            const int64_t state = head * t->num_padded_rows + row;
+            memcpy(to, w->out + state * t->padded_dim, (size_t)a->head_dim * sizeof(float));
+            to[a->head_dim] = w->largest[state];
+            to[a->head_dim + 1] = w->total[state];
+        }
+}
+
+/* One head of one sequence from its parts, each of which had its own largest score. */
+static void join_head(const attention *a, int64_t s, int64_t head, int64_t type)
+{
+    const int64_t dim = a->head_dim, stride = a->num_heads * (dim + 2);
+    float *first = a->partial + s * a->num_parts * stride + head * (dim + 2);
+    float largest = -INFINITY, total = 0;
+    for (int64_t i = 0; i < a->num_parts; i++)
+        largest = fmaxf(largest, first[i * stride + dim]);
+    for (int64_t i = 0; i < a->num_parts; i++) {
+        const float *part = first + i * stride;
+        const float share = expf(part[dim] - largest); /* 0 for a part without keys */
+        total += share * part[dim + 1];
+        for (int64_t j = 0; j < dim; j++)
+            first[j] = (i == 0 ? 0 : first[j]) + share * part[j];
+    }
+    void *to = at(a->out, (a->sequences[3 * s] * a->num_heads + head) * dim, (int)type);
+    for (int64_t j = 0; j < dim; j++)
+        first[j] /= total;
+    int64_t j = 0;
+    for (; j + LANES <= dim; j += LANES)
+        store(at(to, j, (int)type), load(first + j, FLOAT32), (int)type);
+    if (j < dim)
+        store_part(at(to, j, (int)type), load_part(first + j, dim - j, FLOAT32), dim - j, (int)type);
+}
+
 /* Where the keys and values of positions [first, first + count) lie. */
 INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int type)
 {
@@ -181,16 +226,18 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
     if (open_workspace(&w, &t) != 0)
         abort(); /* a few hundred KiB: there is no machine left to serve on */
     read_queries(a, &t, &w, type);
-    const int64_t end = t.first_position + t.num_queries;
     key_rows keys;
-    keys.first_position = a->window > 0 ? larger_of(0, t.first_position - a->window + 1) : 0;
-    for (; keys.first_position < end; keys.first_position += TILE_KEYS) {
-        keys.count = smaller_of(TILE_KEYS, end - keys.first_position);
+    keys.first_position = t.first_key;
+    for (; keys.first_position < t.end_key; keys.first_position += TILE_KEYS) {
+        keys.count = smaller_of(TILE_KEYS, t.end_key - keys.first_position);
         find_rows(a, &t, &keys, type);
         for (int64_t head = 0; head < t.num_heads; head++)
             attend_head(a, &t, &keys, head, &w, type);
     }
-    write_output(a, &t, &w, type);
+    if (t.partial != NULL)
+        write_partial(a, &t, &w);
+    else
+        write_output(a, &t, &w, type);
 }
 
 static void attend_float32(void *context, int64_t item) { attend_item(context, item, FLOAT32); }
@@ -212,14 +259,28 @@ KERNEL(attend)
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
                        &a.layer, &a.window, &a.num_threads, &a.scale, &a.softcap))
         return NULL;
-    /* all heads of a position lie together: read them together, unless threads would go without */
-    const int is_shared = a.num_sequences < 2 * a.num_threads && a.num_threads > 1;
-    a.heads_per_item = is_shared ? 1 : a.num_kv_heads;
+    int is_decode = 1;
+    for (int64_t s = 0; s < a.num_sequences; s++)
+        is_decode &= a.sequences[3 * s + 1] == 1;
+    a.num_parts = 1;
+    if (is_decode && a.num_threads > 1 && a.num_sequences < 2 * a.num_threads)
+        a.num_parts = ceil_div(2 * a.num_threads, a.num_sequences);
+    a.partial = NULL;
+    if (a.num_parts > 1) {
+        const int64_t rows = a.num_sequences * a.num_parts * a.num_heads;
+        a.partial = malloc((size_t)(rows * (a.head_dim + 2)) * sizeof(float));
+        if (a.partial == NULL)
+            return PyErr_NoMemory();
+    }
     int64_t num_items = 0;
     for (int64_t s = 0; s < a.num_sequences; s++)
         num_items += items_of(&a, a.sequences[3 * s + 1]);
     Py_BEGIN_ALLOW_THREADS;
     parallel_for(a.num_threads, num_items, type == FLOAT32 ? attend_float32 : attend_bfloat16, &a);
+    for (int64_t s = 0; a.num_parts > 1 && s < a.num_sequences; s++)
+        for (int64_t head = 0; head < a.num_heads; head++)
+            join_head(&a, s, head, type);
+    free(a.partial);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

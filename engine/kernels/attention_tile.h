@@ -19,13 +19,18 @@ typedef struct {
     int64_t num_sequences, table_stride, num_threads, q_stride;
     int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
     float scale, softcap;
-    int64_t heads_per_item; /* KV heads that one item serves where there is one query */
+    /* Where every sequence has one query and there are fewer sequences than would busy the threads,
+     * its keys are cut into so many parts; each part's sums lie in partial until they are joined. */
+    int64_t num_parts;
+    float *partial; /* [num_sequences, num_parts, num_heads, head_dim + largest, total] */
 } attention;
 
 /* One item: some queries of a sequence, some KV heads. */
 typedef struct {
     const int64_t *table;
     int64_t first_row, first_position, num_queries;
+    int64_t first_key, end_key; /* of the positions that are read */
+    float *partial;             /* NULL: the output is complete, and written as it shall be */
     int64_t first_head, num_heads;
     int64_t num_rows; /* of scores: queries times heads that share a KV head */
     int64_t num_padded_rows, padded_dim;

@@ -61,7 +61,7 @@ class Arm:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, *, has_kernels: bool) -> None:
         self.spent_s: Counter[str] = Counter()
-        weights = load_weights(checkpoint, dtype)
+        weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
         backend, linears = transformer.choose_backend, transformer.choose_linears
         if not has_kernels:
             weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}

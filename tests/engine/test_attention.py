@@ -38,9 +38,9 @@ TOLERANCES = {
 
 
 @st.composite
-def steps(draw):
+def steps(draw, max_context=70, new_tokens=(1, 1, 1, 2, 5, 33)):
     """Sequences as (context, new tokens), and the shape of the pool."""
-    pairs = st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 33]))
+    pairs = st.tuples(st.integers(0, max_context), st.sampled_from(new_tokens))
     return {
         "sequences": draw(st.lists(pairs, min_size=1, max_size=6)),
         "block_size": draw(st.sampled_from([1, 4, 16, 64])),
@@ -92,6 +92,18 @@ def batch_of(sequences, tables, block_size):
 @settings(deadline=None, max_examples=25)
 @given(step=steps())
 def test_every_sequence_gets_what_it_would_get_alone(level, step):
+    assert_right(level, step)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@settings(deadline=None, max_examples=25)
+@given(step=steps(max_context=300, new_tokens=(1,)))
+def test_keys_that_threads_share_are_joined_to_the_whole(level, step):
+    assert_right(level, step)
+
+
+def assert_right(level, step):
+    """A step through a pool is, sequence by sequence, what the reference computes."""
     backend = backend_of(level)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
