@@ -2,8 +2,9 @@
 
 Owns: what each worker may compute on now, and the UseCores commands that it has not answered.
 Called by: roles (says what is wanted), the router (readiness, deaths, answers).
-Invariant: no core is in what two workers may use. A worker may use what it has last answered and
-whatever it has been told since: so a core is given only after who had it has let go, or died.
+Invariant: a core is lent only after its owner has let go of it, or died; and no core is in what two
+workers may use, but for one that its owner has taken back from a borrower who was told to let go.
+A worker may use what it has last answered and whatever it has been told since.
 Never: decides who needs them; waits; moves a thread.
 """
 
@@ -86,18 +87,19 @@ class Cores:
         return self._used[worker].union(*self._told[worker])
 
     def _settle(self) -> None:
-        """Tell whoever can be told now; who has to wait for another is told on its answer."""
+        """Tell whoever can be told now; a borrower who has to wait is told on the owner's answer.
+
+        An owner does not wait: sharing its core until the borrower's step ends costs it less than
+        standing still, for as long as a chunk of a prompt takes.
+        """
         if not self.can_lend:
             return
         for worker in sorted(self._up):
             told = self._told[worker]
             last, target = (told[-1] if told else self._used[worker]), self._wanted[worker]
-            if target == last:
-                continue
-            if target.isdisjoint(self._others_may_use(worker)):
-                self._tell(worker, target)
-            elif last - target:
-                self._tell(worker, last & target)
+            now = target & (self.own[worker] | (self.all - self._others_may_use(worker)))
+            if now != last:
+                self._tell(worker, now)
 
     def _others_may_use(self, worker: str) -> Cpus:
         return _NONE.union(*(self.may_use(name) for name in self.own if name != worker))
@@ -107,10 +109,13 @@ class Cores:
         self._send(worker, UseCores(sorted(cpus)))
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolated if two workers could compute on one core."""
+        """Raise InvariantViolated if a core has two users, and none of them is taking it back."""
         if not self.can_lend:
             return
         for worker in self.own:
-            shared = self.may_use(worker) & self._others_may_use(worker)
-            if shared:
-                raise InvariantViolated(f"cores {sorted(shared)} have two users", where=worker)
+            for other in self.own.keys() - {worker}:
+                told = self._told[other]
+                keeps = (told[-1] if told else self._used[other]) & self.own[worker]
+                shared = self.may_use(worker) & keeps
+                if shared:
+                    raise InvariantViolated(f"cores {sorted(shared)} have two users", where=worker)

@@ -50,14 +50,24 @@ def test_a_core_is_lent_only_after_its_owner_says_that_it_is_parked():
     assert machine.cores.used("decode") == ALL
 
 
-def test_a_core_comes_back_only_after_the_borrower_has_let_go():
+def test_an_owner_takes_its_core_back_at_once_and_the_borrower_is_told_to_let_go():
     machine = Machine()
     machine.cores.want(to_decode())
     machine.settle()
     machine.cores.want(machine.cores.own)
-    assert machine.told == {"prefill": [], "decode": [[1]]}
-    machine.answer("decode")
-    assert machine.told == {"prefill": [[0]], "decode": []}
+    assert machine.told == {"prefill": [[0]], "decode": [[1]]}
+    machine.cores.check_invariants()
+    machine.settle()
+    assert machine.cores.used("decode") == {1}
+
+
+def test_a_core_that_a_borrower_was_not_told_to_give_back_has_one_user():
+    machine = Machine()
+    machine.cores.want(to_decode())
+    machine.settle()
+    machine.cores._used["prefill"] = frozenset((0,))
+    with pytest.raises(InvariantViolated):
+        machine.cores.check_invariants()
 
 
 def test_a_change_of_mind_does_not_wait_for_the_first_answer():
@@ -79,18 +89,16 @@ def test_a_dead_borrower_holds_nothing():
     assert machine.told["prefill"] == [[0]]
 
 
-def test_an_owner_that_comes_back_is_parked_until_its_cores_are_free():
+def test_an_owner_that_comes_back_to_a_lent_core_is_parked_until_it_is_wanted():
     machine = Machine()
     machine.cores.want(to_decode())
     machine.settle()
     machine.cores.worker_died("prefill")
-    machine.cores.want(machine.cores.own)
-    assert machine.told["decode"] == [[1]]
     machine.cores.worker_ready("prefill")
-    assert machine.told["prefill"] == [[]]
-    machine.answer("prefill")
-    machine.answer("decode")
-    assert machine.told["prefill"] == [[0]]
+    assert machine.told == {"prefill": [[]], "decode": []}
+    machine.settle()
+    machine.cores.want(machine.cores.own)
+    assert machine.told == {"prefill": [[0]], "decode": [[1]]}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,7 @@ def test_an_answer_that_nobody_asked_for_is_a_violation():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_a_long_random_walk_no_core_ever_has_two_users(seed):
+def test_in_a_long_random_walk_no_core_is_lent_that_its_owner_uses(seed):
     rng = random.Random(seed)
     own = {"prefill": (0, 1, 2), "decode": (3, 4)}
     machine, down = Machine(own), set()
