@@ -57,10 +57,21 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     except PenstockError as error:
         yield _bad("configuration", error)
     else:
-        yield _model(found)
-        yield _state_dir(found.state_dir)
-        yield _log(found.log_path)
+        yield _looked_at("model", lambda: _model(found))
+        yield _looked_at("state", lambda: _state_dir(found.state_dir))
+        yield _looked_at("log", lambda: _log(found.log_path))
     yield _daemon(client)
+
+
+def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
+    """What a check finds, also where it may not look."""
+    try:
+        return look()
+    except PenstockError as error:
+        return Finding(check, "bad", str(error), error.hint)
+    except OSError as error:
+        hint = "run it as the user who serves, or let this one read it"
+        return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
 
 
 def _bad(check: str, error: PenstockError) -> Finding:
@@ -125,23 +136,17 @@ def _open_files() -> Finding:
 def _model(found: config.ServeConfig) -> Finding:
     from appliance.boot import check_plan  # half of a second
 
-    try:
-        return Finding("model", "ok", check_plan(found))
-    except PenstockError as error:
-        return _bad("model", error)
+    return Finding("model", "ok", check_plan(found))
 
 
 def _state_dir(folder: Path) -> Finding:
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     hint = "name another with --state-dir, or make it yours"
-    try:
-        if parent == folder:
-            tempfile.TemporaryFile(dir=folder).close()
-        elif not os.access(parent, os.W_OK):
-            return Finding("state", "bad", f"{folder} cannot be made", hint)
-        free = shutil.disk_usage(parent).free
-    except OSError as error:
-        return Finding("state", "bad", f"{folder}: {error.strerror}", hint)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return Finding("state", "bad", f"{folder}: {parent} takes no new files", hint)
+    if parent == folder:
+        tempfile.TemporaryFile(dir=folder).close()
+    free = shutil.disk_usage(parent).free
     found = f"{folder}: {free / 2**30:.1f} GiB free"
     if free < MIN_FREE_BYTES:
         return Finding("state", "note", found, "the request log stops when the disk is full")
@@ -153,11 +158,8 @@ def _log(path: Path) -> Finding:
 
     if not path.exists():
         return Finding("log", "ok", f"{path} is not there yet")
-    try:
-        problem = store.problem(path)
-        rows: Any = store.stats(path)["rows"]
-    except PenstockError as error:
-        return _bad("log", error)
+    problem = store.problem(path)
+    rows: Any = store.stats(path)["rows"]
     if problem is not None:
         hint = (
             "penstock db export saves what can be read; move the file away, serve makes a new one"

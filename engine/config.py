@@ -320,15 +320,26 @@ def _eos_token_ids(keys: JsonKeys, generation: JsonKeys) -> tuple[int, ...]:
     return ids or keys.token_ids("eos_token_id", None)
 
 
+_SAMPLING_LIMITS = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
+"""As the API's for requests; -1 and 0 mean no top_k."""
+
+
 def _sampling(generation: JsonKeys) -> Mapping[str, float]:
     """Defaults as transformers would take them: who says not to sample gets greedy output."""
     found: dict[str, float] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name, (low, high) in _SAMPLING_LIMITS.items():
         value = generation.get(name, None)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise generation.bad(name, "a number of at least 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
+            raise generation.bad(name, f"a number from {low:g} to {high:g}")
         found[name] = value
     if generation.get("do_sample", None) is False:
         return {"temperature": 0.0, "repetition_penalty": found.get("repetition_penalty", 1.0)}

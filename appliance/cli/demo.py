@@ -110,7 +110,7 @@ def demo() -> None:
                 num_right += _ask(client, chats, text, question, loaded_ms)
         totals = client.get("/v1/penstock/state")["totals"]
     terminal.write(f"{num_right} of {len(questions)} answers are right. ")
-    terminal.write(_gaps("Token gaps of the chats while prompts were computed", loaded_ms) + "\n")
+    terminal.write(_gaps("The chats while prompts were computed", loaded_ms) + "\n")
     moved = size(totals["handoff_bytes"])
     terminal.write(f"{totals['handoffs']} handoffs from prefill to decode moved {moved}.\n")
     if num_right < len(questions):

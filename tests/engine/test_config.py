@@ -75,9 +75,22 @@ def test_generation_config_says_how_to_sample(tmp_path, generation, wanted):
     assert read(tmp_path, LLAMA, generation).sampling == wanted
 
 
-def test_a_generation_config_that_cannot_be_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="temperature"):
-        read(tmp_path, LLAMA, {"temperature": "hot"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("temperature", 2.5),
+        ("top_k", 1e300),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("min_p", 7),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_a_generation_config_that_cannot_be_is_named(tmp_path, name, value):
+    with pytest.raises(CheckpointError, match=name):
+        read(tmp_path, LLAMA, {name: value})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance import doctor
 from tests.appliance.cli_process import penstock, user_environ
 
 
@@ -61,6 +62,20 @@ def test_a_damaged_log_is_bad_and_stays_as_it_is(environ: dict[str, str], tmp_pa
     found = findings({**environ, "PENSTOCK_STATE_DIR": str(folder)}, code=8)
     assert found["log"]["verdict"] == "bad"
     assert path.read_bytes() == damaged
+
+
+def test_a_state_folder_beneath_a_file_is_bad(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    found = findings({**environ, "PENSTOCK_STATE_DIR": str(tmp_path / "file" / "state")}, code=8)
+    assert found["state"]["verdict"] == "bad"
+
+
+def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> None:
+    def forbidden() -> doctor.Finding:
+        raise PermissionError(13, "Permission denied", "/closed")
+
+    found = doctor._looked_at("log", forbidden)
+    assert (found.verdict, found.found) == ("bad", "/closed: Permission denied")
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
