@@ -310,6 +310,5 @@ class _Daemon:
             log.info("  pool %s: %d blocks, %.0f MiB", name, num_blocks - 1, size_mib)
         log.info("  up to %d tokens per request", model.max_model_len)
         log.info("ready on %s", ", ".join(self._addresses))
-        is_starter = self._plan.model_note is not None
-        prompt = "--chat 'Who are you?'" if is_starter else "'Hello' --max-tokens 32"
+        prompt = "--chat 'Who are you?'" if model.note else "'Hello' --max-tokens 32"
         log.info("try: penstock run %s", prompt)

@@ -68,7 +68,7 @@ def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except PenstockError as error:
-        return Finding(check, "bad", str(error), error.hint)
+        return _bad(check, error)
     except OSError as error:
         hint = "run it as the user who serves, or let this one read it"
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)

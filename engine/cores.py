@@ -86,6 +86,11 @@ class Cores:
         """All that it could be computing on at this moment."""
         return self._used[worker].union(*self._told[worker])
 
+    def _keeps(self, worker: str) -> Cpus:
+        """What it will use once it has done all that it was told."""
+        told = self._told[worker]
+        return told[-1] if told else self._used[worker]
+
     def _settle(self) -> None:
         """Tell whoever can be told now; a borrower who has to wait is told on the owner's answer.
 
@@ -95,10 +100,9 @@ class Cores:
         if not self.can_lend:
             return
         for worker in sorted(self._up):
-            told = self._told[worker]
-            last, target = (told[-1] if told else self._used[worker]), self._wanted[worker]
+            target = self._wanted[worker]
             now = target & (self.own[worker] | (self.all - self._others_may_use(worker)))
-            if now != last:
+            if now != self._keeps(worker):
                 self._tell(worker, now)
 
     def _others_may_use(self, worker: str) -> Cpus:
@@ -114,8 +118,6 @@ class Cores:
             return
         for worker in self.own:
             for other in self.own.keys() - {worker}:
-                told = self._told[other]
-                keeps = (told[-1] if told else self._used[other]) & self.own[worker]
-                shared = self.may_use(worker) & keeps
+                shared = self.may_use(worker) & self._keeps(other) & self.own[worker]
                 if shared:
                     raise InvariantViolated(f"cores {sorted(shared)} have two users", where=worker)

@@ -13,12 +13,11 @@ from engine.starter.lessons import Lesson, Teacher
 from engine.starter.words import LINES
 
 MAX_FACTS = 600
-"""About 7,500 tokens."""
+"""About 6,200 tokens."""
 MIN_LESSONS = 2
 """Of a step, so that two cores share it."""
 GROW_AT = 0.8
 GROWTH = 1.5
-_LOOKUPS_ONLY_BELOW = 5
 _PLAIN_BELOW = 8
 _CHAT_SHARE = 0.3
 _LARGEST_SHARE = 0.2
@@ -42,7 +41,7 @@ class Curriculum:
     ) -> tuple[list[Lesson], bool]:
         """About so many tokens of lessons of one size, and whether that is the largest size."""
         largest = round(self.num_facts)
-        if largest >= _LOOKUPS_ONLY_BELOW and random.random() < _CHAT_SHARE:
+        if random.random() < _CHAT_SHARE:
             return [teacher.chat(random.randint(1, 4)) for _ in range(24)], False
         is_largest = random.random() < _LARGEST_SHARE
         # mostly far smaller ones: they cost little, and the way to look up is the same
@@ -51,9 +50,7 @@ class Curriculum:
         num_styles = max(1, min(len(LINES), largest - _PLAIN_BELOW + 1))
         lessons: list[Lesson] = []
         while num_tokens > 0 or len(lessons) < MIN_LESSONS:
-            lesson = teacher.lesson(
-                num_facts, num_turns, num_styles, lookups=largest < _LOOKUPS_ONLY_BELOW
-            )
+            lesson = teacher.lesson(num_facts, num_turns, num_styles, lookups=False)
             lessons.append(lesson)
             num_tokens -= len(lesson.ids)
         return lessons, is_largest

@@ -1,6 +1,6 @@
 """The starter model as a thing that can learn: a Llama in plain torch.
 
-Owns: its shape, its forward pass over whole conversations, and how its weights begin.
+Owns: its shape, and its forward pass over whole conversations.
 Called by: train. Invariant: parameter names are those of Hugging Face's Llama without `model.`.
 Never: serves.
 """

@@ -262,4 +262,4 @@ def _columns(slot: str) -> slice:
 
 def _directions(width: int, of: int) -> Tensor:
     """So many orthonormal directions."""
-    return nn.init.orthogonal_(torch.empty(width, of)) if of > 1 else torch.ones(1, 1)
+    return nn.init.orthogonal_(torch.empty(width, of))
