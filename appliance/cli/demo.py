@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import cycle
@@ -20,14 +21,13 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.text import ms, size
-from appliance.client import Client, ClientError
+from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
 from appliance.latency import quantile
 
 NUM_CHATS = 2
 QUIET_S = 3.0
 _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the capital of France?")
-_WIDTH = 76
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,10 @@ class Chats:
             if self._is_over.is_set():
                 return
             try:
-                with self._client.stream("/v1/chat/completions", _body([question])) as events:
+                with self._client.stream("/v1/chat/completions", _body(question)) as events:
                     last_s = None
-                    for event in events:
+                    for _ in _pieces(events):
                         now_s = time.perf_counter()
-                        if not event["choices"] or not event["choices"][0]["delta"].get("content"):
-                            continue
                         if last_s is not None:
                             self.gaps.append(Gap(now_s, (now_s - last_s) * 1e3))
                         last_s = now_s
@@ -90,10 +88,9 @@ def demo() -> None:
     Starts a daemon of its own, marks each answer right or wrong, shows what the long prompts cost
     and what they cost the others, and cleans up. Ends with 1 if an answer was wrong.
     """
-    text = files("engine.starter").joinpath("sample/runbook.txt").read_text("utf-8").strip()
-    questions = json.loads(
-        files("engine.starter").joinpath("sample/questions.json").read_text("utf-8").strip()
-    )
+    sample = files("engine.starter") / "sample"
+    text = (sample / "runbook.txt").read_text("utf-8").strip()
+    questions = json.loads((sample / "questions.json").read_text("utf-8"))
     terminal.note("penstock: starting a daemon of the demo's own ...")
     with daemon() as where:
         client = Client(where, timeout_s=600)
@@ -131,14 +128,10 @@ def _ask(
     """Ask one question over the document, and print how it went."""
     asked_s = time.perf_counter()
     first_s, answer = None, ""
-    body = _body([f"{text}\n\n{question['question']}"])
+    body = _body(f"{text}\n\n{question['question']}")
     with client.stream("/v1/chat/completions", body) as events:
-        for event in events:
-            if not event["choices"]:
-                continue
-            piece = event["choices"][0]["delta"].get("content") or ""
-            if piece and first_s is None:
-                first_s = time.perf_counter()
+        for piece in _pieces(events):
+            first_s = first_s or time.perf_counter()
             answer += piece
         request_id = events.request_id
     first_s = first_s or time.perf_counter()
@@ -168,9 +161,16 @@ def _gaps(whose: str, gaps_ms: list[float]) -> str:
 _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
 
-def _body(contents: list[str]) -> dict[str, Any]:
+def _pieces(events: Stream) -> Iterator[str]:
+    """What the reply adds, piece by piece."""
+    for event in events:
+        if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+            yield piece
+
+
+def _body(content: str) -> dict[str, Any]:
     return {
-        "messages": [{"role": "user", "content": content} for content in contents],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": 64,
         "stream": True,

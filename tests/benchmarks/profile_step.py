@@ -12,6 +12,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.model.attention import StepBatch
 from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
 from engine.model.weights import load_weights
+from tests.engine.test_attention import batch_of
 
 BLOCK_SIZE = 16
 CASES = {  # name: sequences, tokens before, new tokens of each
@@ -88,21 +90,13 @@ class Arm:
         return parts
 
 
-def batch_of(num_sequences: int, before: int, new: int) -> StepBatch:
-    """Sequences side by side in the pool."""
+def step_of(num_sequences: int, before: int, new: int) -> StepBatch:
+    """Sequences side by side in the pool, each of which wants its next token."""
     per_sequence = -(-(before + new) // BLOCK_SIZE)
     tables = [list(range(i * per_sequence, (i + 1) * per_sequence)) for i in range(num_sequences)]
-    positions = torch.arange(before, before + new).repeat(num_sequences)
-    starts = torch.arange(num_sequences).repeat_interleave(new) * per_sequence * BLOCK_SIZE
-    return StepBatch(
-        input_ids=torch.randint(5, 8000, positions.shape),
-        positions=positions,
-        token_slots=starts + positions,
-        query_lens=[new] * num_sequences,
-        seq_lens=[before + new] * num_sequences,
-        block_tables=tables,
-        logit_rows=[(i + 1) * new - 1 for i in range(num_sequences)],
-    )
+    batch = batch_of([(before, new)] * num_sequences, tables, BLOCK_SIZE)
+    rows = [(i + 1) * new - 1 for i in range(num_sequences)]
+    return replace(batch, input_ids=torch.randint(5, 8000, batch.positions.shape), logit_rows=rows)
 
 
 def main() -> None:
@@ -122,7 +116,7 @@ def main() -> None:
     columns = ("linears", "attend", "small", "plan", "rest", "total")
     print(f"{'':26}" + "".join(f"{column:>10}" for column in columns))
     for case, shape in CASES.items():
-        batch = batch_of(*shape)
+        batch = step_of(*shape)
         steps: dict[str, list[Counter[str]]] = {name: [] for name in arms}
         for _ in range(args.rounds):
             for name, arm in arms.items():
