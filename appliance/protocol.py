@@ -62,6 +62,11 @@ class RequestFrame(msgspec.Struct):
     that worker); None until it is placed, and in old rows."""
     route_reason: str | None = None
     """Why, in words."""
+    prefill_j: float | None = None
+    """Energy of its share of the steps that computed its prompt; None: no power reading."""
+    decode_j: float | None = None
+    slow_because: str | None = None
+    """What held it up most, in one sentence; None while nothing did."""
 
 
 class WorkerFrame(msgspec.Struct):
@@ -92,6 +97,18 @@ class WorkerFrame(msgspec.Struct):
     total_bytes: int
     cpus_used: list[int] = []
     """Those it computes on now: its own, those it was lent, or none while its own are lent."""
+    batch_size_mean: float | None = None
+    """Sequences in a step, mean of the last second's steps."""
+    last_step_age_ms: float | None = None
+    """Since its last step ended, while it has work; None: it has none."""
+
+
+class OwnerFrame(msgspec.Struct):
+    """Who holds blocks of a pool."""
+
+    user: str
+    num_blocks: int
+    num_requests: int
 
 
 class PoolFrame(msgspec.Struct):
@@ -107,6 +124,8 @@ class PoolFrame(msgspec.Struct):
     cached: int
     draining: int
     quarantined: int
+    owners: list[OwnerFrame] = []
+    """Most blocks first; at most MAX_POOL_OWNERS."""
 
 
 class QueueFrame(msgspec.Struct):
@@ -138,6 +157,67 @@ class LatencyFrame(msgspec.Struct):
     itl_ms_max: float | None
     handoff_ms_p50: float | None
     handoff_ms_p95: float | None
+    ttft_ms_p99: float | None = None
+    itl_ms_p99: float | None = None
+    e2e_ms_p50: float | None = None
+    e2e_ms_p95: float | None = None
+    e2e_ms_p99: float | None = None
+    queue_ms_mean: float | None = None
+    """Of the requests whose first token came in the window, as the next."""
+    prefill_ms_mean: float | None = None
+    ttft_slo_ratio: float | None = None
+    """Share of first tokens in time, 0 to 1; None: no target, or no first token in the window."""
+    itl_slo_ratio: float | None = None
+    """Share of gaps in time."""
+    num_stalls: int = 0
+    """Gaps in the window longer than four times their median and 100 ms."""
+
+
+class HandoffFrame(msgspec.Struct):
+    """KV on its way from prefill to decode."""
+
+    transport: str | None
+    """`alias` or `shm`; None: nothing is handed over."""
+    num_in_flight: int
+    handoffs_per_s: float
+    bytes_per_s: float
+    probe_bytes_per_s: float | None = None
+    """Measured at start with a checksum; None where no byte moves."""
+    num_failed: int = 0
+
+
+class EnergyFrame(msgspec.Struct):
+    """Joules since the daemon started; prefill + decode + unattributed = total."""
+
+    total_j: float | None
+    """None: no device reports its energy or power."""
+    prefill_j: float | None
+    decode_j: float | None
+    unattributed_j: float | None
+    """Idle power, and what ran outside steps."""
+    window_s: float
+    power_w: float | None
+    """All devices together, over the window."""
+    prefill_j_per_token: float | None
+    """Over the window, per prompt token computed."""
+    decode_j_per_token: float | None
+    """Over the window, per output token."""
+    method: str
+    """How it was read and divided, for people; `not reported` if no device does."""
+
+
+class AlertFrame(msgspec.Struct):
+    """Something that is wrong now, by the table of thresholds."""
+
+    code: str
+    """Stable, dotted: `kv.occupancy`, `queue.wait`; also the code of its events."""
+    severity: str
+    """`warning` or `error`."""
+    message: str
+    since: str
+    """ISO 8601, UTC."""
+    subject: str = ""
+    """What it is about where there are several: a pool, a worker, a device."""
 
 
 class TotalsFrame(msgspec.Struct):
@@ -172,6 +252,29 @@ class DeviceFrame(msgspec.Struct):
     utilization_ratio: float | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
+    model: str | None = None
+    uuid: str | None = None
+    parent: str | None = None
+    """The GPU that a MIG slice is part of; power, clocks and energy are the parent's."""
+    energy_j: float | None = None
+    """Since the daemon started."""
+    power_source: str | None = None
+    """Where power_w comes from: `rapl`, `energy counter` or `instant field`."""
+    power_instant_w: float | None = None
+    """A second opinion, where there is one."""
+    memory_clock_mhz: float | None = None
+    throttle_reasons: list[str] | None = None
+    """In words; empty: none now."""
+    sm_ratio: float | None = None
+    """This and the next two by GPM where the device has it, 0 to 1."""
+    tensor_ratio: float | None = None
+    memory_bandwidth_ratio: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    nvlink_rx_bytes_per_s: float | None = None
+    nvlink_tx_bytes_per_s: float | None = None
+    last_xid: int | None = None
+    """The newest critical error since the daemon started."""
 
 
 class HostFrame(msgspec.Struct):
@@ -234,7 +337,14 @@ class Frame(msgspec.Struct):
     slo_ttft_ms: int | None = None
     """Targets of elastic roles; None: relative to what the machine does undisturbed."""
     slo_itl_ms: int | None = None
+    alerts: list[AlertFrame] = []
+    """The worst first."""
+    limit: str = ""
+    """What limits the appliance now, in one sentence; empty if nothing does."""
+    handoff: HandoffFrame | None = None
+    energy: EnergyFrame | None = None
 
 
+MAX_POOL_OWNERS = 20
 MAX_FRAME_REQUESTS = 200
 MAX_FRAME_EVENTS = 50
