@@ -3,10 +3,11 @@
  * Weights stay bfloat16, float16 or float32 in memory, row by row, and are widened in registers: a
  * step with few tokens takes as long as reading them, so half the bytes is half the time, and a
  * widened value is exact. A tile is 4 weight rows by a few inputs, as many as the registers hold.
- * The same tile serves prompts: then a block of weights stays in the second cache while all inputs
- * pass by it, which comes within a few percent of multiplying packed panels and packs nothing.
+ * Its rows are a quarter of the weights apart: one tile after the other, that makes four long streams,
+ * which the hardware fetches ahead twice as fast as four rows that lie side by side. Many inputs are
+ * bound by arithmetic instead, which panels.c does with fewer loads for each product.
  */
-#include "simd.h"
+#include "product.h"
 
 #if LANES == 16
 enum { MAX_INPUTS = 6 };
@@ -20,10 +21,10 @@ enum {
     ROWS = 4,          /* weight rows of a tile */
     STEP = 2 * LANES,  /* values of a row that one turn of the loop takes */
     MAX_DEPTH = 2048,  /* values of a row that a tile takes: its inputs stay in the first cache */
-    FEW_BYTES = 48 << 10,   /* of inputs, that may be read again for each tile */
-    BLOCK_BYTES = 192 << 10,  /* of weights, that stay in the second cache */
-    AHEAD_BYTES = 9216, /* how far ahead weights are fetched: the hardware stops at each page */
+    FEW_BYTES = 96 << 10,    /* of inputs, that may be read again for each tile */
+    BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
+    MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
     LONG_PRODUCTS = 1 << 22, /* from here on other Python threads may run meanwhile */
 };
 
@@ -36,60 +37,31 @@ typedef int32_t quad_index __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (quad_index){i, j, k, l})
 #endif
 
-/* sum + a * b. Written out where every register is taken: the compiler would move sums about. */
-INLINE vec plus_product(vec sum, vec a, vec b)
-{
-#if LANES == 8
-    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-    return sum;
-#else
-    return sum + a * b;
-#endif
-}
-
-/* A matrix that shares the inputs with others: [num_rows, depth]. */
-struct part {
-    int64_t address;
-    int64_t num_rows;
-};
-
-struct product {
-    const struct part *parts;
-    const float *x; /* [num_inputs, x_stride], arranged */
-    float *out;     /* [num_inputs, out_stride] */
-    const float *bias;
-    int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items, num_tiles;
-    int type; /* of the weights */
-};
-
 /* What a tile reads and writes. */
 struct tile {
     const char *rows[ROWS];
-    int64_t num_rows; /* to write; the others repeat the last */
-    int is_first;     /* of the tiles that read these weights: it fetches the next ones */
+    int64_t num_rows; /* to write; the others repeat the first */
     const float *x;
     int64_t x_stride, depth; /* depth in whole STEPs */
     float *out;
-    int64_t out_stride;
-    const float *bias; /* begin with it, or NULL: add to what is there */
+    int64_t out_stride, row_stride; /* between inputs, and between the rows of the tile */
+    const float *bias; /* begin with it, or NULL: with 0 */
+    int is_added;      /* to what is there, instead */
 };
 
-/* float16 to float32. */
-INLINE vec widened_half(const void *from)
-{
-#if LANES == 16
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from));
-#elif LANES == 8
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128(from));
-#else
-    vec_half halves;
-    memcpy(&halves, from, sizeof halves);
-    const vec_bits bits = __builtin_convertvector(halves, vec_bits);
-    const vec scaled = (vec)((bits & 0x7fff) << 13) * 0x1p112f;
-    const vec_bits infinite = (vec_bits)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
-    return (vec)((vec_bits)scaled | infinite | (bits & 0x8000) << 16);
-#endif
-}
+/* Weights of one part that follow each other. */
+struct rows {
+    const char *weights; /* the first row */
+    int64_t num_rows;
+    int64_t quarter; /* rows that the rows of a tile lie apart */
+    int64_t column;  /* of the first row in out */
+};
+
+/* A share of the inputs, and of the values of a row. */
+struct share {
+    int64_t input, num_inputs;
+    int64_t first, depth;
+};
 
 /* Read anew each time: every register is taken, and a sum must not leave its own for a constant. */
 static const uint32_t odd_values[16] __attribute__((aligned(64))) = {[0 ... 15] = 0xffff0000u};
@@ -146,7 +118,6 @@ INLINE void multiply_step(vec (*sums)[ROWS], const char *const *rows, int64_t of
 INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
 {
     const int64_t item_bytes = size_of(type);
-    const int is_first = tile->is_first;
     const char *rows[ROWS] = {tile->rows[0], tile->rows[1], tile->rows[2], tile->rows[3]};
     const float *x[MAX_INPUTS];
     vec sums[MAX_INPUTS][ROWS];
@@ -158,21 +129,15 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
 #pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++)
             sums[i][j] = all(0);
-    for (int64_t k = 0; k < tile->depth; k += STEP) {
-        if (is_first)
-#pragma GCC unroll 4
-            for (int j = 0; j < ROWS; j++)
-                __builtin_prefetch(rows[j] + k * item_bytes + AHEAD_BYTES, 0, 3);
+    for (int64_t k = 0; k < tile->depth; k += STEP)
         multiply_step(sums, rows, k * item_bytes, x, k, type, num_inputs);
-    }
-    const size_t num_bytes = (size_t)tile->num_rows * sizeof(float);
 #pragma GCC unroll 6
     for (int i = 0; i < num_inputs; i++) {
         float *out = tile->out + i * tile->out_stride;
-        quad before = {0};
-        memcpy(&before, tile->bias == NULL ? out : tile->bias, num_bytes);
-        const quad after = before + lane_sums(sums[i]);
-        memcpy(out, &after, num_bytes);
+        const float *before = tile->is_added ? out : tile->bias;
+        const quad row_sums = lane_sums(sums[i]);
+        for (int64_t j = 0, at = 0; j < tile->num_rows; j++, at += tile->row_stride)
+            out[at] = row_sums[j] + (before == NULL ? 0 : before[at]);
     }
 }
 
@@ -211,71 +176,85 @@ static void multiply_rest(struct tile tile, int64_t depth, int type, int64_t num
         tile.rows[j] = memcpy(rest[j], tile.rows[j] + tile.depth * size_of(type), num_bytes);
     tile.x += tile.depth;
     tile.depth = STEP;
-    tile.bias = NULL;
-    tile.is_first = 0;
+    tile.is_added = 1;
     multiply(&tile, type, num_inputs);
 }
 
-/* All inputs by rows [first, end) of one part, whose first row is column 0 of out. */
-static void multiply_rows(const struct product *p, const struct part *part, int64_t column,
-                          int64_t first, int64_t end)
+/* A share by row number `row` of each quarter. */
+static void multiply_quarters(const struct product *p, const struct rows *rows, int64_t row,
+                              const struct share *share)
 {
-    static const float no_bias[ROWS];
-    const char *weights = (const char *)(uintptr_t)part->address;
-    const int64_t row_bytes = p->depth * size_of(p->type);
+    const int64_t column = rows->column + row, row_bytes = p->depth * size_of(p->type);
+    struct tile tile = {
+        .x = p->x + share->input * p->x_stride + share->first,
+        .x_stride = p->x_stride,
+        .depth = share->depth / STEP * STEP,
+        .out = p->out + share->input * p->out_stride + column,
+        .out_stride = p->out_stride,
+        .row_stride = rows->quarter,
+        .bias = p->bias == NULL ? NULL : p->bias + column,
+        .is_added = share->first > 0,
+    };
+    const char *weights = rows->weights + share->first * size_of(p->type);
+    for (int j = 0; j < ROWS; j++) {
+        const int64_t row_read = row + j * rows->quarter, is_there = row_read < rows->num_rows;
+        tile.num_rows += is_there;
+        tile.rows[j] = weights + (is_there ? row_read : row) * row_bytes;
+    }
+    multiply(&tile, p->type, share->num_inputs);
+    if (tile.depth < share->depth)
+        multiply_rest(tile, share->depth, p->type, share->num_inputs);
+}
+
+static int has_few_inputs(const struct product *p)
+{
+    return p->num_inputs * p->depth * (int64_t)sizeof(float) <= FEW_BYTES;
+}
+
+/* All inputs by some rows: a tile of them after the other, if the inputs stay in the caches
+ * meanwhile; else, of the rows, which do, all that a share of the inputs needs. */
+static void multiply_rows(const struct product *p, const struct rows *rows)
+{
+    const int is_few = has_few_inputs(p);
     /* equal shares: 3 + 3 + 2 inputs, not 3 + 3 + 1 + 1 */
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
-    for (int64_t k = 0; k < p->depth; k += MAX_DEPTH) {
-        const int64_t depth = p->depth - k < MAX_DEPTH ? p->depth - k : MAX_DEPTH;
-        for (int64_t share = 0; share < num_shares; share++) {
-            const int64_t input = p->num_inputs * share / num_shares;
-            const int64_t next_input = p->num_inputs * (share + 1) / num_shares;
-            for (int64_t row = first; row < end; row += ROWS) {
-                struct tile tile = {
-                    .num_rows = end - row < ROWS ? end - row : ROWS,
-                    .is_first = share == 0,
-                    .x = p->x + input * p->x_stride + k,
-                    .x_stride = p->x_stride,
-                    .depth = depth / STEP * STEP,
-                    .out = p->out + input * p->out_stride + column + row,
-                    .out_stride = p->out_stride,
-                };
-                if (k == 0)
-                    tile.bias = p->bias == NULL ? no_bias : p->bias + column + row;
-                for (int j = 0; j < ROWS; j++) {
-                    const int64_t row_read = row + (j < tile.num_rows ? j : tile.num_rows - 1);
-                    tile.rows[j] = weights + row_read * row_bytes + k * size_of(p->type);
-                }
-                multiply(&tile, p->type, next_input - input);
-                if (tile.depth < depth)
-                    multiply_rest(tile, depth, p->type, next_input - input);
+    const int64_t max_depth = is_few ? p->depth : MAX_DEPTH;
+    const int64_t num_passes = is_few ? rows->quarter : 1, num_tiles = is_few ? 1 : rows->quarter;
+    for (int64_t pass = 0; pass < num_passes; pass++)
+        for (int64_t k = 0; k < p->depth; k += max_depth)
+            for (int64_t i = 0; i < num_shares; i++) {
+                struct share share = {.input = p->num_inputs * i / num_shares, .first = k};
+                share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
+                share.depth = p->depth - k < max_depth ? p->depth - k : max_depth;
+                for (int64_t tile = 0; tile < num_tiles; tile++)
+                    multiply_quarters(p, rows, pass + tile, &share);
             }
-        }
-    }
 }
 
 /* One of num_items equal shares of all parts' rows, in blocks that the caches hold. */
 static void multiply_item(void *context, int64_t item)
 {
     const struct product *p = context;
-    const int64_t first_tile = p->num_tiles * item / p->num_items;
-    const int64_t end_tile = p->num_tiles * (item + 1) / p->num_items;
+    int64_t num_rows = 0, column = 0;
+    for (int64_t i = 0; i < p->num_parts; i++)
+        num_rows += p->parts[i].num_rows;
+    const int64_t first = num_rows * item / p->num_items;
+    const int64_t end = num_rows * (item + 1) / p->num_items;
+    const int64_t row_bytes = p->depth * size_of(p->type);
     const int64_t depth = p->depth < MAX_DEPTH ? p->depth : MAX_DEPTH;
-    int64_t block = ROWS;
-    if (p->num_inputs * depth * (int64_t)sizeof(float) > FEW_BYTES)
-        block = ROWS * (BLOCK_BYTES / (ROWS * depth * size_of(p->type)) + 1);
-    int64_t column = 0, tile = 0;
+    const int64_t block =
+        has_few_inputs(p) ? num_rows : BLOCK_BYTES / (depth * size_of(p->type)) + ROWS;
     for (int64_t i = 0; i < p->num_parts; i++) {
         const struct part *part = &p->parts[i];
-        const int64_t next_tile = tile + (part->num_rows + ROWS - 1) / ROWS;
-        const int64_t from = first_tile > tile ? first_tile : tile;
-        const int64_t to = end_tile < next_tile ? end_tile : next_tile;
-        const int64_t past = (to - tile) * ROWS;
-        const int64_t last = past < part->num_rows ? past : part->num_rows;
-        for (int64_t row = (from - tile) * ROWS; row < last; row += block)
-            multiply_rows(p, part, column, row, row + block < last ? row + block : last);
-        column += part->num_rows;
-        tile = next_tile;
+        const int64_t next = column + part->num_rows, last = end < next ? end : next;
+        for (int64_t row = first > column ? first : column; row < last; row += block) {
+            const int64_t num_left = last - row;
+            struct rows rows = {.num_rows = num_left < block ? num_left : block, .column = row};
+            rows.weights = (const char *)(uintptr_t)part->address + (row - column) * row_bytes;
+            rows.quarter = (rows.num_rows + ROWS - 1) / ROWS;
+            multiply_rows(p, &rows);
+        }
+        column = next;
     }
 }
 
@@ -319,32 +298,36 @@ KERNEL(linear)
     if (read_arguments(arguments, count, "ppiiipiipi", &out, &x, &type, &num_inputs, &depth, &parts,
                        &num_parts, &weight_type, &bias, &num_threads) < 0)
         return NULL;
+    const int has_many = num_inputs >= MANY_INPUTS;
+    const int is_read_in_place = has_many && type == FLOAT32;
     struct product p = {
         .parts = parts,
         .bias = bias,
         .num_parts = num_parts,
         .num_inputs = num_inputs,
         .depth = depth,
-        .x_stride = (depth + STEP - 1) / STEP * STEP,
+        .x = x,
+        .x_stride = is_read_in_place ? depth : (depth + STEP - 1) / STEP * STEP,
         .num_items = num_threads > 1 ? num_threads * ITEMS_PER_THREAD : 1,
         .type = (int)weight_type,
     };
-    for (int64_t i = 0; i < num_parts; i++) {
-        p.num_tiles += (p.parts[i].num_rows + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < num_parts; i++)
         p.out_stride += p.parts[i].num_rows;
-    }
-    const int64_t num_x = num_inputs * p.x_stride, num_out = num_inputs * p.out_stride;
+    const int64_t num_x = is_read_in_place ? 0 : num_inputs * p.x_stride;
+    const int64_t num_out = num_inputs * p.out_stride;
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out);
     float *memory = scratch((size_t)num_floats * sizeof(float));
-    if (memory == NULL)
+    if (memory == NULL && num_floats > 0)
         return PyErr_NoMemory();
-    p.x = memory;
+    if (!is_read_in_place)
+        p.x = memory;
     p.out = type == FLOAT32 ? out : memory + num_x;
     const int is_long = num_out * depth >= LONG_PRODUCTS;
     PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
-    for (int64_t i = 0; i < num_inputs; i++)
-        arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type, p.type);
-    parallel_for(num_threads, p.num_items, multiply_item, &p);
+    for (int64_t i = 0; i < (is_read_in_place ? 0 : num_inputs); i++)
+        arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type,
+                has_many ? FLOAT32 : p.type);
+    parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
     if (type != FLOAT32)
         round_rows(out, p.out, num_out, (int)type);
     if (is_long)

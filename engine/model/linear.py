@@ -2,8 +2,7 @@
 
 A step of few tokens takes as long as reading the weights. The kernels read them in the dtype of the
 checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
-larger copy; torch multiplies operands of one dtype only. A chunk of many tokens is bound by
-arithmetic, at which torch's library is better: it is given weights that were widened just before.
+larger copy; torch multiplies operands of one dtype only.
 Owns: which of the ways a model's matrices are multiplied, and what each prepares once.
 Called by: transformer, when it is built and in every step; boot's question is engine.kernels'.
 Invariant: sums are float32 or better, whatever the weights and inputs are.
@@ -13,7 +12,7 @@ Never: copies a matrix, where its dtype is one that the way can read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
@@ -29,10 +28,6 @@ _WEIGHT_TYPES = {**ELEMENT_TYPES, torch.float16: FLOAT16}
 # MKL multiplies a large matrix by so few rows in half the time the other way round.
 _FEW_ROWS = 4
 
-MANY_TOKENS = 128
-"""From here on widening a weight costs less than torch's library gains."""
-_BLOCK_VALUES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Linears:
@@ -41,7 +36,6 @@ class Linears:
     name: str
     """For people; why, if it is not the best."""
     kernels: Kernels | None
-    widened: Widened = field(default_factory=lambda: Widened(), compare=False)
 
     def make(
         self, weights: dict[str, torch.Tensor], names: list[str], *, has_bias: bool = False
@@ -51,7 +45,7 @@ class Linears:
         biases = [weights[f"{name}.bias"] for name in names] if has_bias else []
         if self.kernels is None:
             return TorchLinear(matrices, biases)
-        return CompiledLinear(self.kernels, matrices, biases, self.widened)
+        return CompiledLinear(self.kernels, matrices, biases)
 
 
 def choose_linears(device: str, dtype: torch.dtype, level: str | None = None) -> Linears:
@@ -70,13 +64,8 @@ class CompiledLinear:
     """Weights of any dtype, read in place; inputs and outputs are float32 or bfloat16."""
 
     def __init__(
-        self,
-        kernels: Kernels,
-        matrices: list[torch.Tensor],
-        biases: list[torch.Tensor],
-        widened: Widened,
+        self, kernels: Kernels, matrices: list[torch.Tensor], biases: list[torch.Tensor]
     ) -> None:
-        self._widened = widened
         if len({matrix.dtype for matrix in matrices}) > 1:  # one call reads one dtype
             matrices = [matrix.float() for matrix in matrices]
         self._matrices = [matrix.contiguous() for matrix in matrices]
@@ -98,9 +87,6 @@ class CompiledLinear:
         x = x.contiguous()
         num_tokens = len(x)
         out = x.new_empty(num_tokens, self._num_outputs)
-        if num_tokens >= MANY_TOKENS and x.dtype == torch.float32:
-            self._widened.multiply(x, self._matrices, out)
-            return out if self._bias is None else out.add_(self._bias)
         self._linear(
             out.data_ptr(),
             x.data_ptr(),
@@ -110,30 +96,6 @@ class CompiledLinear:
             torch.get_num_threads(),
         )
         return out
-
-
-class Widened:
-    """Matrices as float32, a block of rows at a time, for the length of one product."""
-
-    def __init__(self) -> None:
-        self._scratch = torch.empty(0)
-
-    def multiply(self, x: torch.Tensor, matrices: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Fill out [num_tokens, rows of all matrices] with x times each matrix."""
-        column = 0
-        for matrix in matrices:
-            size = max(1, _BLOCK_VALUES // matrix.shape[1])
-            for start in range(0, len(matrix), size):
-                rows = matrix[start : start + size]
-                torch.mm(x, self._as_float(rows).t(), out=out[:, column : column + len(rows)])
-                column += len(rows)
-
-    def _as_float(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.dtype == torch.float32:
-            return rows
-        if self._scratch.numel() < rows.numel():
-            self._scratch = torch.empty(rows.numel())
-        return self._scratch[: rows.numel()].view(rows.shape).copy_(rows)
 
 
 class TorchLinear:

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import (
-    MANY_TOKENS,
     CompiledLinear,
     Linears,
     TorchLinear,
-    Widened,
     choose_linears,
 )
 
+MANY_TOKENS = 30
+"""MANY_INPUTS of linear.c."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -65,7 +65,7 @@ def some_linear(generator, num_tokens, depth, rows, weight_dtype, dtype, has_bia
 @pytest.mark.parametrize("level", levels())
 @settings(max_examples=25, deadline=None)
 @given(
-    num_tokens=st.integers(1, 70),
+    num_tokens=st.one_of(st.integers(1, 60), st.integers(1, 200)),
     depth=st.one_of(st.integers(1, 130), st.sampled_from([576, 2047, 2048, 2049, 4100])),
     rows=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     weight_dtype=st.sampled_from(DTYPES),
@@ -83,16 +83,16 @@ def test_kernels_agree_with_float64_for_any_shape(
     )
     kernels, _ = load_kernels(level)
     torch.set_num_threads(num_threads)
-    assert_close(CompiledLinear(kernels, matrices, biases, Widened()), x, matrices, biases)
+    assert_close(CompiledLinear(kernels, matrices, biases), x, matrices, biases)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 20))
+@pytest.mark.parametrize("num_tokens", [*range(1, 20), *range(MANY_TOKENS - 1, MANY_TOKENS + 15)])
 def test_any_number_of_inputs_is_cut_into_tiles(compiled, num_tokens):
     generator = torch.Generator().manual_seed(num_tokens)
     x, matrices, _ = some_linear(
         generator, num_tokens, 96, [7, 12], torch.bfloat16, torch.float32, has_bias=False
     )
-    assert_close(CompiledLinear(compiled.kernels, matrices, [], Widened()), x, matrices, [])
+    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 70])
@@ -100,13 +100,14 @@ def test_rows_that_lie_at_odd_addresses_are_read(compiled, num_tokens):
     stored = torch.randn(9 * 64 + 1).bfloat16()
     matrices = [stored[1:].view(9, 64)]
     x = torch.randn(num_tokens, 64)
-    assert_close(CompiledLinear(compiled.kernels, matrices, [], Widened()), x, matrices, [])
+    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
 
 
-def test_nothing_before_or_after_the_output_is_written(compiled):
-    num_tokens, rows = 5, [3, 6]
+@pytest.mark.parametrize("num_tokens", [5, MANY_TOKENS + 1])
+def test_nothing_before_or_after_the_output_is_written(compiled, num_tokens):
+    rows = [3, 6]
     matrices = [torch.randn(n, 33).bfloat16() for n in rows]
-    linear = CompiledLinear(compiled.kernels, matrices, [], Widened())
+    linear = CompiledLinear(compiled.kernels, matrices, [])
     around = torch.full((num_tokens + 2, sum(rows)), 7.0)
     x = torch.randn(num_tokens, 33)
     expected = linear(x)
@@ -129,15 +130,16 @@ def test_every_stored_value_is_widened_exactly(compiled, weight_dtype):
         stored = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(weight_dtype)
         stored = stored[stored.isfinite()]
     matrix = stored[: len(stored) // 64 * 64].view(-1, 64)
-    linear = CompiledLinear(compiled.kernels, [matrix], [], Widened())
-    assert torch.equal(linear(torch.eye(64)), matrix.float().t())
+    linear = CompiledLinear(compiled.kernels, [matrix], [])
+    for few in (torch.eye(64)[:1], torch.eye(64)[1:9], torch.eye(64)):
+        assert torch.equal(linear(few), few @ matrix.float().t())
 
 
 def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
     matrix = torch.randn(16, 48).bfloat16()
     x = torch.randn(4, 48)
     x[2, 5] = torch.nan
-    output = CompiledLinear(compiled.kernels, [matrix], [], Widened())(x)
+    output = CompiledLinear(compiled.kernels, [matrix], [])(x)
     assert output[2].isnan().all()
     assert output[[0, 1, 3]].isfinite().all()
 
@@ -145,7 +147,7 @@ def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
 def test_an_infinite_weight_stays_in_its_row(compiled):
     matrix = torch.ones(6, 37).half()
     matrix[4, 36] = torch.inf
-    output = CompiledLinear(compiled.kernels, [matrix], [], Widened())(torch.ones(2, 37))
+    output = CompiledLinear(compiled.kernels, [matrix], [])(torch.ones(2, 37))
     assert output[:, 4].isposinf().all()
     assert (output[:, [0, 1, 2, 3, 5]] == 37).all()
 
@@ -155,27 +157,12 @@ def test_matrices_of_several_dtypes_are_one_projection(compiled):
         torch.Generator().manual_seed(1), 3, 40, [5, 6], torch.bfloat16, torch.float32, True
     )
     matrices[1] = matrices[1].half()
-    assert_close(CompiledLinear(compiled.kernels, matrices, biases, Widened()), x, matrices, biases)
-
-
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_many_tokens_agree_with_float64_whatever_blocks_the_rows_fall_into(
-    compiled, weight_dtype, has_bias, monkeypatch
-):
-    monkeypatch.setattr("engine.model.linear._BLOCK_VALUES", 7 * 96)
-    generator = torch.Generator().manual_seed(3)
-    x, matrices, biases = some_linear(
-        generator, MANY_TOKENS, 96, [30, 7, 1], weight_dtype, torch.float32, has_bias
-    )
-    linear = CompiledLinear(compiled.kernels, matrices, biases, Widened())
-    assert_close(linear, x, matrices, biases)
-    assert_close(linear, x[:5], matrices, biases)
+    assert_close(CompiledLinear(compiled.kernels, matrices, biases), x, matrices, biases)
 
 
 def test_threads_change_nothing_in_the_result(compiled):
     matrices = [torch.randn(501, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
-    linear = CompiledLinear(compiled.kernels, matrices, [], Widened())
+    linear = CompiledLinear(compiled.kernels, matrices, [])
     for num_tokens in (1, 5, 64):
         x = torch.randn(num_tokens, 200)
         alone = linear(x)
