@@ -178,8 +178,29 @@ INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int typ
             rows->values[k] = rows->keys[k] + half_bytes;
         }
     }
-    for (int64_t k = rows->count; k < TILE_KEYS; k++) /* may be computed with, is not used */
+    for (int64_t k = rows->count; k < TILE_KEYS; k++) { /* may be computed with, is not used */
         rows->keys[k] = rows->keys[rows->count - 1];
+        rows->values[k] = rows->values[rows->count - 1];
+    }
+}
+
+/* Brings what a tile's heads have at the current positions into the caches, as eight long streams:
+ * read in the order of the arithmetic, a head's share of row after row, they come half as fast. */
+INLINE void touch_rows(const attention *a, const tile *t, const key_rows *rows, int type)
+{
+    enum { QUARTER = TILE_KEYS / 4 };
+    const int64_t first_byte = t->first_head * a->head_dim * size_of(type);
+    const int64_t end_byte = first_byte + t->num_heads * a->head_dim * size_of(type);
+    for (int64_t k = 0; k < QUARTER; k++) {
+        const volatile char *const *keys = (const volatile char *const *)rows->keys + k;
+        const volatile char *const *values = (const volatile char *const *)rows->values + k;
+        for (int64_t byte = first_byte; byte < end_byte; byte += 64) {
+            (void)keys[0][byte], (void)keys[QUARTER][byte];
+            (void)keys[2 * QUARTER][byte], (void)keys[3 * QUARTER][byte];
+            (void)values[0][byte], (void)values[QUARTER][byte];
+            (void)values[2 * QUARTER][byte], (void)values[3 * QUARTER][byte];
+        }
+    }
 }
 
 INLINE void attend_head(const attention *a, const tile *t, const key_rows *keys, int64_t head,
@@ -231,6 +252,8 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
     for (; keys.first_position < t.end_key; keys.first_position += TILE_KEYS) {
         keys.count = smaller_of(TILE_KEYS, t.end_key - keys.first_position);
         find_rows(a, &t, &keys, type);
+        if (t.is_direct)
+            touch_rows(a, &t, &keys, type);
         for (int64_t head = 0; head < t.num_heads; head++)
             attend_head(a, &t, &keys, head, &w, type);
     }

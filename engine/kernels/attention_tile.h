@@ -108,15 +108,17 @@ INLINE void add_values_directly(const tile *t, const key_rows *keys, int64_t byt
         for (int n = 0; n < num_vectors; n++)
             sums[row][n] = load(out + row * t->padded_dim + i + n * LANES, FLOAT32);
     for (int64_t k = 0; k < keys->count; k++) {
-        vec value[4];
-#pragma GCC unroll 4
-        for (int n = 0; n < num_vectors; n++)
-            value[n] = load(at(keys->values[k] + byte_offset, i + n * LANES, type), type);
+        vec weight[3];
 #pragma GCC unroll 3
         for (int row = 0; row < num_rows; row++)
+            weight[row] = all(weights[row * TILE_KEYS + k]);
 #pragma GCC unroll 4
-            for (int n = 0; n < num_vectors; n++)
-                sums[row][n] += weights[row * TILE_KEYS + k] * value[n];
+        for (int n = 0; n < num_vectors; n++) {
+            const vec value = load(at(keys->values[k] + byte_offset, i + n * LANES, type), type);
+#pragma GCC unroll 3
+            for (int row = 0; row < num_rows; row++)
+                sums[row][n] = plus_product(sums[row][n], weight[row], value);
+        }
     }
 #pragma GCC unroll 3
     for (int row = 0; row < num_rows; row++)

@@ -22,17 +22,6 @@ struct product {
 /* The product as a body of parallel_for, for many inputs, as they are. */
 void multiply_panels(void *context, int64_t item);
 
-/* sum + a * b. Written out where every register is taken: the compiler would move sums about. */
-INLINE vec plus_product(vec sum, vec a, vec b)
-{
-#if LANES == 8
-    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-    return sum;
-#else
-    return sum + a * b;
-#endif
-}
-
 /* float16 to float32. */
 INLINE vec widened_half(const void *from)
 {

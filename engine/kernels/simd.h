@@ -40,6 +40,17 @@ INLINE void *at(const void *base, int64_t i, int type)
 
 INLINE vec all(float value) { return value - (vec){0}; }
 
+/* sum + a * b. Written out where every register is taken: the compiler would move sums about. */
+INLINE vec plus_product(vec sum, vec a, vec b)
+{
+#if LANES == 8
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
 /* Lane by lane: a where the mask is set, else b. */
 INLINE vec choose(vec_int mask, vec a, vec b)
 {
