@@ -272,16 +272,14 @@ static void attend_bfloat16(void *context, int64_t item) { attend_item(context, 
  * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart, kv the pool.
  * sequences and block_tables are int64: [num_sequences, 3] of first query's row, query_len and
  * seq_len, and [num_sequences, table_stride] of block ids. window or softcap 0: there is none. */
-KERNEL(attend)
+KERNEL(attend, "pppppiiiiiiiiiiiiff")
 {
     attention a;
     int64_t type;
-    (void)module;
-    if (read_arguments(arguments, count, "pppppiiiiiiiiiiiiff", &a.out, &a.q, &a.kv, &a.sequences,
+    read_words(words, attend_format, &a.out, &a.q, &a.kv, &a.sequences,
                        &a.block_tables, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
-                       &a.layer, &a.window, &a.num_threads, &a.scale, &a.softcap))
-        return NULL;
+                       &a.layer, &a.window, &a.num_threads, &a.scale, &a.softcap);
     int is_decode = 1;
     for (int64_t s = 0; s < a.num_sequences; s++)
         is_decode &= a.sequences[3 * s + 1] == 1;
@@ -293,17 +291,15 @@ KERNEL(attend)
         const int64_t rows = a.num_sequences * a.num_parts * a.num_heads;
         a.partial = malloc((size_t)(rows * (a.head_dim + 2)) * sizeof(float));
         if (a.partial == NULL)
-            return PyErr_NoMemory();
+            return -1;
     }
     int64_t num_items = 0;
     for (int64_t s = 0; s < a.num_sequences; s++)
         num_items += items_of(&a, a.sequences[3 * s + 1]);
-    Py_BEGIN_ALLOW_THREADS;
     parallel_for(a.num_threads, num_items, type == FLOAT32 ? attend_float32 : attend_bfloat16, &a);
     for (int64_t s = 0; a.num_parts > 1 && s < a.num_sequences; s++)
         for (int64_t head = 0; head < a.num_heads; head++)
             join_head(&a, s, head, type);
     free(a.partial);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return 0;
 }

@@ -44,16 +44,14 @@ INLINE void norm_row(void *out, void *x, const void *added, const void *weight, 
  * x is num_tokens times num_rows rows of dim: tokens x_stride apart, rows adjacent; `added`, or 0, is
  * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x.
  */
-KERNEL(rms_norm)
+KERNEL(rms_norm, "ppppiiiiiiiff")
 {
     void *out, *x, *added, *weight;
     int64_t type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride;
     float alpha, eps;
-    (void)module;
-    if (read_arguments(arguments, count, "ppppiiiiiiiff", &out, &x, &added, &weight, &type,
+    read_words(words, rms_norm_format, &out, &x, &added, &weight, &type,
                        &weight_type, &num_tokens, &num_rows, &dim, &out_stride, &x_stride, &alpha,
-                       &eps))
-        return NULL;
+                       &eps);
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t first = token * x_stride + row * dim;
@@ -68,7 +66,7 @@ KERNEL(rms_norm)
             else
                 norm_row(to, from, more, factors, dim, alpha, eps, BFLOAT16, BFLOAT16);
         }
-    Py_RETURN_NONE;
+    return 0;
 }
 
 /* SiLU, or GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of. */
@@ -94,15 +92,12 @@ INLINE void gate_row(void *out, const void *gate_up, int64_t width, int is_gelu,
 /* gated(out, gate_up, type, num_tokens, width, is_gelu)
  *
  * out [num_tokens, width] = activation(gate) * up of the halves of gate_up [num_tokens, 2 * width]. */
-KERNEL(gated)
+KERNEL(gated, "ppiiii")
 {
     void *out, *gate_up;
     int64_t type, num_tokens, width, is_gelu;
-    (void)module;
-    if (read_arguments(arguments, count, "ppiiii", &out, &gate_up, &type, &num_tokens, &width,
-                       &is_gelu))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
+    read_words(words, gated_format, &out, &gate_up, &type, &num_tokens, &width,
+                       &is_gelu);
     for (int64_t token = 0; token < num_tokens; token++) {
         void *to = at(out, token * width, (int)type);
         const void *from = at(gate_up, token * 2 * width, (int)type);
@@ -113,8 +108,7 @@ KERNEL(gated)
         else
             gate_row(to, from, width, (int)is_gelu, BFLOAT16);
     }
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return 0;
 }
 
 /* Turn the pairs (i, i + dim / 2) of a head; the first half of the sines is negated. */
@@ -180,19 +174,17 @@ INLINE void place_tokens(const placement *p, int type)
  * Turn the queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] in place, by
  * the rows `positions` of the tables [num_positions, rotary_dim] (not at all where rotary_dim is 0),
  * and write keys and values to their places in the pool. */
-KERNEL(place)
+KERNEL(place, "ppppppiiiiiiiii")
 {
     placement p;
     int64_t type;
-    (void)module;
-    if (read_arguments(arguments, count, "ppppppiiiiiiiii", &p.qkv, &p.kv, &p.cosines, &p.sines,
+    read_words(words, place_format, &p.qkv, &p.kv, &p.cosines, &p.sines,
                        &p.positions, &p.token_slots, &type, &p.num_tokens, &p.num_heads,
                        &p.num_kv_heads, &p.head_dim, &p.rotary_dim, &p.block_size, &p.num_layers,
-                       &p.layer))
-        return NULL;
+                       &p.layer);
     if (type == FLOAT32)
         place_tokens(&p, FLOAT32);
     else
         place_tokens(&p, BFLOAT16);
-    Py_RETURN_NONE;
+    return 0;
 }

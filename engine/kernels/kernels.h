@@ -1,8 +1,8 @@
 /* What the files of the extension share: arguments, threads, and the table of functions.
  *
- * Every function takes positional ints and floats: addresses of tensors, sizes and strides. Strides
- * count elements. The caller vouches for addresses, shapes and dtypes; nothing here allocates Python
- * objects, knows torch, or raises but for a wrong number or type of arguments.
+ * Every kernel takes addresses of tensors, sizes and strides; strides count elements. The caller
+ * vouches for addresses, shapes and dtypes; nothing here knows torch, or raises but for a wrong
+ * number or type of arguments.
  */
 #ifndef PENSTOCK_KERNELS_H
 #define PENSTOCK_KERNELS_H
@@ -14,9 +14,21 @@
 /* Types of elements, as in cpu.py. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-/* Reads positional arguments by a format of one letter each: 'p' an address (void **), 'i' an int
- * (int64_t *), 'f' a float (float *). Returns 0, or -1 with a Python error set. */
-int read_arguments(PyObject *const *arguments, Py_ssize_t count, const char *format, ...);
+/* An argument of a kernel. */
+typedef union {
+    void *address;
+    int64_t integer;
+    double real;
+} word;
+
+/* A kernel and its arguments, one letter each: 'p' an address, 'i' an integer, 'f' a real number.
+ * It returns 0, or -1 if there is no memory; it knows nothing of Python, and allocates no object. */
+#define KERNEL(name, arguments)           \
+    const char name##_format[] = arguments; \
+    int name(const word *words)
+
+/* Reads words by a format into void **, int64_t * and float *. */
+void read_words(const word *words, const char *format, ...);
 
 /* Runs body(context, item) for each item in [0, num_items), on the calling thread and
  * num_threads - 1 helpers, in any order; returns when all are done. One thread: a plain loop. */
@@ -27,11 +39,13 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
  * thread's next call; NULL if there is no memory. */
 void *scratch(size_t num_bytes);
 
-#define KERNEL(name) PyObject *name(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
-KERNEL(attend);
-KERNEL(gated);
-KERNEL(place);
-KERNEL(rms_norm);
-KERNEL(linear);
+#define DECLARED(name)               \
+    extern const char name##_format[]; \
+    int name(const word *words);
+DECLARED(attend)
+DECLARED(gated)
+DECLARED(place)
+DECLARED(rms_norm)
+DECLARED(linear)
 
 #endif

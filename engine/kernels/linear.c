@@ -25,7 +25,6 @@ enum {
     BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
     MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
-    LONG_PRODUCTS = 1 << 22, /* from here on other Python threads may run meanwhile */
 };
 
 typedef float quad __attribute__((vector_size(16)));
@@ -290,14 +289,12 @@ static void round_rows(char *to, const float *from, int64_t count, int type)
  * out is [num_inputs, rows of all parts], x is [num_inputs, depth], both contiguous and of type
  * FLOAT32 or BFLOAT16; parts are pairs of int64: address and rows of a contiguous matrix; bias is
  * float32 for all rows, or address 0. */
-KERNEL(linear)
+KERNEL(linear, "ppiiipiipi")
 {
     void *out, *x, *parts, *bias;
     int64_t type, num_inputs, depth, num_parts, weight_type, num_threads;
-    (void)module;
-    if (read_arguments(arguments, count, "ppiiipiipi", &out, &x, &type, &num_inputs, &depth, &parts,
-                       &num_parts, &weight_type, &bias, &num_threads) < 0)
-        return NULL;
+    read_words(words, linear_format, &out, &x, &type, &num_inputs, &depth, &parts,
+                       &num_parts, &weight_type, &bias, &num_threads);
     const int has_many = num_inputs >= MANY_INPUTS;
     const int is_read_in_place = has_many && type == FLOAT32;
     struct product p = {
@@ -318,19 +315,15 @@ KERNEL(linear)
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out);
     float *memory = scratch((size_t)num_floats * sizeof(float));
     if (memory == NULL && num_floats > 0)
-        return PyErr_NoMemory();
+        return -1;
     if (!is_read_in_place)
         p.x = memory;
     p.out = type == FLOAT32 ? out : memory + num_x;
-    const int is_long = num_out * depth >= LONG_PRODUCTS;
-    PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
     for (int64_t i = 0; i < (is_read_in_place ? 0 : num_inputs); i++)
         arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type,
                 has_many ? FLOAT32 : p.type);
     parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
     if (type != FLOAT32)
         round_rows(out, p.out, num_out, (int)type);
-    if (is_long)
-        PyEval_RestoreThread(state);
-    Py_RETURN_NONE;
+    return 0;
 }

@@ -1,28 +1,159 @@
-/* The extension module: its table of functions, their arguments, and what the processor can run. */
+/* The extension module: its table of kernels, their arguments, what the processor can run, and the
+ * tape. A step of few tokens is hundreds of calls of microseconds each, the same ones in every step
+ * but for what they find in memory: written down once, they are made again without Python. */
 #include "kernels.h"
 
 #include <stdarg.h>
 
-int read_arguments(PyObject *const *arguments, Py_ssize_t count, const char *format, ...)
+enum { MAX_WORDS = 24, RELEASES_ALWAYS = -1, MANY_TOKENS = 8 };
+
+struct kernel {
+    const char *name;
+    const char *format;
+    int (*run)(const word *words);
+    int num_tokens_at; /* the word that says if it takes so long that other threads may run */
+};
+
+#define NAMED(name) #name, name##_format, name
+static const struct kernel kernels[] = {
+    {NAMED(attend), RELEASES_ALWAYS},
+    {NAMED(gated), 3},
+    {NAMED(place), 7},
+    {NAMED(rms_norm), 6},
+    {NAMED(linear), 3},
+};
+
+/* The calls since record(): the number of the kernel, then its words; one after the other. */
+static struct {
+    int is_on;
+    word *words;
+    size_t count, capacity;
+} tape;
+
+void read_words(const word *words, const char *format, ...)
+{
+    va_list targets;
+    va_start(targets, format);
+    for (; *format; format++, words++) {
+        void *target = va_arg(targets, void *);
+        if (*format == 'f')
+            *(float *)target = (float)words->real;
+        else if (*format == 'p')
+            *(void **)target = words->address;
+        else
+            *(int64_t *)target = words->integer;
+    }
+    va_end(targets);
+}
+
+/* Arguments to words by a format. Returns their number, or -1 with a Python error set. */
+static int to_words(PyObject *const *arguments, Py_ssize_t count, const char *format, word *words)
 {
     const Py_ssize_t expected = (Py_ssize_t)strlen(format);
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
         return -1;
     }
-    va_list targets;
-    va_start(targets, format);
     for (Py_ssize_t i = 0; i < count; i++) {
-        void *target = va_arg(targets, void *);
         if (format[i] == 'f')
-            *(float *)target = (float)PyFloat_AsDouble(arguments[i]);
+            words[i].real = PyFloat_AsDouble(arguments[i]);
         else if (format[i] == 'p')
-            *(void **)target = PyLong_AsVoidPtr(arguments[i]);
+            words[i].address = PyLong_AsVoidPtr(arguments[i]);
         else
-            *(int64_t *)target = PyLong_AsLongLong(arguments[i]);
+            words[i].integer = PyLong_AsLongLong(arguments[i]);
     }
-    va_end(targets);
-    return PyErr_Occurred() ? -1 : 0;
+    return PyErr_Occurred() ? -1 : (int)count;
+}
+
+static int append(int64_t number, const word *words, int count)
+{
+    if (tape.count + 1 + (size_t)count > tape.capacity) {
+        const size_t capacity = 2 * tape.capacity + MAX_WORDS + 1;
+        word *grown = realloc(tape.words, capacity * sizeof(word));
+        if (grown == NULL)
+            return -1;
+        tape.words = grown;
+        tape.capacity = capacity;
+    }
+    tape.words[tape.count++].integer = number;
+    memcpy(tape.words + tape.count, words, (size_t)count * sizeof(word));
+    tape.count += (size_t)count;
+    return 0;
+}
+
+static PyObject *call(int64_t number, PyObject *const *arguments, Py_ssize_t count)
+{
+    const struct kernel *kernel = &kernels[number];
+    word words[MAX_WORDS];
+    const int num_words = to_words(arguments, count, kernel->format, words);
+    if (num_words < 0)
+        return NULL;
+    if (tape.is_on && append(number, words, num_words) < 0)
+        return PyErr_NoMemory();
+    const int is_long = kernel->num_tokens_at == RELEASES_ALWAYS ||
+                        words[kernel->num_tokens_at].integer >= MANY_TOKENS;
+    PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
+    const int status = kernel->run(words);
+    if (is_long)
+        PyEval_RestoreThread(state);
+    if (status < 0)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+#define CALLED(name, number)                                                             \
+    static PyObject *call_##name(PyObject *module, PyObject *const *arguments,           \
+                                 Py_ssize_t count)                                       \
+    {                                                                                    \
+        (void)module;                                                                    \
+        return call(number, arguments, count);                                           \
+    }
+CALLED(attend, 0)
+CALLED(gated, 1)
+CALLED(place, 2)
+CALLED(rms_norm, 3)
+CALLED(linear, 4)
+
+/* record(): from now on every call is also written down. */
+static PyObject *record(PyObject *module, PyObject *ignored)
+{
+    (void)module, (void)ignored;
+    tape.is_on = 1;
+    tape.count = 0;
+    Py_RETURN_NONE;
+}
+
+/* recorded(): the calls since then, as bytes; nothing is written down any more. */
+static PyObject *recorded(PyObject *module, PyObject *ignored)
+{
+    (void)module, (void)ignored;
+    tape.is_on = 0;
+    return PyBytes_FromStringAndSize((const char *)tape.words,
+                                     (Py_ssize_t)(tape.count * sizeof(word)));
+}
+
+/* replay(calls): make them again. Their addresses must still be good. */
+static PyObject *replay(PyObject *module, PyObject *calls)
+{
+    (void)module;
+    if (!PyBytes_Check(calls))
+        return PyErr_Format(PyExc_TypeError, "expected bytes");
+    const char *next = PyBytes_AS_STRING(calls), *end = next + PyBytes_GET_SIZE(calls);
+    int status = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    while (next < end && status == 0) {
+        word words[MAX_WORDS];
+        int64_t number;
+        memcpy(&number, next, sizeof number);
+        const size_t num_bytes = strlen(kernels[number].format) * sizeof(word);
+        memcpy(words, next + sizeof number, num_bytes);
+        next += sizeof number + num_bytes;
+        status = kernels[number].run(words);
+    }
+    Py_END_ALLOW_THREADS;
+    if (status < 0)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 /* Names of the levels that this processor and its kernel can run, best first. */
@@ -43,7 +174,7 @@ static PyObject *supported(PyObject *module, PyObject *ignored)
     return Py_BuildValue("(s)", "portable");
 }
 
-#define ROW(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+#define ROW(name) {#name, (PyCFunction)(void (*)(void))call_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
     {"supported", supported, METH_NOARGS, NULL},
@@ -52,6 +183,9 @@ static PyMethodDef functions[] = {
     ROW(place),
     ROW(rms_norm),
     ROW(linear),
+    {"record", record, METH_NOARGS, NULL},
+    {"recorded", recorded, METH_NOARGS, NULL},
+    {"replay", replay, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
