@@ -36,6 +36,15 @@ class Kernels(Protocol):
     def linear(self, *arguments: float) -> None:
         """Multiply rows by matrices in the dtype in which these are stored."""
 
+    def record(self) -> None:
+        """Write down every call from now on."""
+
+    def recorded(self) -> bytes:
+        """The calls since record(); no more are written down."""
+
+    def replay(self, calls: bytes) -> None:
+        """Make recorded calls again."""
+
 
 def has_kernels() -> bool:
     """True if the workers of this machine will find kernels."""

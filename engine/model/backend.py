@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
+from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels
 from engine.model.layers import gated, rms_norm, rotate
 
@@ -148,7 +149,7 @@ class TorchBackend:
         return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap)
 
 
-def choose_backend(device: str, dtype: torch.dtype) -> Backend:
+def choose_backend(device: str, dtype: torch.dtype, take: Take = fresh) -> Backend:
     """Compiled kernels where they were built and know the dtype, else torch, which says why."""
     kernels, name = find_kernels(device, dtype)
-    return TorchBackend(name) if kernels is None else CompiledBackend(kernels, name)
+    return TorchBackend(name) if kernels is None else CompiledBackend(kernels, name, take)

@@ -15,6 +15,7 @@ import torch
 
 from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
+from engine.model.buffers import Take, fresh
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
@@ -44,22 +45,46 @@ def find_kernels(
 class CompiledPlan:
     """One step as the kernels read it."""
 
-    batch: StepBatch
+    positions: torch.Tensor
+    """[num_tokens] int64, as token_slots."""
+    token_slots: torch.Tensor
     tables: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosine and signed sine of all positions, for each RoPE of the model."""
     sequences: torch.Tensor
     """[num_sequences, 3] int64: first row in the step, new tokens, tokens with these."""
     block_tables: torch.Tensor
-    """[num_sequences, longest table] int64."""
+    """[num_sequences, longest table or more] int64."""
     num_threads: int
+
+    @property
+    def is_decode(self) -> bool:
+        """True if every sequence has one new token."""
+        return len(self.positions) == len(self.sequences)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All of a decode step that its kernel calls are told, and do not find in memory."""
+        tables = [cosine.data_ptr() for cosine, _ in self.tables]
+        return len(self.positions), self.block_tables.shape[1], self.num_threads, *tables
+
+    def take_inputs(self, other: CompiledPlan) -> None:
+        """What another step of the same shape finds in memory, in place."""
+        for mine, new in (
+            (self.positions, other.positions),
+            (self.token_slots, other.token_slots),
+            (self.sequences, other.sequences),
+            (self.block_tables, other.block_tables),
+        ):
+            mine.copy_(new)
 
 
 class CompiledBackend:
     """A step's small operations and its attention by the kernels of one instruction set."""
 
-    def __init__(self, kernels: Kernels, level: str) -> None:
+    def __init__(self, kernels: Kernels, level: str, take: Take = fresh) -> None:
         self.name = f"compiled {level}"
-        self._kernels = kernels
+        self.kernels = kernels
+        self._take = take
 
     def plan(
         self,
@@ -71,19 +96,21 @@ class CompiledBackend:
         sequences: list[int] = []
         ids: list[int] = []
         row = 0
-        longest = max(map(len, batch.block_tables))
+        # a power of two: steps of one shape for as long as their sequences grow little
+        width = 1 << (max(map(len, batch.block_tables)) - 1).bit_length()
         for query_len, seq_len, table in zip(
             batch.query_lens, batch.seq_lens, batch.block_tables, strict=True
         ):
             sequences += (row, query_len, seq_len)
             row += query_len
             ids += table
-            ids += [0] * (longest - len(table))
+            ids += [0] * (width - len(table))
         return CompiledPlan(
-            batch,
+            batch.positions,
+            batch.token_slots,
             tables,
             torch.tensor(sequences).view(-1, 3),
-            torch.tensor(ids).view(-1, longest),
+            torch.tensor(ids).view(-1, width),
             torch.get_num_threads(),
         )
 
@@ -96,9 +123,9 @@ class CompiledBackend:
         scale: float = 1.0,
     ) -> torch.Tensor:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
-        out = torch.empty_like(x)
         num_tokens, dim = x.shape
-        self._kernels.rms_norm(
+        out = self._take("norm", num_tokens, dim, x.dtype)
+        self.kernels.rms_norm(
             out.data_ptr(),
             x.data_ptr(),
             0 if added is None else added.data_ptr(),
@@ -119,7 +146,7 @@ class CompiledBackend:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         num_tokens, num_rows, dim = rows.shape
         address, stride = rows.data_ptr(), rows.stride(0)
-        self._kernels.rms_norm(
+        self.kernels.rms_norm(
             address,
             address,
             0,
@@ -138,8 +165,8 @@ class CompiledBackend:
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """activation(gate) * up of the two halves of the last dimension."""
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_tokens, width)
-        self._kernels.gated(
+        out = self._take("gated", num_tokens, width, gate_up.dtype)
+        self.kernels.gated(
             out.data_ptr(),
             gate_up.data_ptr(),
             ELEMENT_TYPES[gate_up.dtype],
@@ -168,13 +195,13 @@ class CompiledBackend:
             cosine_table, sine_table = plan.tables[rope_index]
             cosines, sines = cosine_table.data_ptr(), sine_table.data_ptr()
             rotary_dim = cosine_table.shape[-1]
-        self._kernels.place(
+        self.kernels.place(
             qkv.data_ptr(),
             kv.data_ptr(),
             cosines,
             sines,
-            plan.batch.positions.data_ptr(),
-            plan.batch.token_slots.data_ptr(),
+            plan.positions.data_ptr(),
+            plan.token_slots.data_ptr(),
             ELEMENT_TYPES[qkv.dtype],
             len(qkv),
             num_heads,
@@ -199,8 +226,8 @@ class CompiledBackend:
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
         _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
-        out = qkv.new_empty(len(qkv), num_heads, head_dim)
-        self._kernels.attend(
+        out = self._take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
+        self.kernels.attend(
             out.data_ptr(),
             qkv.data_ptr(),
             kv.data_ptr(),
@@ -221,4 +248,4 @@ class CompiledBackend:
             scale,
             softcap or 0.0,
         )
-        return out
+        return out.view(-1, num_heads, head_dim)

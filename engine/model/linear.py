@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.kernels.cpu import FLOAT16, Kernels
+from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -37,35 +38,53 @@ class Linears:
     """For people; why, if it is not the best."""
     kernels: Kernels | None
 
+    take: Take = fresh
+
     def make(
-        self, weights: dict[str, torch.Tensor], names: list[str], *, has_bias: bool = False
+        self,
+        weights: dict[str, torch.Tensor],
+        names: list[str],
+        *,
+        has_bias: bool = False,
+        is_kept: bool = False,
     ) -> Linear:
-        """Projections of the same input, by their tensors' names without `.weight`."""
+        """Projections of the same input, by their tensors' names without `.weight`.
+
+        What one of them returns lasts until the next is called, unless it is kept.
+        """
         matrices = [weights[f"{name}.weight"] for name in names]
         biases = [weights[f"{name}.bias"] for name in names] if has_bias else []
         if self.kernels is None:
             return TorchLinear(matrices, biases)
-        return CompiledLinear(self.kernels, matrices, biases)
+        return CompiledLinear(self.kernels, matrices, biases, fresh if is_kept else self.take)
 
 
-def choose_linears(device: str, dtype: torch.dtype, level: str | None = None) -> Linears:
+def choose_linears(
+    device: str, dtype: torch.dtype, level: str | None = None, take: Take = fresh
+) -> Linears:
     """Compiled kernels where they were built and know the dtype, else torch.
 
     Args:
         device: type of the weights' device.
         dtype: of the inputs.
         level: of the kernels; None: the best that the machine can run.
+        take: where results lie.
     """
     kernels, name = find_kernels(device, dtype, level)
-    return Linears(name if kernels is None else f"compiled {name}", kernels)
+    return Linears(name if kernels is None else f"compiled {name}", kernels, take)
 
 
 class CompiledLinear:
     """Weights of any dtype, read in place; inputs and outputs are float32 or bfloat16."""
 
     def __init__(
-        self, kernels: Kernels, matrices: list[torch.Tensor], biases: list[torch.Tensor]
+        self,
+        kernels: Kernels,
+        matrices: list[torch.Tensor],
+        biases: list[torch.Tensor],
+        take: Take = fresh,
     ) -> None:
+        self._take = take
         if len({matrix.dtype for matrix in matrices}) > 1:  # one call reads one dtype
             matrices = [matrix.float() for matrix in matrices]
         self._matrices = [matrix.contiguous() for matrix in matrices]
@@ -86,7 +105,7 @@ class CompiledLinear:
         """Multiply by all matrices in one call, on as many threads as torch would use."""
         x = x.contiguous()
         num_tokens = len(x)
-        out = x.new_empty(num_tokens, self._num_outputs)
+        out = self._take("linear", num_tokens, self._num_outputs, x.dtype)
         self._linear(
             out.data_ptr(),
             x.data_ptr(),

@@ -22,8 +22,10 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 from engine.config import ExpertsConfig, ModelConfig
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
+from engine.model.buffers import Buffers
 from engine.model.layers import bend, rope_table
 from engine.model.linear import Linears, choose_linears
+from engine.model.tape import MAX_TOKENS, Tapes
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -70,8 +72,9 @@ class Transformer:
         self._ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
-        self._backend = choose_backend(self._embedding.device.type, self.dtype)
-        linears = choose_linears(self._embedding.device.type, self.dtype)
+        buffers = Buffers()
+        self._backend = choose_backend(self._embedding.device.type, self.dtype, buffers.take)
+        linears = choose_linears(self._embedding.device.type, self.dtype, take=buffers.take)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._branches: list[_Branch] = []
@@ -80,7 +83,11 @@ class Transformer:
             rope_index = None if rope is None else self._ropes.index(rope)
             self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm")
-        self._head = linears.make(weights, [embedding if config.is_tied else f"{prefix}lm_head"])
+        head = embedding if config.is_tied else f"{prefix}lm_head"
+        self._head = linears.make(weights, [head], is_kept=True)
+        self._tapes: Tapes | None = None
+        if linears.kernels is not None and all(b.is_all_kernels for b in self._branches):
+            self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
 
     @property
     def attention_backend(self) -> str:
@@ -95,13 +102,14 @@ class Transformer:
         """
         config = self.config
         self._grow_tables(max(batch.seq_lens))
-        step = _Step(kv, self._backend.plan(batch, kv, self._tables))
+        plan = self._backend.plan(batch, kv, self._tables)
         x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
-        added = None
-        for branch in self._branches:
-            added = branch(x, added, step)
+        if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:
+            x, added = self._tapes.run(x, kv, plan)
+        else:
+            added = self._run_layers(x, kv, plan)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         x = x[list(batch.logit_rows)]
@@ -110,6 +118,13 @@ class Transformer:
         if config.logit_divisor != 1:
             logits.div_(config.logit_divisor)
         return logits if config.logit_softcap is None else bend(logits, config.logit_softcap)
+
+    def _run_layers(self, x: torch.Tensor, kv: torch.Tensor, plan: Any) -> torch.Tensor | None:
+        """Change x in place; what is still to be added to it comes back."""
+        step, added = _Step(kv, plan), None
+        for branch in self._branches:
+            added = branch(x, added, step)
+        return added
 
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > self._num_table_positions:
@@ -133,6 +148,8 @@ class _Branch:
     ) -> None:
         self._backend = backend
         self._before, self._block, self._after = before, block, after
+        self.is_all_kernels = before is not None and not isinstance(block, _Experts)
+        """False: torch computes a part of it."""
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
 
@@ -144,7 +161,9 @@ class _Branch:
         elif added is not None:
             x.add_(added, alpha=self._scale)
         made = self._block(read, step)
-        return made if self._after is None else self._backend.norm(made, self._after, self._eps)
+        if self._after is not None:
+            self._backend.norm_rows(made[:, None], self._after[None], self._eps)
+        return made
 
 
 def _branches(

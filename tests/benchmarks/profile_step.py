@@ -1,8 +1,8 @@
-"""Where a step's time goes: with torch alone, as it was before the kernels, and with the kernels.
+"""Where a step's time goes: with torch alone, with the kernels, and with their calls replayed.
 
 usage: python -m tests.benchmarks.profile_step MODEL [--dtype float32] [--threads 2] [--rounds 5]
 
-One process, no daemon, no sampling: the model's forward pass over one pool. The two arms take turns
+One process, no daemon, no sampling: the model's forward pass over one pool. The arms take turns
 step by step; figures are medians in ms, the parts of the step with the median total.
 """
 
@@ -61,19 +61,22 @@ class Timed:
 class Arm:
     """A model of its own weights, and where its time went."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, *, has_kernels: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str, name: str) -> None:
         self.spent_s: Counter[str] = Counter()
         weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
         backend, linears = transformer.choose_backend, transformer.choose_linears
-        if not has_kernels:
+        if name == "torch":
             weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
             backend = lambda *_: TorchBackend()  # noqa: E731
-            linears = lambda *_: Linears("torch", None)  # noqa: E731
+            linears = lambda *_, **__: Linears("torch", None)  # noqa: E731
         before = transformer.choose_backend, transformer.choose_linears
-        transformer.choose_backend = lambda *a: Timed(backend(*a), self.spent_s)  # type: ignore
-        transformer.choose_linears = lambda *a: Timed(linears(*a), self.spent_s)  # type: ignore
+        if name != "replayed":
+            timed = lambda choose: lambda *a, **k: Timed(choose(*a, **k), self.spent_s)  # noqa: E731
+            transformer.choose_backend, transformer.choose_linears = map(timed, (backend, linears))
         self.model = transformer.Transformer(checkpoint.config, weights, dtype)
         transformer.choose_backend, transformer.choose_linears = before
+        if name != "replayed":
+            self.model._tapes = None  # nothing to time in a tape
         config = checkpoint.config
         shape = (1280, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kv = torch.randn(shape).to(getattr(torch, dtype))
@@ -109,10 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     checkpoint = Checkpoint.open(args.model)
-    arms = {
-        name: Arm(checkpoint, args.dtype, has_kernels=name == "kernels")
-        for name in ("torch", "kernels")
-    }
+    arms = {name: Arm(checkpoint, args.dtype, name) for name in ("torch", "kernels", "replayed")}
     columns = ("linears", "attend", "small", "plan", "rest", "total")
     print(f"{'':26}" + "".join(f"{column:>10}" for column in columns))
     for case, shape in CASES.items():
