@@ -1,7 +1,18 @@
-/* The small operations between the large ones: norms, activations, rotation with the KV write. */
+/* The small operations between the large ones: norms, activations, rotation with the KV write.
+ *
+ * Each is a loop over tokens, a few of which are an item for a thread. */
 #include "simd.h"
 
 static const float OVERFLOWN = 6e4f; /* as in engine/model/attention.py */
+enum { TOKENS = 16 };
+
+/* Tokens [first, end) of an item. */
+#define FOR_TOKENS(item, num_tokens)                                                            \
+    for (int64_t token = (item) * TOKENS,                                                       \
+                 end = token + TOKENS < (num_tokens) ? token + TOKENS : (num_tokens);           \
+         token < end; token++)
+
+static int64_t items_of(int64_t num_tokens) { return (num_tokens + TOKENS - 1) / TOKENS; }
 
 INLINE vec load_upto(const void *from, int64_t count, int type)
 {
@@ -38,34 +49,46 @@ INLINE void norm_row(void *out, void *x, const void *added, const void *weight, 
     }
 }
 
+typedef struct {
+    void *out, *x, *added, *weight;
+    int64_t type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride;
+    float alpha, eps;
+} norm;
+
+static void norm_tokens(void *context, int64_t item)
+{
+    const norm *n = context;
+    const int type = (int)n->type, weight_type = (int)n->weight_type;
+    FOR_TOKENS(item, n->num_tokens)
+        for (int64_t row = 0; row < n->num_rows; row++) {
+            const int64_t first = token * n->x_stride + row * n->dim;
+            void *to = at(n->out, token * n->out_stride + row * n->dim, type);
+            void *from = at(n->x, first, type);
+            const void *more = n->added == NULL ? NULL : at(n->added, first, type);
+            const void *factors = at(n->weight, row * n->dim, weight_type);
+            if (type == FLOAT32)
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, FLOAT32, FLOAT32);
+            else if (weight_type == FLOAT32)
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, BFLOAT16, FLOAT32);
+            else
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, BFLOAT16, BFLOAT16);
+        }
+}
+
 /* rms_norm(out, x, added, weight, type, weight_type, num_tokens, num_rows, dim, out_stride,
- *          x_stride, alpha, eps)
+ *          x_stride, num_threads, alpha, eps)
  *
  * x is num_tokens times num_rows rows of dim: tokens x_stride apart, rows adjacent; `added`, or 0, is
  * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x.
  */
-KERNEL(rms_norm, "ppppiiiiiiiff")
+KERNEL(rms_norm, "ppppiiiiiiiiff")
 {
-    void *out, *x, *added, *weight;
-    int64_t type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride;
-    float alpha, eps;
-    read_words(words, rms_norm_format, &out, &x, &added, &weight, &type,
-                       &weight_type, &num_tokens, &num_rows, &dim, &out_stride, &x_stride, &alpha,
-                       &eps);
-    for (int64_t token = 0; token < num_tokens; token++)
-        for (int64_t row = 0; row < num_rows; row++) {
-            const int64_t first = token * x_stride + row * dim;
-            void *to = at(out, token * out_stride + row * dim, (int)type);
-            void *from = at(x, first, (int)type);
-            const void *more = added == NULL ? NULL : at(added, first, (int)type);
-            const void *factors = at(weight, row * dim, (int)weight_type);
-            if (type == FLOAT32)
-                norm_row(to, from, more, factors, dim, alpha, eps, FLOAT32, FLOAT32);
-            else if (weight_type == FLOAT32)
-                norm_row(to, from, more, factors, dim, alpha, eps, BFLOAT16, FLOAT32);
-            else
-                norm_row(to, from, more, factors, dim, alpha, eps, BFLOAT16, BFLOAT16);
-        }
+    norm n;
+    int64_t num_threads;
+    read_words(words, rms_norm_format, &n.out, &n.x, &n.added, &n.weight, &n.type, &n.weight_type,
+               &n.num_tokens, &n.num_rows, &n.dim, &n.out_stride, &n.x_stride, &num_threads,
+               &n.alpha, &n.eps);
+    parallel_for(num_threads, items_of(n.num_tokens), norm_tokens, &n);
     return 0;
 }
 
@@ -89,25 +112,37 @@ INLINE void gate_row(void *out, const void *gate_up, int64_t width, int is_gelu,
     }
 }
 
-/* gated(out, gate_up, type, num_tokens, width, is_gelu)
- *
- * out [num_tokens, width] = activation(gate) * up of the halves of gate_up [num_tokens, 2 * width]. */
-KERNEL(gated, "ppiiii")
-{
+typedef struct {
     void *out, *gate_up;
     int64_t type, num_tokens, width, is_gelu;
-    read_words(words, gated_format, &out, &gate_up, &type, &num_tokens, &width,
-                       &is_gelu);
-    for (int64_t token = 0; token < num_tokens; token++) {
-        void *to = at(out, token * width, (int)type);
-        const void *from = at(gate_up, token * 2 * width, (int)type);
-        if (type == FLOAT32 && is_gelu)
-            gate_row(to, from, width, 1, FLOAT32);
-        else if (type == FLOAT32)
-            gate_row(to, from, width, 0, FLOAT32);
+} gate;
+
+static void gate_tokens(void *context, int64_t item)
+{
+    const gate *g = context;
+    FOR_TOKENS(item, g->num_tokens) {
+        void *to = at(g->out, token * g->width, (int)g->type);
+        const void *from = at(g->gate_up, token * 2 * g->width, (int)g->type);
+        if (g->type == FLOAT32 && g->is_gelu)
+            gate_row(to, from, g->width, 1, FLOAT32);
+        else if (g->type == FLOAT32)
+            gate_row(to, from, g->width, 0, FLOAT32);
         else
-            gate_row(to, from, width, (int)is_gelu, BFLOAT16);
+            gate_row(to, from, g->width, (int)g->is_gelu, BFLOAT16);
     }
+}
+
+/* gated(out, gate_up, type, num_tokens, width, is_gelu, num_threads)
+ *
+ * out [num_tokens, width] = activation of the first half of gate_up [num_tokens, 2 * width] times the
+ * second. */
+KERNEL(gated, "ppiiiii")
+{
+    gate g;
+    int64_t num_threads;
+    read_words(words, gated_format, &g.out, &g.gate_up, &g.type, &g.num_tokens, &g.width,
+               &g.is_gelu, &num_threads);
+    parallel_for(num_threads, items_of(g.num_tokens), gate_tokens, &g);
     return 0;
 }
 
@@ -148,11 +183,11 @@ typedef struct {
     int64_t block_size, num_layers, layer;
 } placement;
 
-INLINE void place_tokens(const placement *p, int type)
+INLINE void place_item(const placement *p, int64_t item, int type)
 {
     const int64_t kv_width = p->num_kv_heads * p->head_dim;
     const int64_t q_width = p->num_heads * p->head_dim;
-    for (int64_t token = 0; token < p->num_tokens; token++) {
+    FOR_TOKENS(item, p->num_tokens) {
         char *row = at(p->qkv, token * (q_width + 2 * kv_width), type);
         const int64_t angle = p->positions[token] * p->rotary_dim;
         for (int64_t head = 0; p->rotary_dim && head < p->num_heads + p->num_kv_heads; head++)
@@ -168,23 +203,23 @@ INLINE void place_tokens(const placement *p, int type)
     }
 }
 
+static void place_float32(void *context, int64_t item) { place_item(context, item, FLOAT32); }
+static void place_bfloat16(void *context, int64_t item) { place_item(context, item, BFLOAT16); }
+
 /* place(qkv, kv, cosines, sines, positions, token_slots, type, num_tokens, num_heads, num_kv_heads,
- *       head_dim, rotary_dim, block_size, num_layers, layer)
+ *       head_dim, rotary_dim, block_size, num_layers, layer, num_threads)
  *
  * Turn the queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] in place, by
  * the rows `positions` of the tables [num_positions, rotary_dim] (not at all where rotary_dim is 0),
  * and write keys and values to their places in the pool. */
-KERNEL(place, "ppppppiiiiiiiii")
+KERNEL(place, "ppppppiiiiiiiiii")
 {
     placement p;
-    int64_t type;
-    read_words(words, place_format, &p.qkv, &p.kv, &p.cosines, &p.sines,
-                       &p.positions, &p.token_slots, &type, &p.num_tokens, &p.num_heads,
-                       &p.num_kv_heads, &p.head_dim, &p.rotary_dim, &p.block_size, &p.num_layers,
-                       &p.layer);
-    if (type == FLOAT32)
-        place_tokens(&p, FLOAT32);
-    else
-        place_tokens(&p, BFLOAT16);
+    int64_t type, num_threads;
+    read_words(words, place_format, &p.qkv, &p.kv, &p.cosines, &p.sines, &p.positions,
+               &p.token_slots, &type, &p.num_tokens, &p.num_heads, &p.num_kv_heads, &p.head_dim,
+               &p.rotary_dim, &p.block_size, &p.num_layers, &p.layer, &num_threads);
+    parallel_for(num_threads, items_of(p.num_tokens),
+                 type == FLOAT32 ? place_float32 : place_bfloat16, &p);
     return 0;
 }

@@ -137,6 +137,7 @@ class CompiledBackend:
             dim,
             dim,
             dim,
+            torch.get_num_threads(),
             scale,
             eps,
         )
@@ -158,6 +159,7 @@ class CompiledBackend:
             dim,
             stride,
             stride,
+            torch.get_num_threads(),
             1.0,
             eps,
         )
@@ -173,6 +175,7 @@ class CompiledBackend:
             num_tokens,
             width,
             activation != "silu",
+            torch.get_num_threads(),
         )
         return out
 
@@ -211,6 +214,7 @@ class CompiledBackend:
             block_size,
             num_layers,
             layer,
+            plan.num_threads,
         )
 
     def attend(
