@@ -36,6 +36,8 @@ class ClosedRequests:
     def complete(self, requests: list[Request]) -> None:
         """No more joules will come for these."""
         for request in requests:
+            if request.prefill_j is None:  # it had no step
+                continue
             energy = RowEnergy(request.request_id, request.prefill_j, request.decode_j)
             self._log.record(energy)
             if (frame := self._frames.get(energy.rid)) is not None:
