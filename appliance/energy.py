@@ -33,7 +33,7 @@ from engine.sequence import Sequence
 
 WINDOW_S = 60.0
 CPU = "cpu"
-"""What workers run on who have no GPU."""
+"""What workers run on that have no GPU: all packages together; also a package's kind."""
 MAX_INTERVALS = 64
 """Of each device that late steps may still take from."""
 NOT_REPORTED = "not reported"
@@ -47,6 +47,7 @@ class _Interval:
     ended_ns: int
     left_j: float
     left_ns: float
+    """Of the time that it offered."""
 
 
 class _Share(NamedTuple):
@@ -136,13 +137,14 @@ class Energy:
         """Divide what the devices have used until `read_ns`; once for each reading."""
         if read_ns <= self._sums.read_ns:
             return
-        names = {CPU: [d.name for d in devices if d.kind == "cpu" and d.energy_j is not None]}
-        names |= {d.name: [d.name] for d in devices if d.kind == "gpu" and d.energy_j is not None}
+        names: dict[str, list[str]] = {}
         for device in devices:
-            self._read(device, read_ns)
+            if device.energy_j is not None:
+                names.setdefault(CPU if device.kind == CPU else device.name, []).append(device.name)
+                self._read(device, device.energy_j, read_ns)
         for runs_on, steps in self._steps.items():
             self._divide(steps, names.get(runs_on, []))
-        self._steps = {runs_on: [] for runs_on, reporting in names.items() if reporting}
+        self._steps = {runs_on: [] for runs_on in names}
         self._sums = self._sums._replace(
             read_ns=read_ns, total_j=sum(device.energy_j for device in self._devices.values())
         )
@@ -165,7 +167,7 @@ class Energy:
             total_j=now.total_j,
             prefill_j=now.prefill_j,
             decode_j=now.decode_j,
-            unattributed_j=now.total_j - now.prefill_j - now.decode_j,
+            unattributed_j=max(0.0, now.total_j - now.prefill_j - now.decode_j),
             window_s=WINDOW_S,
             power_w=_ratio(now.total_j - first.total_j, seconds),
             prefill_j_per_token=_ratio(
@@ -177,18 +179,16 @@ class Energy:
             method=f"{' and '.join(sorted(self._sources))}, by time in steps, then by tokens",
         )
 
-    def _read(self, frame: DeviceFrame, read_ns: int) -> None:
-        """Begin a device's next interval, where it reports its energy."""
-        if frame.energy_j is None:
-            return
+    def _read(self, frame: DeviceFrame, energy_j: float, read_ns: int) -> None:
+        """End a device's interval."""
         self._sources.add(frame.power_source or frame.kind)
-        device = self._devices.setdefault(frame.name, _Device(read_ns, frame.energy_j))
+        device = self._devices.setdefault(frame.name, _Device(read_ns, energy_j))
         if read_ns > device.read_ns:
-            elapsed_ns = read_ns - device.read_ns
             width = self._num_cores if frame.kind == CPU else 1
-            used_j = frame.energy_j - device.energy_j
-            device.intervals.append(_Interval(device.read_ns, read_ns, used_j, width * elapsed_ns))
-            device.read_ns, device.energy_j = read_ns, frame.energy_j
+            offered_ns = width * (read_ns - device.read_ns)
+            used_j = energy_j - device.energy_j
+            device.intervals.append(_Interval(device.read_ns, read_ns, used_j, offered_ns))
+            device.read_ns, device.energy_j = read_ns, energy_j
 
     def _divide(self, steps: list[_Step], names: list[str]) -> None:
         """Charge steps for their time on devices, and sequences for their tokens in them."""

@@ -80,7 +80,7 @@ class Frames:
         plan, telemetry = self._plan, self._telemetry
         workers = list(self._supervisor.workers.values())
         devices = self._devices.read(now_ns)
-        self.energy.settle(devices, self._devices.read_ns or now_ns)
+        self.energy.settle(devices, self._devices.read_ns)
         self._frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,

@@ -363,7 +363,6 @@ class Service:
             log.warning("no frame this time: %s", error)
         except Exception:  # which must end neither the readings nor what asks for one
             log.exception("no frame this time")
-
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:

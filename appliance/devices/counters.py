@@ -52,7 +52,7 @@ class Counter:
         return Growth(amount, (now_ns - last[0]) / 1e9)
 
 
-class Energy(NamedTuple):
+class EnergyReading(NamedTuple):
     """Of one device."""
 
     energy_j: float | None = None
@@ -71,21 +71,21 @@ class EnergyMeter:
 
     def count(
         self, now_ns: int, value: int | None, *, unit_j: float, size: int | None = None
-    ) -> Energy:
+    ) -> EnergyReading:
         """By an energy counter; value and size as Counter.growth() takes them."""
         if value is None:
-            return Energy()
+            return EnergyReading()
         growth = self._counter.growth(now_ns, value, size)
         if growth is None:
-            return Energy(self._energy_j)
+            return EnergyReading(self._energy_j)
         self._energy_j += growth.amount * unit_j
-        return Energy(self._energy_j, growth.per_s * unit_j)
+        return EnergyReading(self._energy_j, growth.per_s * unit_j)
 
-    def integrate(self, now_ns: int, power_w: float | None) -> Energy:
+    def integrate(self, now_ns: int, power_w: float | None) -> EnergyReading:
         """By power at this moment, taken to have changed evenly since the last reading."""
         if power_w is None:
-            return Energy()
+            return EnergyReading()
         last, self._last_power = self._last_power, (now_ns, power_w)
         if last is not None:
             self._energy_j += (power_w + last[1]) / 2 * (now_ns - last[0]) / 1e9
-        return Energy(self._energy_j, power_w)
+        return EnergyReading(self._energy_j, power_w)

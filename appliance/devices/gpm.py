@@ -2,8 +2,8 @@
 
 Owns: two samples for each device or MIG instance, between which a metric is taken.
 Called by: gpu, after all else is read.
-Invariant: the first sample shows nothing; a window too short to tell shows what the one before did;
-one so long that it says nothing of now begins anew.
+Invariant: the first sample shows nothing, and a window so long that it says nothing of now begins
+anew; none is too short to tell, as machine reads no device twice within 200 ms.
 Never: blocks; names a device.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 from appliance.devices.nvml import Nvml
 
-MIN_WINDOW_NS = 100_000_000
 MAX_WINDOW_NS = 10_000_000_000
 _MIB = 1 << 20
 _METRICS = {
@@ -45,27 +44,23 @@ class Gpm:
         self._samples = [nvml.ask("nvmlGpmSampleAlloc") for _ in range(2)]
         self._taken_ns: int | None = None
         """When the newest sample was, which is the first of the two."""
-        self._activity: Activity = {}
 
     def read(self, now_ns: int) -> Activity:
-        """The newest metrics, as fields of DeviceFrame; empty while there are none."""
-        taken_ns = self._taken_ns
-        if taken_ns is not None and now_ns - taken_ns < MIN_WINDOW_NS:
-            return self._activity
+        """The metrics since the last call, as fields of DeviceFrame; empty if there are none."""
         before, spare = self._samples
-        self._activity = {}
         if spare is None or not self._nvml.gpm_sample(self._device, self._instance_id, spare):
             self._taken_ns = None
-            return self._activity
-        self._samples, self._taken_ns = [spare, before], now_ns
-        if taken_ns is not None and now_ns - taken_ns <= MAX_WINDOW_NS:
-            ids = [metric_id for metric_id, _ in _METRICS.values()]
-            values = self._nvml.gpm_metrics(before, spare, ids)
-            self._activity = {
-                name: None if value is None else value * unit
-                for (name, (_, unit)), value in zip(_METRICS.items(), values, strict=True)
-            }
-        return self._activity
+            return {}
+        taken_ns, self._taken_ns = self._taken_ns, now_ns
+        self._samples = [spare, before]
+        if taken_ns is None or now_ns - taken_ns > MAX_WINDOW_NS:
+            return {}
+        ids = [metric_id for metric_id, _ in _METRICS.values()]
+        values = self._nvml.gpm_metrics(before, spare, ids)
+        return {
+            name: None if value is None else value * unit
+            for (name, (_, unit)), value in zip(_METRICS.items(), values, strict=True)
+        }
 
     def close(self) -> None:
         """Give the samples back."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from appliance.devices import nvml as api
-from appliance.devices.counters import Counter, Energy, EnergyMeter
+from appliance.devices.counters import Counter, EnergyMeter, EnergyReading
 from appliance.devices.gpm import Gpm
 from appliance.devices.nvml import Field, Nvml
 from appliance.protocol import DeviceFrame
@@ -174,7 +174,7 @@ class Gpu:
             **self._traffic_rates(now_ns, traffic),
         )
 
-    def _energy(self, now_ns: int, instant_w: float | None) -> Energy:
+    def _energy(self, now_ns: int, instant_w: float | None) -> EnergyReading:
         """By the counter if there has ever been one: two ways would count some joules twice."""
         energy_mj = self._nvml.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle)
         self._has_counter |= energy_mj is not None
@@ -182,7 +182,7 @@ class Gpu:
             return self._meter.count(now_ns, energy_mj, unit_j=1e-3)
         return self._meter.integrate(now_ns, instant_w)
 
-    def _power_source(self, energy: Energy) -> str | None:
+    def _power_source(self, energy: EnergyReading) -> str | None:
         if energy.energy_j is None:
             return None
         return "energy counter" if self._has_counter else "instant field"

@@ -24,8 +24,8 @@ class Devices:
         self._packages = packages
         self._gpus = gpus
         self._frames: list[DeviceFrame] = []
-        self.read_ns: int | None = None
-        """When the newest reading was."""
+        self.read_ns = -MIN_INTERVAL_NS
+        """When the newest reading was; at first so long ago that the next may be at once."""
 
     @classmethod
     def of_machine(cls) -> Devices:
@@ -34,7 +34,7 @@ class Devices:
 
     def read(self, now_ns: int) -> list[DeviceFrame]:
         """One frame per device, also where it reports nothing."""
-        if self.read_ns is None or now_ns - self.read_ns >= MIN_INTERVAL_NS:
+        if now_ns - self.read_ns >= MIN_INTERVAL_NS:
             self.read_ns = now_ns
             self._frames = [package.read(now_ns) for package in self._packages]
             by_gpu = [(gpu, gpu.read(now_ns)) for gpu in self._gpus]
