@@ -146,6 +146,7 @@ class _Daemon:
             frames = asyncio.create_task(self._make_frames())
             stack.callback(frames.cancel)
             await self._serve()
+            self._service.make_frame()  # with the energy of the last steps
             request_log.end_run("clean")
         return 0
 

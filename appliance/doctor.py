@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +21,7 @@ from typing import Any
 
 from appliance import config
 from appliance.client import Client
-from appliance.devices import Devices
+from appliance.devices.machine import Devices
 from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
@@ -50,7 +51,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _packages()
     yield _kernels()
     yield _cores()
-    yield from _devices(Devices())
+    yield from _devices(Devices.of_machine())
     yield _open_files()
     try:
         found = config.load(settings)
@@ -109,18 +110,18 @@ def _cores() -> Finding:
 
 
 def _devices(devices: Devices) -> Iterator[Finding]:
-    frames = devices.read()
-    gpus = [frame.name for frame in frames if frame.kind == "gpu"]
+    frames = devices.read(time.monotonic_ns())
+    gpus = [frame.name for frame in frames if frame.kind == "gpu" and frame.parent is None]
     if gpus:
         found = f"{', '.join(gpus)}: seen, not used; this version serves on CPU cores"
         yield Finding("gpu", "note", found)
     else:
         yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
-    if any(frame.kind == "cpu" for frame in frames) and devices.reads_cpu_energy:
+    if any(frame.kind == "cpu" and frame.energy_j is not None for frame in frames):
         yield Finding("power", "ok", "CPU packages report energy")
     else:
         yield Finding(
-            "power", "note", "no CPU package reports energy: watts and joules are not shown",
+            "power", "note", "no CPU package reports energy: what requests use is not shown",
             "where /sys/class/powercap exists it may be for root only; virtual machines have none",
         )  # fmt: skip
 

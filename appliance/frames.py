@@ -1,6 +1,6 @@
 """One reading of everything, once a second and whenever somebody asks.
 
-Owns: the newest frame, its number, and those who wait for the next one.
+Owns: the newest frame, its number, those who wait for the next one, and the energy account.
 Called by: service.
 Invariant: a frame's numbers only grow; what is read over an interval (rates, devices, the host) is
 read when a frame is made, and never for a single reader.
@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 
 from appliance.boot import Plan
-from appliance.devices import Devices
+from appliance.devices.machine import Devices
+from appliance.energy import Energy
+from appliance.placement import num_machine_cores
 from appliance.protocol import (
     FRAME_VERSION,
     MAX_FRAME_REQUESTS,
@@ -59,13 +61,15 @@ class Frames:
         router: Router,
         supervisor: Supervisor,
         telemetry: Telemetry,
+        devices: Devices,
     ) -> None:
         self._plan = plan
         self._model = model
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
-        self._devices = Devices()
+        self.energy = Energy(num_machine_cores())
+        self._devices = devices
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
@@ -75,6 +79,8 @@ class Frames:
         now_ns = time.monotonic_ns()
         plan, telemetry = self._plan, self._telemetry
         workers = list(self._supervisor.workers.values())
+        devices = self._devices.read(now_ns)
+        self.energy.settle(devices, self._devices.read_ns)
         self._frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,
@@ -85,7 +91,8 @@ class Frames:
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
             workers=telemetry.workers(workers, self._router, now_ns),
-            devices=self._devices.read(),
+            devices=devices,
+            energy=self.energy.frame(),
             host=telemetry.host(),
             **self._parts(standing, now_ns),
         )

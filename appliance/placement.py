@@ -75,6 +75,11 @@ def available_cores(
     return chosen if quota is None else chosen[: max(1, int(quota))]
 
 
+def num_machine_cores() -> int:
+    """Physical cores of the machine, also those that we may not use."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     """Cores of prefill and decode; prefill is compute-bound and gets the odd one."""
     if len(cores) == 1:

@@ -146,6 +146,18 @@ class Request:
     """HUNG_UP, `drain`, or the name of the peer that asked for it."""
 
     @property
+    def prefill_j(self) -> float | None:
+        """Energy of its prompts; None: no power reading."""
+        known = [one.prefill_j for one in self.sequences if one.prefill_j is not None]
+        return sum(known) if known else None
+
+    @property
+    def decode_j(self) -> float | None:
+        """Energy of its outputs; None: no power reading."""
+        known = [one.decode_j for one in self.sequences if one.decode_j is not None]
+        return sum(known) if known else None
+
+    @property
     def is_finished(self) -> bool:
         """True once every sequence is."""
         return all(sequence.is_finished for sequence in self.sequences)

@@ -1,6 +1,6 @@
 """What the api calls: requests in, tokens out.
 
-Owns: live requests, the newest finished ones, the totals, and whether new work is taken.
+Owns: live requests, the totals, and whether new work is taken.
 Called by: api (as appliance.request.Appliance), the daemon (reports of workers, drain).
 Invariant: every accepted request is closed exactly once, with one log row.
 Never: waits; starts or stops a process.
@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 
 import msgspec
 
-from appliance.boot import Plan
+from appliance.boot import Plan, model_info
+from appliance.closed import ClosedRequests
+from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.log.request_log import RequestLog
@@ -34,7 +35,6 @@ from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
 
-MAX_RECENT_REQUESTS = 200
 DRAIN_CHECK_S = 0.2
 _LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -51,6 +51,7 @@ class Service:
         request_log: RequestLog,
         *,
         keeps_text: bool,
+        devices: Devices | None = None,
     ) -> None:
         self._plan = plan
         self._router = router
@@ -59,12 +60,14 @@ class Service:
         self._log = request_log
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
-        self._model = _model_info(plan)
+        self._model = model_info(plan)
         self._telemetry = Telemetry()
-        self._frames = Frames(plan, self._model, router, supervisor, self._telemetry)
+        devices = devices or Devices.of_machine()
+        self._frames = Frames(plan, self._model, router, supervisor, self._telemetry, devices)
+        self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
-        self._recent: deque[dict[str, object]] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self._closed = ClosedRequests(request_log)
         self._last_seq_id = 0
         self._is_draining = False
         self._is_stopping = False
@@ -188,8 +191,8 @@ class Service:
             self._totals.finished += 1
         self._telemetry.finished(request, now_ns)
         frame = self._frames.of_request(request, now_ns)
-        self._recent.appendleft(msgspec.to_builtins(frame))
-        self._log.record(LogRow.from_request(request, with_text=self.keeps_text))
+        self._closed.add(frame, LogRow.from_request(request, with_text=self.keeps_text))
+        self._energy.closed(request)
         if not self._live:
             self._idle.set()
 
@@ -197,7 +200,7 @@ class Service:
         """Live requests, oldest first, then finished ones, newest first."""
         now_ns = time.monotonic_ns()
         live = [self._frames.of_request(request, now_ns) for request in self._live.values()]
-        return [*map(msgspec.to_builtins, live), *self._recent]
+        return [*map(msgspec.to_builtins, live), *self._closed.frames()]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
         """One live or newly finished request by id."""
@@ -285,6 +288,7 @@ class Service:
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
+            self._energy.stepped(worker, report, self._router)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Loaded):
             self._router.loaded(report, now_ns)
@@ -359,6 +363,7 @@ class Service:
             log.warning("no frame this time: %s", error)
         except Exception:  # which must end neither the readings nor what asks for one
             log.exception("no frame this time")
+        self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:
         return Standing(
@@ -377,16 +382,3 @@ class Service:
         except InvariantViolated as error:
             self._violation = str(error)
             self.event("error", "invariant.violated", str(error))
-
-
-def _model_info(plan: Plan) -> ModelInfo:
-    config = plan.checkpoint.config
-    return ModelInfo(
-        model_id=plan.checkpoint.folder.resolve().name,
-        max_model_len=plan.placement.max_model_len,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        note=plan.model_note,
-        created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
-        sampling=config.sampling,
-    )

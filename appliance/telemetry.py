@@ -271,4 +271,6 @@ def request_frame(
         ),
         route=shown.route,
         route_reason=shown.route_reason,
+        prefill_j=request.prefill_j,
+        decode_j=request.decode_j,
     )

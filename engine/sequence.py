@@ -1,7 +1,7 @@
 """A sequence: token ids, where they stand, and when each stage began.
 
 Owns: the progress of one sequence as the daemon knows it.
-Called by: the router (writes), the api, stream and telemetry (read).
+Called by: the router (writes), energy (its joules), the api, stream and telemetry (read).
 Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
 Never: text, HTTP, block ids of more than it owns.
 """
@@ -147,6 +147,9 @@ class Sequence:
     handoff_blocks: int = 0
     transport: str | None = None
     """`alias` or `shm` once it was handed over; None before, and where it never moves."""
+    prefill_j: float | None = None
+    """Energy of its share of the steps so far; None: no power reading."""
+    decode_j: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

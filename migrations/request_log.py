@@ -177,3 +177,17 @@ def m003_routes(db: Database) -> None:
         ),
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m004_energy(db: Database) -> None:
+    """Joules by phase; NULL where nothing reported its power."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN prefill_j REAL",
+        "ALTER TABLE requests ADD COLUMN decode_j REAL",
+        "DROP VIEW v_requests",
+        _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,")
+        .replace("transport,", "transport, route, route_reason,")
+        .replace("recoveries,", "recoveries, prefill_j, decode_j,"),
+    ):
+        db.conn.execute(statement)

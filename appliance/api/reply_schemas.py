@@ -150,6 +150,7 @@ _REPLIES: Json = {
 }
 
 _TEXT_OR_NULL, _MS, _WHOLE = nullable(STRING), nullable(NUMBER), nullable(INTEGER)
+_JOULES = nullable(NUMBER)
 _LOG: Json = {
     "LogRow": shape(
         {"cursor": INTEGER, "rid": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
@@ -164,6 +165,7 @@ _LOG: Json = {
         | dict.fromkeys(("temperature", "top_p", "tokenize_ms", "queue_ms", "prefill_ms"), _MS)
         | dict.fromkeys(("ttft_ms", "handoff_ms", "decode_wait_ms", "decode_ms"), _MS)
         | dict.fromkeys(("first_itl_ms", "tpot_ms", "e2e_ms"), _MS)
+        | dict.fromkeys(("prefill_j", "decode_j"), _JOULES)
     ),
     "LogEvent": shape(
         {"cursor": INTEGER, "run_id": INTEGER, "actor": _TEXT_OR_NULL}
@@ -171,7 +173,8 @@ _LOG: Json = {
     ),
     "Usage": shape(
         dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), COUNT)
-        | dict.fromkeys(("prefill_ms", "decode_ms"), _MS),
+        | dict.fromkeys(("prefill_ms", "decode_ms"), _MS)
+        | dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token"), _JOULES),
         dict.fromkeys(("user", "model", "day"), STRING),
     ),
 }

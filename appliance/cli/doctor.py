@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Host, Output
-from appliance.cli.text import in_unit, size
+from appliance.cli.text import DASH, count, in_unit, size, word
 
 BAD_EXIT_CODE = 8
 _READING_S = 0.25
 """Between two readings of an energy counter; power is their difference."""
+
+
+def _reasons(value: Any) -> str:
+    return DASH if value is None else word(", ".join(value) or "no")
+
+
+def _per_s(value: float | None) -> str:
+    return DASH if value is None else f"{size(value)}/s"
+
 
 _FINDINGS = (
     Column("CHECK", "check"),
@@ -38,6 +47,20 @@ _DEVICES = (
     Column("BUSY", "utilization_ratio", in_unit("%", 100)),
     Column("MEMORY", "memory_used_bytes", size),
     Column("OF", "memory_total_bytes", size),
+    Column("THROTTLED", "throttle_reasons", _reasons),
+    Column("XID", "last_xid", count),
+    Column("POWER BY", "power_source", is_wide=True),
+    Column("NOW", "power_instant_w", in_unit("W"), is_wide=True),
+    Column("MEM CLOCK", "memory_clock_mhz", in_unit("MHz"), is_wide=True),
+    Column("SM", "sm_ratio", in_unit("%", 100), is_wide=True),
+    Column("TENSOR", "tensor_ratio", in_unit("%", 100), is_wide=True),
+    Column("MEM BW", "memory_bandwidth_ratio", in_unit("%", 100), is_wide=True),
+    Column("PCIE IN", "pcie_rx_bytes_per_s", _per_s, is_wide=True),
+    Column("PCIE OUT", "pcie_tx_bytes_per_s", _per_s, is_wide=True),
+    Column("NVLINK IN", "nvlink_rx_bytes_per_s", _per_s, is_wide=True),
+    Column("NVLINK OUT", "nvlink_tx_bytes_per_s", _per_s, is_wide=True),
+    Column("MODEL", "model", is_wide=True),
+    Column("UUID", "uuid", is_wide=True),
 )
 
 
@@ -70,18 +93,15 @@ def doctor(
 
 def devices(output: Output = Format.TABLE) -> None:
     """List what computes here and what it reports of itself; - is not reported."""
-    from appliance.devices import Devices
-    from appliance.placement import available_cores
+    import msgspec
 
-    machine = Devices()
-    machine.read()
+    from appliance.devices.machine import Devices
+    from appliance.placement import available_cores
+    from appliance.protocol import DeviceFrame
+
+    machine = Devices.of_machine()
+    machine.read(time.monotonic_ns())
     time.sleep(_READING_S)
-    rows = [
-        {column.key: getattr(frame, column.key, None) for column in _DEVICES}
-        for frame in machine.read()
-    ]
-    cores = ", ".join(map(str, available_cores()))
-    rows.append(
-        {column.key: None for column in _DEVICES} | {"name": f"cores {cores}", "kind": "cpu"}
-    )
+    cores = DeviceFrame(name=f"cores {', '.join(map(str, available_cores()))}", kind="cpu")
+    rows = msgspec.to_builtins([*machine.read(time.monotonic_ns()), cores])
     terminal.write(terminal.listing("devices", _DEVICES, output).render(rows))

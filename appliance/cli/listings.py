@@ -8,7 +8,7 @@ Never: computes a figure that the daemon did not send.
 from __future__ import annotations
 
 from appliance.cli.tables import Column
-from appliance.cli.text import count, large, ms, size
+from appliance.cli.text import count, joules, large, ms, size
 
 REQUESTS = (
     Column("ID", "id"),
@@ -29,6 +29,8 @@ REQUESTS = (
     Column("ENDPOINT", "endpoint", is_wide=True),
     Column("RECEIVED", "received_at", is_wide=True),
     Column("END", "finish_reason", is_wide=True),
+    Column("PREFILL J", "prefill_j", joules, is_wide=True),
+    Column("DECODE J", "decode_j", joules, is_wide=True),
     Column("ERROR", "error", is_wide=True),
 )
 
@@ -57,6 +59,8 @@ LOG = (
     Column("SEED", "seed", count, is_wide=True),
     Column("CANCELLED BY", "cancelled_by", is_wide=True),
     Column("CLIENT ID", "client_rid", is_wide=True),
+    Column("PREFILL J", "prefill_j", joules, is_wide=True),
+    Column("DECODE J", "decode_j", joules, is_wide=True),
     Column("ERROR", "error", is_wide=True),
 )
 
@@ -97,4 +101,6 @@ def usage(by: str) -> tuple[Column, ...]:
         Column("OUT", "completion_tokens", count),
         Column("PREFILL", "prefill_ms", ms),
         Column("DECODE", "decode_ms", ms),
+        Column("ENERGY", "energy_j", joules),
+        Column("J/TOKEN", "j_per_token", joules),
     )

@@ -7,7 +7,7 @@ Never: computes a figure that the daemon did not send.
 from __future__ import annotations
 
 from appliance.cli.tables import Row, flat, painted
-from appliance.cli.text import DASH, count, ms, printable, size, things, tokens_per_s, word
+from appliance.cli.text import DASH, count, joules, ms, printable, size, things, tokens_per_s, word
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"
 _STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "degraded": _RED}
@@ -24,6 +24,8 @@ def status_page(frame: Row, *, colour: bool) -> str:
     lines.append(("latency", _latency_text(frame.get("latency") or {})))
     lines.append(("totals", _totals_text(frame.get("totals") or {})))
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
+    if frame.get("energy"):
+        lines.append(("energy", _energy_text(frame["energy"])))
     shown = [f"{name:<8} {printable(text)}" for name, text in lines]
     head = painted(state, _STATE_COLOURS.get(state), colour)
     return "\n".join([f"state    {head}{printable(_state_text(frame))}", *shown])
@@ -139,3 +141,18 @@ def _totals_text(totals: Row) -> str:
 def _device_text(device: Row) -> str:
     power_w = device.get("power_w")
     return f"{device.get('name')} {DASH if power_w is None else f'{power_w:.1f} W'}"
+
+
+def _energy_text(energy: Row) -> str:
+    """The account and how it was made; or that there is none."""
+    if energy.get("total_j") is None:
+        return f"{energy.get('method')}"
+    parts = ("prefill", "decode", "unattributed")
+    shares = " + ".join(f"{part} {joules(energy.get(f'{part}_j'))}" for part in parts)
+    per_token = ", ".join(
+        f"{phase} {joules(energy.get(f'{phase}_j_per_token'))}" for phase in ("prefill", "decode")
+    )
+    return (
+        f"{joules(energy['total_j'])} = {shares}; a token: {per_token}"
+        f" in {count(energy.get('window_s'))} s ({energy.get('method')})"
+    )

@@ -1,6 +1,7 @@
 """Values to words: what of the daemon's text may reach a terminal, and how figures read.
 
-Owns: escaping, and the forms of durations, sizes and counts. Called by: every page and table.
+Owns: escaping, and the forms of durations, sizes, energies and counts.
+Called by: every page and table.
 Invariant: pure; text that came from elsewhere is shown with no control character in it.
 Never: shows None as 0.
 """
@@ -82,6 +83,17 @@ def size(value: float | None) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def joules(value: float | None) -> str:
+    """An energy to three digits: 0.412 J, 161 J, 1.24 kJ."""
+    if value is None:
+        return DASH
+    for unit in ("J", "kJ", "MJ"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GJ"
 
 
 def large(value: float | None) -> str:

@@ -9,7 +9,7 @@ Never: invents a stage that is not reported.
 from __future__ import annotations
 
 from appliance.cli.tables import Row
-from appliance.cli.text import count, ms, size, word
+from appliance.cli.text import count, joules, ms, size, word
 
 STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
 _LABEL_WIDTH = 12
@@ -37,6 +37,7 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         ("ttft", ms(frame.get("ttft_ms"))),
         ("tpot", f"{ms(frame.get('tpot_ms'))}, first gap {ms(frame.get('first_itl_ms'))}"),
     ]
+    facts.append(("energy", _energy(frame)))
     if frame.get("route"):
         facts.append(("route", _route(frame)))
     if frame.get("error"):
@@ -84,6 +85,15 @@ def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int, bar: 
 def _moved(frame: Row) -> str:
     transport = frame.get("transport")
     return word(None) if transport is None else f"{size(frame.get('handoff_bytes'))} by {transport}"
+
+
+def _energy(frame: Row) -> str:
+    prefill_j, decode_j = frame.get("prefill_j"), frame.get("decode_j")
+    if prefill_j is None or decode_j is None:
+        return "not reported"
+    return (
+        f"{joules(prefill_j + decode_j)} = prefill {joules(prefill_j)} + decode {joules(decode_j)}"
+    )
 
 
 def _route(frame: Row) -> str:

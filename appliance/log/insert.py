@@ -1,6 +1,6 @@
 """Rows of the request log to SQL.
 
-Owns: the statements that insert runs, requests and events.
+Owns: the statements that insert runs, requests and events, and complete a request's energy.
 Called by: request_log, in its transactions.
 Invariant: a row that cannot be stored is refused alone, and does not hold up those after it.
 Never: commits, but for insert_run(); retries.
@@ -12,7 +12,7 @@ import logging
 import sqlite3
 from pathlib import Path
 
-from appliance.log.row import LogRow
+from appliance.log.row import LogRow, RowEnergy
 from appliance.protocol import utc_now
 
 _LOG = logging.getLogger("penstock.request_log")
@@ -47,6 +47,14 @@ def insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
     if prompt is not None:
         db.execute("INSERT INTO request_text VALUES (?, ?)", (inserted.lastrowid, prompt))
     return True
+
+
+def update_energy(db: sqlite3.Connection, energy: RowEnergy) -> None:
+    """Complete a row that is there; one that was lost or forgotten stays so."""
+    db.execute(
+        "UPDATE requests SET prefill_j = ?, decode_j = ? WHERE rid = ?",
+        (energy.prefill_j, energy.decode_j, energy.rid),
+    )
 
 
 def insert_events(db: sqlite3.Connection, run_id: int, events: list[Event]) -> None:

@@ -90,7 +90,8 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
     """Sums by user, model or day, of what the log still holds; raises as read_rows().
 
     Users and models with the most tokens come first, days in order. Sums of milliseconds are None
-    where no request has reached the stage.
+    where no request has reached the stage, joules where no power was reported; `j_per_token` is
+    both phases' joules by output tokens, of the requests that have them.
     """
     group, order = _USAGE[query.by]
     where, values = _where(("received_at >= ?", query.since), ("received_at < ?", query.until))
@@ -98,7 +99,11 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         f"SELECT {group} AS {query.by}, count(*) AS requests,"
         f" count(*) FILTER (WHERE {_FAILED}) AS errors,"
         " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens,"
-        " round(sum(prefill_ms), 3) AS prefill_ms, round(sum(decode_ms), 3) AS decode_ms"
+        " round(sum(prefill_ms), 3) AS prefill_ms, round(sum(decode_ms), 3) AS decode_ms,"
+        " round(sum(prefill_j), 3) AS prefill_j, round(sum(decode_j), 3) AS decode_j,"
+        " round(sum(prefill_j + decode_j), 3) AS energy_j,"
+        " round(sum(prefill_j + decode_j) / nullif(sum(completion_tokens)"
+        " FILTER (WHERE prefill_j IS NOT NULL), 0), 6) AS j_per_token"
         f" FROM v_requests{where} GROUP BY 1"
     )
     with _reading(path) as db:

@@ -20,11 +20,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from appliance.log.file import abandon, file_id, open_log, remove_backups
-from appliance.log.insert import Event, boot_id, insert_events, insert_row, insert_run
+from appliance.log.insert import (
+    Event,
+    boot_id,
+    insert_events,
+    insert_row,
+    insert_run,
+    update_energy,
+)
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.log.retention import Limits, Pruned, Upkeep
-from appliance.log.row import LogRow
+from appliance.log.row import LogRow, RowEnergy
 from appliance.protocol import utc_now
 from engine.errors import ConfigError, PenstockError, Unavailable
 
@@ -45,7 +52,7 @@ class RequestLog:
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
         self.path = path
         self._rows_lost = 0
-        self._rows: deque[LogRow] = deque()
+        self._rows: deque[LogRow | RowEnergy] = deque()
         self._events: deque[Event] = deque()
         self._wake = threading.Condition()
         self._num_accepted = 0
@@ -99,8 +106,8 @@ class RequestLog:
             self._upkeep.set_limits(limits)
             self._wake.notify_all()
 
-    def record(self, row: LogRow) -> None:
-        """Queue the one row of a request; returns at once."""
+    def record(self, row: LogRow | RowEnergy) -> None:
+        """Queue the one row of a request, or what completes it later; returns at once."""
         with self._wake:
             self._make_room()
             self._rows.append(row)
@@ -211,7 +218,7 @@ class RequestLog:
                 )
             return bool(self._rows or self._events) or not self._is_closing
 
-    def _take_batch(self) -> tuple[list[LogRow], list[Event]]:
+    def _take_batch(self) -> tuple[list[LogRow | RowEnergy], list[Event]]:
         with self._wake:
             batch = list(self._rows), list(self._events)
             self._rows.clear()
@@ -224,13 +231,13 @@ class RequestLog:
             self._wake.wait_for(lambda: self._is_closing, RETRY_INTERVAL_S)
 
     def _commit(
-        self, rows: list[LogRow], events: list[Event], stop_reason: str | None = None
+        self, rows: list[LogRow | RowEnergy], events: list[Event], stop_reason: str | None = None
     ) -> bool:
         """Write one batch in one transaction; False if the disk refused and it can be retried."""
         try:
             self._follow_file()
             with self._connection as db:
-                num_refused = sum(not insert_row(db, self._run_id, row) for row in rows)
+                num_refused = sum(not self._store(db, row) for row in rows)
                 insert_events(db, self._run_id, events)
                 if stop_reason:
                     db.execute(
@@ -249,6 +256,13 @@ class RequestLog:
             self._rows_lost += num_refused
             self._num_settled += len(rows) + len(events)
             self._wake.notify_all()
+        return True
+
+    def _store(self, db: sqlite3.Connection, row: LogRow | RowEnergy) -> bool:
+        """Insert a row or complete one; False if no retry would store it."""
+        if isinstance(row, LogRow):
+            return insert_row(db, self._run_id, row)
+        update_energy(db, row)
         return True
 
     def _follow_file(self) -> None:

@@ -9,7 +9,7 @@ Never: reads a clock or the database.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,6 +53,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
+    prefill_j: float | None
+    decode_j: float | None
     t_tokenized_us: int | None
     t_started_us: int | None
     t_first_token_us: int | None
@@ -107,10 +109,20 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
             handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
             recoveries=sum(sequence.num_recoveries for sequence in sequences),
+            prefill_j=request.prefill_j,
+            decode_j=request.decode_j,
             prompt=request.prompt_text if with_text else None,
             num_timed_tokens=slowest.num_output_tokens,
             **_offsets(slowest),
         )
+
+
+class RowEnergy(NamedTuple):
+    """What a row's request used, with the reading that came after the row."""
+
+    rid: str
+    prefill_j: float | None
+    decode_j: float | None
 
 
 def frame_of_row(row: dict[str, Any]) -> RequestFrame:

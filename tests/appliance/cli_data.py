@@ -36,6 +36,8 @@ FINISHED = {
     "first_itl_ms": 19.0,
     "e2e_ms": 600.22,
     "age_ms": 600.22,
+    "prefill_j": 78.4,
+    "decode_j": 1204.0,
 }
 ENDED = {**REQUEST, "id": "cmpl-0", "phase": "finished", "finish_reason": "stop", "worker": None}
 ROW = {
@@ -51,6 +53,8 @@ ROW = {
     "handoff_ms": 0.21,
     "tpot_ms": 9.97,
     "e2e_ms": 61234.0,
+    "prefill_j": 0.412,
+    "decode_j": None,
     "transport": "alias",
     "finish_reason": "length",
 }
@@ -151,6 +155,10 @@ USAGE = [
         "completion_tokens": 512,
         "prefill_ms": 1200.5,
         "decode_ms": 65000.0,
+        "prefill_j": 210.5,
+        "decode_j": 1034.0,
+        "energy_j": 1244.5,
+        "j_per_token": 2.430664,
     },
     {
         "user": HOSTILE,
@@ -160,6 +168,10 @@ USAGE = [
         "completion_tokens": 0,
         "prefill_ms": None,
         "decode_ms": None,
+        "prefill_j": None,
+        "decode_j": None,
+        "energy_j": None,
+        "j_per_token": None,
     },
 ]
 WHOAMI = {"name": "ann", "role": "operator", "uid": 1000, "key": None}

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from appliance import doctor
+from appliance.devices.machine import Devices, find_gpus
+from appliance.devices.nvml import Nvml
+from appliance.devices.rapl import find_packages
 from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.fake_nvml import FakeNvml, a100_divided, h100
 
 
 @pytest.fixture
@@ -93,3 +97,16 @@ def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
     rows = json.loads(ended.stdout)["data"]
     assert rows[-1]["name"].startswith("cores 0")
     assert rows[-1]["power_w"] is None
+
+
+def test_gpus_are_named_without_their_instances_and_cpu_energy_is_asked_for(tmp_path: Path) -> None:
+    gpus = find_gpus(Nvml(FakeNvml(h100(), a100_divided())))
+    gpu, power = doctor._devices(Devices([], gpus))
+    assert gpu.found.startswith("gpu0, gpu1: seen")
+    assert (power.verdict, "/sys/class/powercap" in power.hint) == ("note", True)
+    folder = tmp_path / "intel-rapl:0"
+    folder.mkdir()
+    (folder / "name").write_text("package-0")
+    (folder / "energy_uj").write_text("5")
+    gpu, power = doctor._devices(Devices(find_packages(tmp_path), []))
+    assert (gpu.verdict, power.verdict) == ("ok", "ok")

@@ -96,7 +96,8 @@ def test_usage_and_events_come_from_the_file_too(file: Path, environ: dict[str, 
 
 def test_show_finds_a_request_in_the_file(file: Path, environ: dict[str, str]) -> None:
     ended = penstock(environ, "show", "cmpl-7")
-    stages = dict(line.split()[:2] for line in ended.stdout.splitlines()[11:17])
+    _, _, waterfall = ended.stdout.partition("\n\n")
+    stages = dict(line.split()[:2] for line in waterfall.splitlines())
     assert stages.keys() >= {"tokenize", "queue", "prefill", "handoff"}
     assert "end to end" in ended.stdout
     missing = penstock(environ, "show", "cmpl-nobody")

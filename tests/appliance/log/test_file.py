@@ -64,6 +64,27 @@ def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: 
     assert query(backup, "SELECT rid, peer_user FROM v_requests ORDER BY rid")[0] == ("a", "ann")
 
 
+def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as db:
+        migration.apply(Database(db, execute_plugins=False), stop_before="m004_energy")
+        with db:
+            db.execute(
+                "INSERT INTO runs (run_id, started_at, version, model, dtype, roles)"
+                " VALUES (1, '', '', '', '', '')"
+            )
+            db.execute(
+                "INSERT INTO requests (rid, run_id, received_at, endpoint, model, stream,"
+                " num_sequences, prompt_tokens, completion_tokens, http_status, recoveries, route)"
+                " VALUES ('a', 1, '2026-01-01T00:00:00.000Z', '', 'm', 0, 1, 1, 1, 200, 0, 'move')"
+            )
+    open_log(path).close()
+    (found,) = read_rows(path, RowQuery())
+    assert (found["prefill_j"], found["decode_j"]) == (None, None)
+    assert (found["route"], found["user"]) == ("move", "unknown")
+    assert path.with_name("requests.db.before-m004_energy").exists()
+
+
 def test_backups_go_when_what_they_hold_is_to_be_forgotten(path: Path) -> None:
     write(path, row("cmpl-1"))
     backup = path.with_name("requests.db.before-m002_users")

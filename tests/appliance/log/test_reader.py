@@ -128,6 +128,7 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
             "completion_tokens": 10 * requests,
             "prefill_ms": prefill_ms,
             "decode_ms": decode_ms,
+            **dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token")),
         }
         for user, requests, errors, prefill_ms, decode_ms in [
             ("ann", 2, 1, 14.0, 18.0),
@@ -147,6 +148,21 @@ def test_usage_is_summed_by_model_and_by_day_within_a_span(path: Path) -> None:
 def test_time_that_no_request_spent_is_not_reported(path: Path) -> None:
     (aborted,) = read_usage(path, UsageQuery(since=DAYS[3], until=DAYS[4]))
     assert aborted["decode_ms"] is None
+
+
+def test_joules_are_summed_over_the_requests_that_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "requests.db"
+    write(
+        path,
+        row("a", prefill_j=4.0, decode_j=16.0),
+        row("b", prefill_j=1.0, decode_j=9.0),
+        row("c"),
+        row("d", peer_user="bob", prefill_j=1.5, decode_j=0.0, completion_tokens=0),
+    )
+    ann, bob = read_usage(path, UsageQuery())
+    assert (ann["prefill_j"], ann["decode_j"], ann["energy_j"]) == (5.0, 25.0, 30.0)
+    assert ann["j_per_token"] == 1.5  # of 20 tokens: those of c took what nobody has measured
+    assert (bob["energy_j"], bob["j_per_token"]) == (1.5, None)
 
 
 @pytest.mark.parametrize(

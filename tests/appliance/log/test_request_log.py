@@ -20,7 +20,7 @@ from appliance.log.insert import insert_row
 from appliance.log.query import RowQuery
 from appliance.log.reader import read_rows
 from appliance.log.request_log import RequestLog
-from appliance.log.row import LogRow
+from appliance.log.row import LogRow, RowEnergy
 from engine.sequence import Stamps
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
@@ -62,6 +62,19 @@ def test_a_recorded_request_is_read_back_with_its_stages(path: Path) -> None:
     }
     assert {key: found[key] for key in expected} == expected
     assert json.loads(json.dumps(found)) == found
+
+
+def test_a_row_is_completed_by_the_reading_that_comes_after_it(path: Path) -> None:
+    log = start(path)
+    log.record(row("cmpl-1", prefill_j=0.5))
+    log.record(row("cmpl-2"))
+    log.record(RowEnergy("cmpl-1", 1.5, 8.0))
+    log.record(RowEnergy("forgotten", 1.0, 1.0))
+    second, first = log.rows(RowQuery())
+    assert log.rows_lost == 0
+    assert log.close()
+    assert (first["prefill_j"], first["decode_j"]) == (1.5, 8.0)
+    assert (second["prefill_j"], second["decode_j"]) == (None, None)
 
 
 OFFSETS_US = st.none() | st.integers(0, 5_000_000)

@@ -1,0 +1,1 @@
+"""What the machine's devices report of themselves: RAPL for CPU packages, NVML for GPUs."""

@@ -1,0 +1,136 @@
+"""The NVIDIA driver's management library, without its errors. The only door to pynvml.
+
+Owns: the initialised library, and its C structures: none gets past this file.
+Called by: gpu, gpm; machine opens it.
+Invariant: whatever is not supported, not permitted or lost is None, never an exception.
+Never: changes a clock, a limit or a mode; blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# Numbers of nvml.h, which only ever gains some; older pynvml lacks names for the newest.
+TEMPERATURE_GPU = 0
+CLOCK_SM = 1
+CLOCK_MEMORY = 2
+MEMORY_V2 = 0x2000028
+FIELD_POWER_INSTANT = 186
+FIELD_PCIE_TX_BYTES = 197
+FIELD_PCIE_RX_BYTES = 198
+FIELD_NVLINK_TX_KIB = 138
+FIELD_NVLINK_RX_KIB = 139
+ALL_LINKS = 0xFFFFFFFF
+"""As the scope of a field that is about a link."""
+_XID_CRITICAL_ERROR = 0x8
+_MAX_EVENTS = 16
+_VALUES = (
+    ("dVal", 64),
+    ("uiVal", 32),
+    ("ulVal", 64),
+    ("ullVal", 64),
+    ("sllVal", 64),
+    ("siVal", 32),
+    ("usVal", 16),
+)
+"""Of nvmlValueType_t, in order: member of the union, and its width."""
+
+FieldId = int | tuple[int, int]
+"""A field, or a field and its scope."""
+
+
+class Field(NamedTuple):
+    """Value of one field."""
+
+    value: int
+    bits: int
+    """Its width: where it wraps, if it is a counter."""
+
+
+class Nvml:
+    """The library.
+
+    Args:
+        library: the pynvml module, initialised.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def ask(self, function: str, *args: Any) -> Any:
+        """What a function of the library returns; None in place of every error."""
+        try:
+            return getattr(self._library, function)(*args)
+        except self._library.NVMLError:
+            return None
+
+    def fields(self, device: Any, ids: Sequence[FieldId]) -> list[Field | None]:
+        """Several fields in one call, in the order of `ids`."""
+        found = self.ask("nvmlDeviceGetFieldValues", device, list(ids))
+        return [None] * len(ids) if found is None else [_field(each) for each in found]
+
+    def xid_events(self, device: Any) -> Any:
+        """What newest_xid() asks; None where critical errors are not told."""
+        events = self.ask("nvmlEventSetCreate")
+        if events is None:
+            return None
+        try:
+            self._library.nvmlDeviceRegisterEvents(device, _XID_CRITICAL_ERROR, events)
+        except self._library.NVMLError:
+            self.ask("nvmlEventSetFree", events)
+            return None
+        return events
+
+    def newest_xid(self, events: Any) -> int | None:
+        """The newest critical error since the last call; does not wait for one."""
+        newest = None
+        for _ in range(_MAX_EVENTS):
+            event = self.ask("nvmlEventSetWait_v2", events, 0)
+            if event is None:
+                break
+            newest = int(event.eventData)
+        return newest
+
+    def has_gpm(self, device: Any) -> bool:
+        """True if the device measures how busy its parts are."""
+        support = self.ask("nvmlGpmQueryDeviceSupport", device)
+        return support is not None and bool(support.isSupportedDevice)
+
+    def gpm_sample(self, device: Any, instance_id: int | None, sample: Any) -> bool:
+        """Fill a sample for a device or one of its MIG instances; False if that failed."""
+        if instance_id is None:
+            return self.ask("nvmlGpmSampleGet", device, sample) is not None
+        return self.ask("nvmlGpmMigSampleGet", device, instance_id, sample) is not None
+
+    def gpm_metrics(self, first: Any, second: Any, ids: Sequence[int]) -> list[float | None]:
+        """Metrics over the time between two samples, in the order of `ids`."""
+        wanted = self._library.c_nvmlGpmMetricsGet_t()
+        wanted.version = self._library.NVML_GPM_METRICS_GET_VERSION
+        wanted.numMetrics = len(ids)
+        wanted.sample1, wanted.sample2 = first, second
+        for metric, metric_id in zip(wanted.metrics, ids, strict=False):
+            metric.metricId = metric_id
+        if self.ask("nvmlGpmMetricsGet", wanted) is None:
+            return [None] * len(ids)
+        found = [wanted.metrics[place] for place in range(len(ids))]
+        return [None if m.nvmlReturn or not math.isfinite(m.value) else m.value for m in found]
+
+
+def open_nvml() -> Nvml | None:
+    """The library; None without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return Nvml(pynvml)
+
+
+def _field(found: Any) -> Field | None:
+    if found.nvmlReturn or not 0 <= found.valueType < len(_VALUES):
+        return None
+    member, bits = _VALUES[found.valueType]
+    return Field(int(getattr(found.value, member)), bits)
