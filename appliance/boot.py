@@ -25,6 +25,7 @@ from appliance.placement import (
     available_memory_bytes,
     place,
 )
+from appliance.request import ModelInfo
 from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels
@@ -177,3 +178,17 @@ def _memfd(name: str, num_bytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd
+
+
+def model_info(plan: Plan) -> ModelInfo:
+    """What the api must know of the model that the plan serves."""
+    config = plan.checkpoint.config
+    return ModelInfo(
+        model_id=plan.checkpoint.folder.resolve().name,
+        max_model_len=plan.placement.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        note=plan.model_note,
+        created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
+        sampling=config.sampling,
+    )

@@ -16,13 +16,13 @@ from collections import deque
 
 import msgspec
 
-from appliance.boot import Plan
+from appliance.boot import Plan, model_info
 from appliance.frames import Frames, Standing
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
-from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
+from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
@@ -59,8 +59,8 @@ class Service:
         self._log = request_log
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
-        self._model = _model_info(plan)
-        self._telemetry = Telemetry()
+        self._model = model_info(plan)
+        self._telemetry = Telemetry(self._model.max_model_len)
         self._frames = Frames(plan, self._model, router, supervisor, self._telemetry)
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
@@ -225,7 +225,11 @@ class Service:
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""
-        return self._frames.json_now(self._standing())
+        return msgspec.json.encode(self._frames.now(self._standing()))
+
+    def readings(self) -> Readings:
+        """The same, and what was counted since the start."""
+        return Readings(self._frames.now(self._standing()), self._telemetry.histograms)
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""
@@ -354,11 +358,14 @@ class Service:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
         self._check_when_idle()
         try:
-            self._frames.make(self._standing())
+            changes = self._frames.make(self._standing())
         except OSError as error:  # no descriptor left to read with
             log.warning("no frame this time: %s", error)
         except Exception:  # which must end neither the readings nor what asks for one
             log.exception("no frame this time")
+        else:
+            for change in changes:
+                self.event(*change)
 
     def _standing(self) -> Standing:
         return Standing(
@@ -377,16 +384,3 @@ class Service:
         except InvariantViolated as error:
             self._violation = str(error)
             self.event("error", "invariant.violated", str(error))
-
-
-def _model_info(plan: Plan) -> ModelInfo:
-    config = plan.checkpoint.config
-    return ModelInfo(
-        model_id=plan.checkpoint.folder.resolve().name,
-        max_model_len=plan.placement.max_model_len,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        note=plan.model_note,
-        created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
-        sampling=config.sampling,
-    )
