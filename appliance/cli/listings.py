@@ -30,6 +30,7 @@ REQUESTS = (
     Column("RECEIVED", "received_at", is_wide=True),
     Column("END", "finish_reason", is_wide=True),
     Column("ERROR", "error", is_wide=True),
+    Column("WHY SLOW", "slow_because", is_wide=True),
 )
 
 LOG = (
@@ -66,6 +67,14 @@ EVENTS = (
     Column("CODE", "code"),
     Column("BY", "actor", is_wide=True),
     Column("MESSAGE", "message"),
+)
+
+ALERTS = (
+    Column("SEVERITY", "severity"),
+    Column("CODE", "code"),
+    Column("SINCE", "since"),
+    Column("MESSAGE", "message"),
+    Column("SUBJECT", "subject", is_wide=True),
 )
 
 MODELS = (

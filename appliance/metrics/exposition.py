@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from appliance.histograms import Histograms
 from appliance.metrics import own, vllm
@@ -53,7 +54,8 @@ def _metric(family: Family) -> Metric:
         metric.add_sample(f"{family.name}_sum", dict(labels), total)
     for labels, histogram, edges in family.histograms:
         for edge, number in zip(edges, histogram.up_to(edges), strict=True):
-            metric.add_sample(bucket, {**labels, "le": str(float(edge))}, number)
+            le = floatToGoString(edge)  # type: ignore[no-untyped-call]
+            metric.add_sample(bucket, {**labels, "le": le}, number)
         metric.add_sample(bucket, {**labels, "le": "+Inf"}, histogram.total)
         metric.add_sample(f"{family.name}_count", dict(labels), histogram.total)
         metric.add_sample(f"{family.name}_sum", dict(labels), histogram.sum)
