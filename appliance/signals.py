@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from appliance.protocol import Frame
+from appliance.protocol import Frame, PoolFrame
 
 PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
@@ -98,11 +98,18 @@ def _decode_rate(frame: Frame) -> float | None:
     return sum(each.decode_tokens_per_s for each in frame.workers) / frame.queue.decoding
 
 
+def used_ratio(pool: PoolFrame) -> float | None:
+    """Blocks that new work cannot have; None of the ring, which has none for it."""
+    if not pool.num_blocks or pool.name == RING:
+        return None
+    return 1 - (pool.free + pool.cached) / pool.num_blocks
+
+
 def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
-    """Blocks of a pool that new work cannot have."""
+    """How full a pool is."""
     for pool in frame.pools:
-        if pool.num_blocks and pool.name != RING:
-            used = 1 - (pool.free + pool.cached) / pool.num_blocks
+        used = used_ratio(pool)
+        if used is not None:
             yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
 
 
