@@ -125,8 +125,8 @@ def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
     waited_ms = frame.queue.oldest_queued_ms
     if waited_ms is not None:
         target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
-        about = f"a request has waited {waited_ms / 1000:.1f} s, {target_ms / 1000:g} s are meant"
-        yield Signal(waited_ms / target_ms, f"{about} to its first token")
+        about = f"a request waits for {waited_ms / 1000:.1f} s already, and its first token is due"
+        yield Signal(waited_ms / target_ms, f"{about} within {target_ms / 1000:g} s")
 
 
 def queue_full_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
