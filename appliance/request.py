@@ -259,7 +259,7 @@ class Appliance(Protocol):
         """The newest frame, encoded."""
 
     def readings(self) -> Readings:
-        """The newest frame, and what was counted since the start."""
+        """Everything as it is now, and what was counted since the start."""
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""

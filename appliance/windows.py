@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 
-from appliance.latency import Stages, Window, quantile, stages
+from appliance.latency import Stages, Window, quantile_of, stages
 from appliance.protocol import LatencyFrame
 from engine.elastic import Slo
 from engine.sequence import FinishReason, Sequence
@@ -94,19 +94,19 @@ class Windows:
         return LatencyFrame(
             window_s=WINDOW_S,
             num_requests=len(self._requests.values(now_ns)),
-            ttft_ms_p50=quantile(ttft_ms, 0.5),
-            ttft_ms_p95=quantile(ttft_ms, 0.95),
-            ttft_ms_p99=quantile(ttft_ms, 0.99),
-            ttft_ms_max=quantile(ttft_ms, 1.0),
-            itl_ms_p50=quantile(itl_ms, 0.5),
-            itl_ms_p95=quantile(itl_ms, 0.95),
-            itl_ms_p99=quantile(itl_ms, 0.99),
-            itl_ms_max=quantile(itl_ms, 1.0),
-            e2e_ms_p50=quantile(e2e_ms, 0.5),
-            e2e_ms_p95=quantile(e2e_ms, 0.95),
-            e2e_ms_p99=quantile(e2e_ms, 0.99),
-            handoff_ms_p50=quantile(handoff_ms, 0.5),
-            handoff_ms_p95=quantile(handoff_ms, 0.95),
+            ttft_ms_p50=quantile_of(ttft_ms, 0.5),
+            ttft_ms_p95=quantile_of(ttft_ms, 0.95),
+            ttft_ms_p99=quantile_of(ttft_ms, 0.99),
+            ttft_ms_max=quantile_of(ttft_ms, 1.0),
+            itl_ms_p50=quantile_of(itl_ms, 0.5),
+            itl_ms_p95=quantile_of(itl_ms, 0.95),
+            itl_ms_p99=quantile_of(itl_ms, 0.99),
+            itl_ms_max=quantile_of(itl_ms, 1.0),
+            e2e_ms_p50=quantile_of(e2e_ms, 0.5),
+            e2e_ms_p95=quantile_of(e2e_ms, 0.95),
+            e2e_ms_p99=quantile_of(e2e_ms, 0.99),
+            handoff_ms_p50=quantile_of(handoff_ms, 0.5),
+            handoff_ms_p95=quantile_of(handoff_ms, 0.95),
             queue_ms_mean=_mean(self._queue_ms.values(now_ns)),
             prefill_ms_mean=_mean(self._prefill_ms.values(now_ns)),
             ttft_slo_ratio=_share_up_to(ttft_ms, slo.ttft_ms),

@@ -24,7 +24,7 @@ from appliance.histograms import (
 )
 from appliance.metrics.family import Family, counter, gauge, histogram
 from appliance.protocol import Frame
-from appliance.signals import used_ratio
+from appliance.signals import RING, used_ratio
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
@@ -49,14 +49,15 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
             ({**labels, "reason": "deferred"}, 0),
         ],
     )
-    used = [ratio for pool in frame.pools if (ratio := used_ratio(pool)) is not None]
+    pools = [pool for pool in frame.pools if pool.name != RING]
+    used = [ratio for pool in pools if (ratio := used_ratio(pool)) is not None]
     fullest = max(used, default=None)
     yield gauge("vllm:kv_cache_usage_perc", "Of the fullest pool, 0 to 1.", [(labels, fullest)])
     about = {
-        "block_size": ",".join(sorted({str(pool.block_size) for pool in frame.pools})),
+        "block_size": ",".join(sorted({str(pool.block_size) for pool in pools})),
         "cache_dtype": frame.dtype,
         "enable_prefix_caching": "False",
-        "num_gpu_blocks": str(sum(pool.num_blocks for pool in frame.pools)),
+        "num_gpu_blocks": str(sum(pool.num_blocks for pool in pools)),
         "engine": labels["engine"],
     }
     yield gauge("vllm:cache_config_info", "The KV pools.", [(about, 1)])
