@@ -5,11 +5,20 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.daemons import ARMS
+from tests.daemons import ARMS, Daemon
 
 GROWING = ("_total", "_count", "_bucket", "_sum")
+
+
+@pytest.fixture(scope="module")
+def daemon(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    daemon = Daemon(folder, *ARMS["shm"], "--slo-ttft-ms", "60000", model=tiny_llama)
+    yield daemon.wait_ready()
+    assert daemon.stop() == 0
 
 
 def scrape(daemon):
@@ -31,8 +40,7 @@ def total(samples, name, **labels):
     )
 
 
-def test_counts_grow_and_agree_with_the_frame_and_the_replies(tiny_llama, start_daemon):
-    daemon = start_daemon(*ARMS["shm"], "--slo-ttft-ms", "60000", model=tiny_llama).wait_ready()
+def test_counts_grow_and_agree_with_the_frame_and_the_replies(daemon):
     scrapes = [scrape(daemon)]
     for number in range(3):
         with ThreadPoolExecutor(4) as pool:
@@ -64,8 +72,7 @@ def test_counts_grow_and_agree_with_the_frame_and_the_replies(tiny_llama, start_
     assert total(last, "penstock_slo_target_seconds") == 60.0
 
 
-def test_a_dead_worker_is_an_alert_until_it_is_back(tiny_llama, start_daemon):
-    daemon = start_daemon(*ARMS["alias"], model=tiny_llama).wait_ready()
+def test_a_dead_worker_is_an_alert_until_it_is_back(daemon):
     os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
     (alert,) = daemon.wait_for(lambda: daemon.state()["alerts"])
     assert (alert["code"], alert["subject"]) == ("worker.down", "decode")

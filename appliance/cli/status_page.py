@@ -43,12 +43,10 @@ def page(frame: Row, *, colour: bool) -> str:
 def line(frame: Row) -> str:
     """One frame of `penstock status --watch` where no screen is: a line."""
     queue, latency = frame.get("queue") or {}, frame.get("latency") or {}
-    running = [queue.get(phase) or 0 for phase in ("prefilling", "handing_off", "decoding")]
-    parts = [f"{frame.get('at')} {frame.get('state')}"]
-    parts.append(f"queued {count(queue.get('queued'))} running {sum(running)}")
+    parts = [f"{frame.get('at')} {frame.get('state')}", _phases_text(queue)]
     for pool in frame.get("pools") or ():
-        used = 1 - (pool.get("free", 0) + pool.get("cached", 0)) / (pool.get("num_blocks") or 1)
-        parts.append(f"{pool.get('name')} {used:.0%}")
+        free, whole = count(pool.get("free")), count(pool.get("num_blocks"))
+        parts.append(f"{pool.get('name')} {free} of {whole} free")
     parts.append(f"ttft p50 {ms(latency.get('ttft_ms_p50'))} p95 {ms(latency.get('ttft_ms_p95'))}")
     parts.append(f"itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}")
     parts += [f"{a.get('severity')} {a.get('code')}" for a in frame.get("alerts") or ()]
@@ -66,11 +64,8 @@ def _state_text(frame: Row) -> str:
 def _alert_line(alert: Row, *, colour: bool) -> str:
     severity = printable(alert.get("severity"))
     head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
-    padding = " " * max(1, 9 - len(severity))
-    since = f" (since {alert.get('since')})"
-    return f"{head}{padding}{printable(alert.get('code'))}: {printable(alert.get('message'))}" + (
-        printable(since)
-    )
+    rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
+    return f"{head}{' ' * max(1, 9 - len(severity))}{printable(rest)}"
 
 
 def _model_text(frame: Row) -> str:
@@ -83,11 +78,14 @@ def _model_text(frame: Row) -> str:
 
 
 def _queue_text(queue: Row) -> str:
-    phases = ("queued", "prefilling", "handing_off", "decoding")
-    shown = ", ".join(f"{count(queue.get(p))} {p.replace('_', ' ')}" for p in phases)
     oldest = queue.get("oldest_queued_ms")
     waiting = "" if oldest is None else f", the oldest for {ms(oldest)}"
-    return f"{shown} (at most {count(queue.get('max_queued'))} queued{waiting})"
+    return f"{_phases_text(queue)} (at most {count(queue.get('max_queued'))} queued{waiting})"
+
+
+def _phases_text(queue: Row) -> str:
+    phases = ("queued", "prefilling", "handing_off", "decoding")
+    return ", ".join(f"{count(queue.get(p))} {p.replace('_', ' ')}" for p in phases)
 
 
 def _worker_text(worker: Row) -> str:

@@ -80,7 +80,8 @@ def test_a_watch_into_a_pipe_is_a_line_for_each_frame(
     ended = penstock(environ, "status", "--watch")
     lines = ended.stdout.splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("2026-01-02T03:04:06.000Z ready  queued 1 running 3  kv 2%")
+    assert lines[0].startswith("2026-01-02T03:04:06.000Z ready  1 queued, 1 prefilling, ")
+    assert "kv 500 of 512 free" in lines[0]
     assert lines[0].endswith("error worker.down  warning queue.wait")
     assert (ended.returncode, daemon.script.asked) == (3, [(STREAM, None)])
     assert "has ended" in ended.stderr
