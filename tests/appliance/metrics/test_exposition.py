@@ -132,6 +132,24 @@ def test_a_query_for_vllm_finds_what_it_asks_for(samples, query):
             assert all(names <= sample.keys() for sample, _ in samples[name])
 
 
+@pytest.mark.parametrize(
+    ("histogram", "targets"),
+    [
+        (
+            "vllm:time_to_first_token_seconds",
+            ["0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"],
+        ),
+        (
+            "vllm:request_time_per_output_token_seconds",
+            ["0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.5"],
+        ),
+    ],
+)
+def test_the_targets_that_its_dashboard_offers_are_edges(samples, histogram, targets):
+    edges = {labels["le"] for labels, _ in samples[f"{histogram}_bucket"]}
+    assert edges >= set(targets)
+
+
 def test_what_is_said_not_to_be_here_is_asked_for_and_is_not_here(samples):
     asked = [reference for query in QUERY_LINES for reference in references(query)]
     for prefix in NOT_HERE:
