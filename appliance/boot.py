@@ -181,7 +181,7 @@ def _memfd(name: str, num_bytes: int) -> int:
 
 
 def model_info(plan: Plan) -> ModelInfo:
-    """What clients may know of the model."""
+    """What the api must know of the model that the plan serves."""
     config = plan.checkpoint.config
     return ModelInfo(
         model_id=plan.checkpoint.folder.resolve().name,

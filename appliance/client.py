@@ -103,8 +103,12 @@ class Client:
         """
         self.post(f"/v1/requests/{quote(request_id, safe='')}/cancel")
 
-    def stream(self, path: str, body: dict[str, Any]) -> Stream:
-        """POST and read server-sent events or lines of JSON as they come; use it in a `with`.
+    def text(self, path: str) -> str:
+        """GET something that is no JSON; raises as get()."""
+        return self._read("GET", path, None).decode()
+
+    def stream(self, path: str, body: dict[str, Any] | None = None) -> Stream:
+        """POST, or GET without a body, and read events or lines of JSON; use it in a `with`.
 
         Raises:
             ClientError: as get(), before the first event.
@@ -112,27 +116,32 @@ class Client:
         connection = _Connection(self.address, None)
         try:
             with _explained(self.address):
-                response = _send(connection, "POST", path, body)
+                response = _send(connection, "GET" if body is None else "POST", path, body)
                 if response.status >= 400:
-                    raise _reply_error(response, is_generation=True)
+                    raise _reply_error(response, is_generation=body is not None)
         except BaseException:
             connection.hang_up()
             raise
         return Stream(connection, response)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        content = self._read(method, path, body)
+        with _explained(self.address):
+            reply = json.loads(content)
+        if not isinstance(reply, dict):
+            raise ClientError("the reply is not a JSON object", where=path)
+        return reply
+
+    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection = _Connection(self.address, self.timeout_s)
         try:
             with _explained(self.address):
                 response = _send(connection, method, path, body)
                 if response.status >= 400:
                     raise _reply_error(response)
-                reply = json.loads(response.read())
+                return response.read()
         finally:
             connection.hang_up()
-        if not isinstance(reply, dict):
-            raise ClientError("the reply is not a JSON object", where=path)
-        return reply
 
 
 class Stream:

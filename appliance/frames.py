@@ -17,9 +17,12 @@ from typing import Any
 
 import msgspec
 
+from appliance.alerts import Alerts, Change
 from appliance.boot import Plan
 from appliance.devices.machine import Devices
 from appliance.energy import Energy
+from appliance.explain import limit, slow_because
+from appliance.parts import pool_frames, queue_frame, request_frame, waiting
 from appliance.placement import num_machine_cores
 from appliance.protocol import (
     FRAME_VERSION,
@@ -27,12 +30,14 @@ from appliance.protocol import (
     Frame,
     RequestFrame,
     TotalsFrame,
+    WorkerFrame,
     utc_now,
 )
 from appliance.request import ModelInfo, Request
 from appliance.roles import roles_frame
 from appliance.supervisor import Supervisor
-from appliance.telemetry import Telemetry, pool_frame, queue_frame, request_frame
+from appliance.telemetry import Telemetry
+from appliance.windows import Usual
 from engine.router import Router
 
 _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
@@ -70,18 +75,23 @@ class Frames:
         self._telemetry = telemetry
         self.energy = Energy(num_machine_cores())
         self._devices = devices
+        self._alerts = Alerts()
+        self._usual = Usual()
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
 
-    def make(self, standing: Standing) -> None:
-        """Take one reading and wake those who wait for it."""
+    def make(self, standing: Standing) -> list[Change]:
+        """Take one reading and wake those who wait for it; which alerts it has changed."""
         now_ns = time.monotonic_ns()
-        plan, telemetry = self._plan, self._telemetry
-        workers = list(self._supervisor.workers.values())
+        plan, telemetry, router = self._plan, self._telemetry, self._router
+        states = list(self._supervisor.workers.values())
+        elapsed_s = telemetry.interval_s(now_ns)
+        workers = telemetry.workers(states, router, now_ns, elapsed_s)
+        self._usual = telemetry.windows.usual(now_ns)
         devices = self._devices.read(now_ns)
         self.energy.settle(devices, self._devices.read_ns)
-        self._frame = Frame(
+        frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,
             model=self._model.model_id,
@@ -90,20 +100,25 @@ class Frames:
             max_model_len=self._model.max_model_len,
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
-            workers=telemetry.workers(workers, self._router, now_ns),
+            workers=workers,
             devices=devices,
             energy=self.energy.frame(),
             host=telemetry.host(),
-            **self._parts(standing, now_ns),
+            handoff=telemetry.handoff(router, elapsed_s),
+            **self._parts(standing, workers, now_ns),
         )
+        changes = self._alerts.update(frame)
+        frame.alerts = self._alerts.frames()
+        self._frame = frame
         self._is_made.set()
         self._is_made = asyncio.Event()
+        return changes
 
-    def json_now(self, standing: Standing) -> bytes:
-        """Everything as it is now; rates and readings are those of the newest frame."""
+    def now(self, standing: Standing) -> Frame:
+        """Everything as it is now; rates, readings and alerts are those of the newest frame."""
         assert self._frame is not None, "the service makes one before it is asked"
-        parts = self._parts(standing, time.monotonic_ns())
-        return msgspec.json.encode(msgspec.structs.replace(self._frame, **parts))
+        parts = self._parts(standing, self._frame.workers, time.monotonic_ns())
+        return msgspec.structs.replace(self._frame, **parts)
 
     async def next_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""
@@ -113,20 +128,25 @@ class Frames:
 
     def of_request(self, request: Request, now_ns: int) -> RequestFrame:
         """One request as it stands."""
-        return request_frame(request, self._router, self._plan.placement, now_ns)
+        frame = request_frame(request, self._router, self._plan.placement, now_ns)
+        frame.slow_because = slow_because(frame, self._usual)
+        return frame
 
-    def _parts(self, standing: Standing, now_ns: int) -> dict[str, Any]:
+    def _parts(self, standing: Standing, workers: list[WorkerFrame], now_ns: int) -> dict[str, Any]:
         """The fields of a frame that are true at any time, not over an interval."""
         router, block_bytes = self._router, self._plan.placement.block_bytes
         shown = standing.live[:MAX_FRAME_REQUESTS]
+        state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
+        latency = self._telemetry.windows.latency(router.roles.slo, now_ns)
         return {
             "at": utc_now(),
             "uptime_s": (now_ns - self._started_ns) / 1e9,
-            "state": _STATES.get(standing.reason, "degraded"),
-            "state_reason": standing.reason or "",
+            "state": state,
+            "state_reason": reason,
             "queue": queue_frame(router, now_ns),
-            "pools": [pool_frame(pool, block_bytes) for pool in router.ledger.pools.values()],
-            "latency": self._telemetry.latency(now_ns),
+            "pools": pool_frames(router, standing.live, block_bytes),
+            "latency": latency,
+            "limit": limit(state, reason, waiting(router), workers, latency),
             "totals": self._totals(standing),
             "requests": [self.of_request(request, now_ns) for request in shown],
             "num_requests": len(standing.live),

@@ -1,6 +1,6 @@
 """Stamps to stages, and quantiles of what was seen lately.
 
-Owns: what every latency number means. Called by: log.row, telemetry.
+Owns: what every latency number means. Called by: log.row, windows.
 Invariant: the stages of a finished sequence that are not None add up to its e2e_ms.
 Never: reads a clock; never reports a stage that was not reached as 0.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.sequence import Stamps
@@ -106,7 +106,11 @@ def quantile(values: Iterable[float], q: float) -> float | None:
         values: in any order.
         q: 0 is the least value, 1 the greatest.
     """
-    ranked = sorted(values)
+    return quantile_of(sorted(values), q)
+
+
+def quantile_of(ranked: Sequence[float], q: float) -> float | None:
+    """The same of values that are in order already."""
     if not ranked:
         return None
     return ranked[max(0, math.ceil(q * len(ranked)) - 1)]
@@ -118,14 +122,17 @@ class Window:
     def __init__(self, window_s: float, max_values: int = 100_000) -> None:
         self.window_s = window_s
         self._window_ns = int(window_s * 1e9)
-        self._seen: deque[tuple[int, float]] = deque(maxlen=max_values)
+        self._at_ns: deque[int] = deque(maxlen=max_values)
+        self._values: deque[float] = deque(maxlen=max_values)
 
     def add(self, at_ns: int, value: float) -> None:
         """Keep a value; `at_ns` never goes back."""
-        self._seen.append((at_ns, value))
+        self._at_ns.append(at_ns)
+        self._values.append(value)
 
     def values(self, now_ns: int) -> list[float]:
         """What is left of the window at `now_ns`, oldest first; forgets the rest."""
-        while self._seen and self._seen[0][0] <= now_ns - self._window_ns:
-            self._seen.popleft()
-        return [value for _, value in self._seen]
+        while self._at_ns and self._at_ns[0] <= now_ns - self._window_ns:
+            self._at_ns.popleft()
+            self._values.popleft()
+        return list(self._values)

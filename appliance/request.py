@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.protocol import Frame
 from appliance.roles import RolesChange
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -179,6 +181,14 @@ class ModelInfo:
     """The model's own defaults of sampling fields, by their names."""
 
 
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What /metrics shows: one moment."""
+
+    frame: Frame
+    histograms: Histograms
+
+
 class Appliance(Protocol):
     """What the api calls in the daemon, on its loop unless a call says that it blocks."""
 
@@ -259,6 +269,9 @@ class Appliance(Protocol):
 
     def frame_json(self) -> bytes:
         """The newest frame, encoded."""
+
+    def readings(self) -> Readings:
+        """Everything as it is now, and what was counted since the start."""
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""

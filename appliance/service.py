@@ -23,7 +23,7 @@ from appliance.log.query import EventQuery, RowQuery, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
-from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
+from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
@@ -61,7 +61,7 @@ class Service:
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
         self._model = model_info(plan)
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(self._model.max_model_len)
         devices = devices or Devices.of_machine()
         self._frames = Frames(plan, self._model, router, supervisor, self._telemetry, devices)
         self._energy = self._frames.energy
@@ -228,7 +228,11 @@ class Service:
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""
-        return self._frames.json_now(self._standing())
+        return msgspec.json.encode(self._frames.now(self._standing()))
+
+    def readings(self) -> Readings:
+        """The same, and what was counted since the start."""
+        return Readings(self._frames.now(self._standing()), self._telemetry.histograms)
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""
@@ -358,11 +362,14 @@ class Service:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
         self._check_when_idle()
         try:
-            self._frames.make(self._standing())
+            changes = self._frames.make(self._standing())
         except OSError as error:  # no descriptor left to read with
             log.warning("no frame this time: %s", error)
         except Exception:  # which must end neither the readings nor what asks for one
             log.exception("no frame this time")
+        else:
+            for change in changes:
+                self.event(*change)
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, UsageQuery
-from appliance.request import ModelInfo, Request, TokensEmitted
+from appliance.request import ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
+from tests.tui.frames import busy
 
 
 class FakeAppliance:
@@ -150,6 +152,9 @@ class FakeAppliance:
 
     def frame_json(self) -> bytes:
         return msgspec.json.encode({"version": 1, "seq": self.frame_seq})
+
+    def readings(self) -> Readings:
+        return Readings(busy(self.frame_seq), Histograms(self.model.max_model_len))
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         if after_seq >= self.frame_seq:

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from appliance.api.metrics import HttpCounts
 from appliance.request import Appliance
 from appliance.wire import CLIENT_CLOSED_REQUEST, error_response, reply_headers
 from engine.errors import RequestError
@@ -54,6 +55,8 @@ class Edge(Starlette):
         self.router.redirect_slashes = False
         self.state.appliance = appliance
         self.state.stopping = asyncio.Event()
+        self.state.http_counts = HttpCounts()
+        self._paths: dict[object, str] = {route.endpoint: route.path for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whose path is made plain."""
@@ -61,14 +64,22 @@ class Edge(Starlette):
             await super().__call__(scope, receive, send)
             return
         scope["path"] = plain_path(scope["path"])
-        scope.setdefault("state", {})["arrived_ns"] = time.monotonic_ns()
+        arrived_ns = scope.setdefault("state", {})["arrived_ns"] = time.monotonic_ns()
+        status = CLIENT_CLOSED_REQUEST
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message).update(reply_headers(Request(scope)))
             await send(message)
 
-        await super().__call__(scope, receive, send_with_headers)
+        try:
+            await super().__call__(scope, receive, send_with_headers)
+        finally:
+            path = self._paths.get(scope.get("endpoint"))
+            elapsed_s = (time.monotonic_ns() - arrived_ns) / 1e9
+            self.state.http_counts.count(path, scope["method"], status, elapsed_s)
 
 
 def plain_path(target: str) -> str:

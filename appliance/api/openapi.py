@@ -25,6 +25,7 @@ from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
 from appliance.protocol import FRAME_VERSION
 
 EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
+TEXT = "text/plain"
 
 _ANYWHERE = (400, 401, 403, 431, 500)
 """What any request can be answered with."""
@@ -127,6 +128,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/openapi.json"): Operation(
         "openapi", "This document.", shape({"openapi": STRING, "paths": {"type": "object"}})
+    ),
+    ("GET", "/metrics"): Operation(
+        "metrics", "What Prometheus scrapes, also under vLLM's names.", {}, streams=(TEXT,)
     ),
     ("GET", "/v1/requests"): Operation(
         "listRequests",

@@ -20,6 +20,7 @@ from appliance.api.control import control_routes
 from appliance.api.edge import Edge
 from appliance.api.generation import chat, complete
 from appliance.api.log import log_routes
+from appliance.api.metrics import metrics
 from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
 from appliance.api.replies import model_object
@@ -47,6 +48,7 @@ def build_app(appliance: Appliance) -> Edge:
             Route("/ready", ready),
             Route("/version", show_version),
             Route("/openapi.json", openapi),
+            Route("/metrics", metrics),
             *control_routes(),
             Route("/v1/penstock/roles", switch_roles, methods=["POST"]),
             *log_routes(),

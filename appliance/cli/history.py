@@ -60,7 +60,7 @@ def log(
     until: Until = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Only failed and aborted.")] = False,
-    slow: Annotated[str | None, typer.Option(help="As 'ttft>500', in milliseconds.")] = None,
+    slow: Annotated[str | None, typer.Option(help="As 'ttft>500' (ms) or 'e2e>2s'.")] = None,
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,

@@ -32,6 +32,7 @@ REQUESTS = (
     Column("PREFILL J", "prefill_j", joules, is_wide=True),
     Column("DECODE J", "decode_j", joules, is_wide=True),
     Column("ERROR", "error", is_wide=True),
+    Column("WHY SLOW", "slow_because", is_wide=True),
 )
 
 LOG = (
@@ -70,6 +71,14 @@ EVENTS = (
     Column("CODE", "code"),
     Column("BY", "actor", is_wide=True),
     Column("MESSAGE", "message"),
+)
+
+ALERTS = (
+    Column("SEVERITY", "severity"),
+    Column("CODE", "code"),
+    Column("SINCE", "since"),
+    Column("MESSAGE", "message"),
+    Column("SUBJECT", "subject", is_wide=True),
 )
 
 MODELS = (

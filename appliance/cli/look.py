@@ -1,4 +1,4 @@
-"""Verbs that look at what is going on: status, ps, show, whoami, version, top.
+"""Verbs that look at what is going on: ps, show, whoami, version, top.
 
 Owns: what each asks the daemon for. Called by: main.
 Invariant: nothing changes in the daemon. Never: keeps anything between two calls.
@@ -33,13 +33,6 @@ class State(StrEnum):
     HANDING_OFF = "handing_off"
     DECODING = "decoding"
     FINISHED = "finished"
-
-
-def status(host: Host = None, output: Output = Format.TABLE) -> None:
-    """Show what the daemon is doing: state, queue, workers, KV, latency."""
-    frame = terminal.client(host).get("/v1/penstock/state")
-    colour = terminal.has_colour()
-    terminal.show("status", frame, output, lambda: pages.status_page(frame, colour=colour))
 
 
 def ps(

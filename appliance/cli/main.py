@@ -6,8 +6,8 @@ Invariant: stdout carries the answer alone; progress, notes and errors go to std
 Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.
 
 Exit codes: 0 done · 1 unexpected · 2 usage · 3 no daemon · 4 permission · 5 not found · 6 busy ·
-7 generation failed or cut short · 78 bad configuration or model · 124 time is up · 130, 143
-signalled · 141 broken pipe.
+7 generation failed or cut short · 8 something is wrong · 78 bad configuration or model · 124 time
+is up · 130, 143 signalled · 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERBS: Mapping[str, str] = {
     "demo": "demo",
     "run": "generate",
     "chat": "chat",
-    "status": "look",
+    "status": "status",
     "ps": "look",
     "show": "look",
     "top": "look",
@@ -38,6 +38,7 @@ VERBS: Mapping[str, str] = {
     "log": "history",
     "events": "history",
     "usage": "history",
+    "metrics": "status",
     "bench": "bench",
     "models": "models",
     "db": "db",

@@ -63,8 +63,12 @@ def show(verb: str, content: Row, form: Format, page: Callable[[], str]) -> None
 
 def has_colour() -> bool:
     """True where stdout is a terminal that takes colour from us."""
-    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and not is_dumb
+    return has_screen() and not os.environ.get("NO_COLOR")
+
+
+def has_screen() -> bool:
+    """True where stdout is a terminal whose cursor can be moved."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def width() -> int:

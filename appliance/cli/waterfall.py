@@ -40,6 +40,8 @@ def page(frame: Row, *, width: int, bar: str) -> str:
     facts.append(("energy", _energy(frame)))
     if frame.get("route"):
         facts.append(("route", _route(frame)))
+    if frame.get("slow_because"):
+        facts.append(("slow", word(frame["slow_because"])))
     if frame.get("error"):
         facts.append(("error", word(frame["error"])))
     lines = [f"{label:<{_LABEL_WIDTH}} {value}" for label, value in facts]

@@ -29,7 +29,7 @@ USAGE_BY: tuple[UsageBy, ...] = ("user", "model", "day")
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGO = re.compile(r"-?(\d{1,9})([smhdw])", re.ASCII)
-_SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)(?:ms)?", re.ASCII)
+_SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,10 @@ def _slow(params: Mapping[str, str]) -> Slow | None:
     match = _SLOW.fullmatch(text.strip())
     if match is None or match[1] not in STAGES:
         raise invalid_value(
-            "slow", f"must be a stage and milliseconds such as ttft>500; {_listed(STAGES)}"
+            "slow", f"must be a stage and a time such as ttft>500 (ms) or e2e>2s; {_listed(STAGES)}"
         )
-    return Slow(match[1], match[2] == ">", float(match[3]))
+    scale = 1000 if match[4] == "s" else 1
+    return Slow(match[1], match[2] == ">", float(match[3]) * scale)
 
 
 def _limit(params: Mapping[str, str]) -> int:

@@ -38,6 +38,7 @@ FINISHED = {
     "age_ms": 600.22,
     "prefill_j": 78.4,
     "decode_j": 1204.0,
+    "slow_because": "prefill: 170 ms for 12 prompt tokens, usually 20 ms",
 }
 ENDED = {**REQUEST, "id": "cmpl-0", "phase": "finished", "finish_reason": "stop", "worker": None}
 ROW = {
@@ -60,6 +61,7 @@ ROW = {
 }
 FRAME = {
     "version": 1,
+    "at": "2026-01-02T03:04:06.000Z",
     "state": "ready",
     "state_reason": "",
     "uptime_s": 192.0,
@@ -99,8 +101,50 @@ FRAME = {
             "active": 10,
             "reserved": 2,
             "cached": 0,
+            "owners": [
+                {"user": "ann", "num_blocks": 8, "num_requests": 2},
+                {"user": "svc\x1b[2J", "num_blocks": 4, "num_requests": 1},
+            ],
         }
     ],
+    "handoff": {
+        "transport": "alias",
+        "num_in_flight": 1,
+        "handoffs_per_s": 2.5,
+        "bytes_per_s": 0.0,
+        "probe_bytes_per_s": None,
+        "num_failed": 0,
+    },
+    "slo_ttft_ms": 500,
+    "slo_itl_ms": None,
+    "limit": "queue: 1 sequence waits for prefill",
+    "alerts": [
+        {
+            "code": "worker.down",
+            "severity": "error",
+            "message": "worker decode\x1b[1m is restarting",
+            "since": "2026-01-02T03:04:01.000Z",
+            "subject": "decode",
+        },
+        {
+            "code": "queue.wait",
+            "severity": "warning",
+            "message": "a request waits for 0.3 s already",
+            "since": "2026-01-02T03:04:05.000Z",
+            "subject": "",
+        },
+    ],
+    "energy": {
+        "total_j": 812.5,
+        "prefill_j": 204.0,
+        "decode_j": 310.25,
+        "unattributed_j": 298.25,
+        "window_s": 60.0,
+        "power_w": 48.25,
+        "prefill_j_per_token": 0.0124,
+        "decode_j_per_token": 0.31,
+        "method": "counters, by tokens computed",
+    },
     "latency": {
         "window_s": 60.0,
         "num_requests": 4,
@@ -110,6 +154,7 @@ FRAME = {
         "itl_ms_p95": 12.0,
         "itl_ms_max": None,
         "handoff_ms_p50": 0.2,
+        "ttft_slo_ratio": 0.9824,
     },
     "totals": {
         "accepted": 9,

@@ -102,7 +102,7 @@ class Typist:
             self._seen += os.read(self._ours, 4096).decode(errors="replace")
 
 
-def run_on_terminal(environ: dict[str, str], *arguments: str) -> bytes:
+def run_on_terminal(environ: dict[str, str], *arguments: str, exit_code: int = 0) -> bytes:
     ours, theirs = pty.openpty()
     with subprocess.Popen(command(*arguments), env=environ, stdin=theirs, stdout=theirs) as running:
         os.close(theirs)
@@ -114,5 +114,5 @@ def run_on_terminal(environ: dict[str, str], *arguments: str) -> bytes:
                 break
             shown += part
     os.close(ours)
-    assert running.returncode == 0
+    assert running.returncode == exit_code
     return shown

@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         script.asked.append((line, body))
         if line in script.replies:
             self._reply(*script.replies[line])
-        elif body is not None and body.get("stream"):
+        elif self.path.endswith("/stream") or (body is not None and body.get("stream")):
             self._stream(script)
         elif self.path.endswith("/cancel"):
             script.cancelled.set()

@@ -39,6 +39,25 @@ def test_get_and_post_speak_json(daemon: FakeDaemon, client: Client) -> None:
     assert daemon.script.asked == [("GET /a", None), ("POST /b", {"z": 3})]
 
 
+def test_what_is_no_json_comes_as_text(daemon: FakeDaemon, client: Client) -> None:
+    daemon.script.replies = {"GET /a": (200, b"x 1\n"), "GET /b": (503, {"error": "later"})}
+    assert client.text("/a") == "x 1\n"
+    with pytest.raises(ReplyError) as refused:
+        client.text("/b")
+    assert refused.value.exit_code == 6
+
+
+def test_a_stream_without_a_body_is_only_read(daemon: FakeDaemon, client: Client) -> None:
+    daemon.script.content_type = "application/x-ndjson"
+    daemon.script.events = [b'{"seq": 1}', b'{"seq": 2}']
+    with client.stream("/a/stream") as frames:
+        assert [frame["seq"] for frame in frames] == [1, 2]
+    daemon.script.replies = {"GET /a/stream": (403, {"error": {"message": "no", "code": "x"}})}
+    with pytest.raises(ReplyError), client.stream("/a/stream"):
+        pass
+    assert daemon.script.asked == [("GET /a/stream", None)] * 2
+
+
 def test_cancel_names_the_request_in_the_path(daemon: FakeDaemon, client: Client) -> None:
     client.cancel("cmpl-1/../x")
     assert daemon.script.asked == [("POST /v1/requests/cmpl-1%2F..%2Fx/cancel", {})]

@@ -1,96 +1,16 @@
 import asyncio
-import os
-from types import SimpleNamespace
 
-import msgspec
 import pytest
 
-from appliance.boot import make_plan
-from appliance.config import ServeConfig
-from appliance.log.request_log import RequestLog
-from appliance.request import HUNG_UP, Peer, Request
-from appliance.service import Service
-from engine.blocks import Ledger
+from appliance.request import HUNG_UP
 from engine.errors import QueueFull, RequestError, Unavailable
-from engine.queue import FairQueue
-from engine.router import Router
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
-from engine.tokenizer import Tokenizer
-
-
-class Machine:
-    """A service with all its parts but workers: nothing that it accepts ever runs."""
-
-    def __init__(self, plan, request_log, folder):
-        self.router = Router(
-            plan.placement.topology,
-            Ledger(plan.placement.pools()),
-            None,
-            FairQueue(8, 100),
-            send=lambda worker, command: None,
-            emit=lambda *tokens: self.service.emit(*tokens),
-            max_step_tokens=64,
-        )
-        self.supervisor = SimpleNamespace(is_started=True, lost_workers=[], workers={})
-        self.service = Service(
-            plan,
-            self.router,
-            self.supervisor,
-            Tokenizer.from_folder(folder),
-            request_log,
-            keeps_text=False,
-        )
-
-    def request(self, peer="her", num_sequences=1, num_prompt_tokens=3):
-        service, number = self.service, self.service.next_seq_id()
-        request_id = f"cmpl-{number}"
-        peer = Peer(uid=1, user=peer)
-        sequences = [
-            Sequence(
-                seq_id=service.next_seq_id(),
-                request_id=request_id,
-                index=index,
-                prompt_token_ids=[1] * num_prompt_tokens,
-                sampling=SamplingParams(max_tokens=4, seed=0),
-                stamps=Stamps(number),
-                owner=peer.name,
-            )
-            for index in range(num_sequences)
-        ]
-        return Request(
-            request_id=request_id,
-            endpoint="/v1/completions",
-            model="m",
-            peer=peer,
-            is_stream=False,
-            received_at="2026-01-01T00:00:00.000Z",
-            sequences=sequences,
-        )
-
-    def submit(self, *args, **fields):
-        request = self.request(*args, **fields)
-        self.service.submit(request)
-        self.router.check_invariants()
-        return request
-
-    @property
-    def frame(self):
-        return msgspec.json.decode(self.service.frame_json())
-
-    def events(self):
-        return [(event["code"], event["message"]) for event in self.frame["events"]]
+from engine.sequence import FinishReason
+from tests.appliance.machine import make_machine
 
 
 @pytest.fixture
 def machine(tiny_llama, tmp_path):
-    folders = {n: tmp_path / n for n in ("socket", "state_dir")}
-    plan = make_plan(ServeConfig(model=tiny_llama, **folders))
-    request_log = RequestLog(tmp_path / "log.db")
-    request_log.start_run(version="0", model="m", dtype="float32", roles="static", transport=None)
-    yield Machine(plan, request_log, tiny_llama)
-    request_log.close()
-    for fd in plan.inherited_fds:
-        os.close(fd)
+    yield from make_machine(tiny_llama, tmp_path)
 
 
 def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):

@@ -32,6 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("table", "wide", "json", "ndjson", "csv")
 VERBS = {
     "status": ("status",),
+    "status-check": ("status", "--check"),
     "ps": ("ps", "-a"),
     "show": ("show", "cmpl-1"),
     "show-live": ("show", "cmpl-2"),
@@ -73,7 +74,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("verb", VERBS)
 def test_output(home: Path, verb: str, form: str) -> None:
     ended = penstock(user_environ(home), *VERBS[verb], "-o", form, cwd=home)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr) == (8 if verb == "status-check" else 0, "")
     shown = ended.stdout.replace(str(home), "HOME").replace(str(STARTER_FOLDER.parent), "HERE")
     assert all(char == "\n" or char.isprintable() for char in shown)
     path = GOLDEN / f"cli-{verb}.{form}.txt"

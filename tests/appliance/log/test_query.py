@@ -54,6 +54,19 @@ def test_every_parameter_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "slow"),
+    [
+        ("ttft>500", Slow("ttft", is_above=True, bound_ms=500)),
+        ("e2e > 2s", Slow("e2e", is_above=True, bound_ms=2000)),
+        ("queue>1.5 s", Slow("queue", is_above=True, bound_ms=1500)),
+        ("tpot<40ms", Slow("tpot", is_above=False, bound_ms=40)),
+    ],
+)
+def test_a_bound_is_in_milliseconds_unless_it_says_seconds(text: str, slow: Slow) -> None:
+    assert row_query({"slow": text}).slow == slow
+
+
+@pytest.mark.parametrize(
     ("text", "time"),
     [
         ("-90s", "2026-03-04T11:58:30.500Z"),
@@ -91,6 +104,7 @@ def test_the_logs_own_times_are_read_as_they_are() -> None:
         ({"until": "0001-01-01T00:00:00+14:00"}, "invalid_value"),
         ({"errors": "maybe"}, "invalid_value"),
         ({"slow": "ttft=500"}, "invalid_value"),
+        ({"slow": "ttft>500us"}, "invalid_value"),
         ({"slow": "id>0"}, "invalid_value"),
         ({"slow": "ttft_ms>1; DROP TABLE requests"}, "invalid_value"),
     ],

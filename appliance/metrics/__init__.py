@@ -1,0 +1,1 @@
+"""The request log: asked, written, kept within limits."""

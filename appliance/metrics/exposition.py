@@ -1,0 +1,62 @@
+"""Metrics as text for Prometheus. The only door to prometheus_client.
+
+Owns: the text's form and media type, and the process's own metrics.
+Called by: api.metrics, for each scrape.
+Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
+Never: keeps a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from appliance.histograms import Histograms
+from appliance.metrics import own, vllm
+from appliance.metrics.family import Family
+from appliance.protocol import Frame
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(frame: Frame, histograms: Histograms, more: Iterable[Family] = ()) -> bytes:
+    """All metrics as text, with those of the caller."""
+    families = [*own.families(frame, histograms), *vllm.families(frame, histograms), *more]
+    return generate_latest(_Scrape(families))
+
+
+class _Scrape(Collector):
+    """What the client library takes text from."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, the process's metrics last."""
+        for family in self._families:
+            yield _metric(family)
+        yield from ProcessCollector(registry=None).collect()
+
+
+def _metric(family: Family) -> Metric:
+    bucket = f"{family.name}_bucket"
+    metric = Metric(family.name.removesuffix("_total"), family.about, family.kind)
+    if family.kind == "histogram":
+        metric.name = family.name  # one of vLLM's ends in _total
+    for labels, value in family.samples:
+        metric.add_sample(family.name, dict(labels), value)
+    for labels, number, total in family.summaries:
+        metric.add_sample(f"{family.name}_count", dict(labels), number)
+        metric.add_sample(f"{family.name}_sum", dict(labels), total)
+    for labels, histogram, edges in family.histograms:
+        for edge, number in zip(edges, histogram.up_to(edges), strict=True):
+            le = floatToGoString(edge)  # type: ignore[no-untyped-call]
+            metric.add_sample(bucket, {**labels, "le": le}, number)
+        metric.add_sample(bucket, {**labels, "le": "+Inf"}, histogram.total)
+        metric.add_sample(f"{family.name}_count", dict(labels), histogram.total)
+        metric.add_sample(f"{family.name}_sum", dict(labels), histogram.sum)
+    return metric

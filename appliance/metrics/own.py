@@ -1,0 +1,223 @@
+"""Our own metrics: `penstock_*`, in seconds, bytes, joules, watts and ratios.
+
+Owns: their names and what they mean.
+Called by: exposition, for each scrape.
+Invariant: no label names a user or a request; what is not reported has no sample.
+Never: renames what it has once shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
+from appliance.metrics.family import Family, counter, gauge, histogram
+from appliance.protocol import DeviceFrame, Frame
+
+_STATES = ("loading", "ready", "draining", "degraded")
+_BLOCK_STATES = ("free", "reserved", "active", "cached", "draining", "quarantined")
+
+
+def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
+    """All of them."""
+    yield from _appliance(frame)
+    yield from _requests(frame)
+    yield from _latency(frame, histograms)
+    yield from _workers(frame)
+    yield from _kv(frame)
+    yield from _energy(frame)
+    yield from _devices(frame.devices)
+
+
+def _appliance(frame: Frame) -> Iterator[Family]:
+    about = {"model": frame.model, "dtype": frame.dtype, "roles": frame.roles}
+    yield gauge(
+        "penstock_model_info",
+        "What is served, and by which roles and transport.",
+        [({**about, "transport": frame.transport or "none"}, 1)],
+    )
+    yield gauge(
+        "penstock_state",
+        "1 for the state it is in.",
+        [({"state": state}, frame.state == state) for state in _STATES],
+    )
+    yield gauge(
+        "penstock_alert",
+        "1 for each alert.",
+        [
+            ({"code": each.code, "severity": each.severity, "subject": each.subject}, 1)
+            for each in frame.alerts
+        ],
+    )
+    yield gauge("penstock_uptime_seconds", "Since the daemon started.", frame.uptime_s)
+    lost = frame.totals.log_rows_lost
+    yield counter("penstock_log_rows_lost_total", "Rows that the request log lost.", lost)
+
+
+def _requests(frame: Frame) -> Iterator[Family]:
+    totals, queue = frame.totals, frame.queue
+    by_result = ("finished", "refused", "aborted", "failed")
+    yield counter(
+        "penstock_requests_total",
+        "Requests that have ended.",
+        [({"result": result}, getattr(totals, result)) for result in by_result],
+    )
+    yield gauge("penstock_requests_live", "Accepted, and without a last reply.", frame.num_requests)
+    phases = ("queued", "prefilling", "handing_off", "decoding")
+    yield gauge(
+        "penstock_sequences",
+        "By phase.",
+        [({"phase": phase}, getattr(queue, phase)) for phase in phases],
+    )
+    yield gauge("penstock_queue_limit_sequences", "That may wait.", queue.max_queued)
+    yield gauge("penstock_queue_tokens", "Prompt tokens that wait.", queue.queued_tokens)
+    yield gauge("penstock_queue_owners", "Users and keys that wait.", queue.num_owners)
+    yield gauge(
+        "penstock_queue_oldest_seconds", "The longest wait now.", _s(queue.oldest_queued_ms)
+    )
+    yield counter("penstock_prompt_tokens_total", "Of answered prompts.", totals.prompt_tokens)
+    yield counter("penstock_output_tokens_total", "Generated.", totals.output_tokens)
+    placed = (name.partition(" ") for name in totals.routes)
+    yield counter(
+        "penstock_placements_total",
+        "Sequences placed, by route and reason.",
+        [
+            ({"route": route, "reason": reason}, totals.routes[f"{route} {reason}"])
+            for route, _, reason in placed
+        ],
+    )
+    recovered = totals.recovered_sequences
+    yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
+
+
+def _latency(frame: Frame, histograms: Histograms) -> Iterator[Family]:
+    yield histogram(
+        "penstock_time_to_first_token_seconds",
+        "From arrival to token 1.",
+        [({}, histograms.ttft_s, TTFT_S)],
+    )
+    yield histogram(
+        "penstock_inter_token_latency_seconds",
+        "Between two tokens of a sequence.",
+        [({}, histograms.gap_s, FINE_GAP_S)],
+    )
+    yield histogram(
+        "penstock_request_duration_seconds",
+        "From arrival to the end, of sequences that were not cut short.",
+        [({}, histograms.e2e_s, REQUEST_S)],
+    )
+    yield histogram(
+        "penstock_stage_seconds",
+        "Of the same sequences; the stages of one add up to its duration.",
+        [({"stage": stage}, each, STAGE_S) for stage, each in histograms.stage_s.items()],
+    )
+    latency, aims = frame.latency, {"ttft": frame.slo_ttft_ms, "itl": frame.slo_itl_ms}
+    yield gauge(
+        "penstock_slo_target_seconds",
+        "What is aimed at; no sample where it is relative.",
+        [({"target": name}, _s(target_ms)) for name, target_ms in aims.items()],
+    )
+    yield gauge(
+        "penstock_slo_attainment_ratio",
+        f"Share in time, of the last {latency.window_s:.0f} seconds.",
+        [
+            ({"target": "ttft"}, latency.ttft_slo_ratio),
+            ({"target": "itl"}, latency.itl_slo_ratio),
+        ],
+    )
+
+
+def _workers(frame: Frame) -> Iterator[Family]:
+    named = [({"worker": worker.name}, worker) for worker in frame.workers]
+    yield gauge("penstock_worker_up", "1 if ready.", [(n, w.state == "ready") for n, w in named])
+    yield gauge(
+        "penstock_worker_busy_ratio",
+        "Share of the last second spent in steps.",
+        [(n, w.busy_ratio) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_batch_size",
+        "Sequences in a step, mean of the last second.",
+        [(n, w.batch_size_mean) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_last_step_age_seconds",
+        "Since its last step, while it has work.",
+        [(n, _s(w.last_step_age_ms)) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_resident_memory_bytes",
+        "With what it shares.",
+        [(n, w.rss_bytes) for n, w in named],
+    )
+    yield counter(
+        "penstock_worker_restarts_total",
+        "Times it was started again.",
+        [(n, w.num_restarts) for n, w in named],
+    )
+
+
+def _kv(frame: Frame) -> Iterator[Family]:
+    yield gauge(
+        "penstock_kv_bytes",
+        "Of a pool's blocks, by state.",
+        [
+            ({"pool": pool.name, "state": state}, getattr(pool, state) * pool.block_bytes)
+            for pool in frame.pools
+            for state in _BLOCK_STATES
+        ],
+    )
+    totals, handoff = frame.totals, frame.handoff
+    yield counter("penstock_handoffs_total", "From prefill to decode.", totals.handoffs)
+    yield counter("penstock_handoff_bytes_total", "Moved in handoffs.", totals.handoff_bytes)
+    if handoff is not None:
+        yield counter("penstock_handoff_failures_total", "That failed.", handoff.num_failed)
+        yield gauge(
+            "penstock_handoff_probe_bytes_per_second",
+            "What the transport carried when it was probed at start.",
+            handoff.probe_bytes_per_s,
+        )
+
+
+def _energy(frame: Frame) -> Iterator[Family]:
+    energy = frame.energy
+    if energy is None:
+        return
+    yield counter(
+        "penstock_energy_joules_total",
+        "By what it was used for; the parts add up to all that was read.",
+        [
+            ({"phase": "prefill"}, energy.prefill_j),
+            ({"phase": "decode"}, energy.decode_j),
+            ({"phase": "unattributed"}, energy.unattributed_j),
+        ],
+    )
+
+
+def _devices(devices: list[DeviceFrame]) -> Iterator[Family]:
+    named = [({"device": device.name}, device) for device in devices]
+    readings = (
+        ("power_watts", "Drawn.", "power_w", 1.0),
+        ("power_limit_watts", "That it may draw.", "power_limit_w", 1.0),
+        ("temperature_celsius", "Of the chip.", "temperature_c", 1.0),
+        ("clock_hertz", "Of its processors.", "clock_mhz", 1e6),
+        ("utilization_ratio", "Share of time in use.", "utilization_ratio", 1.0),
+        ("memory_used_bytes", "In use.", "memory_used_bytes", 1.0),
+        ("memory_size_bytes", "There is.", "memory_total_bytes", 1.0),
+    )
+    for name, about, field, scale in readings:
+        values = [(labels, getattr(device, field)) for labels, device in named]
+        yield gauge(
+            f"penstock_device_{name}",
+            about,
+            [(labels, None if value is None else value * scale) for labels, value in values],
+        )
+    yield counter(
+        "penstock_device_energy_joules_total",
+        "Since the daemon started.",
+        [(labels, device.energy_j) for labels, device in named],
+    )
+
+
+def _s(value_ms: float | None) -> float | None:
+    return None if value_ms is None else value_ms / 1e3

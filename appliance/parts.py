@@ -1,0 +1,151 @@
+"""What the router knows, as the parts of a frame.
+
+Owns: nothing; each function reads the books as they are. Called by: frames.
+Invariant: counts of one part are of one moment; what is not reported is None.
+Never: changes anything that it reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from appliance.explain import Waiting
+from appliance.latency import stages
+from appliance.placement import Placement
+from appliance.protocol import (
+    MAX_POOL_OWNERS,
+    OwnerFrame,
+    PoolFrame,
+    QueueFrame,
+    RequestFrame,
+)
+from appliance.request import Request
+from engine.blocks import BlockPool
+from engine.reservation import fits_now, wants
+from engine.router import Router
+from engine.sequence import Phase, Route
+
+_PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODING)
+
+
+def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
+    """Every pool's books."""
+    live = list(live)
+    return [
+        _pool_frame(pool, _owners(router, live, name), block_bytes)
+        for name, pool in router.ledger.pools.items()
+    ]
+
+
+def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
+    """Whose requests hold its blocks; those that only drain have no owner any more."""
+    blocks: Counter[str] = Counter()
+    requests: Counter[str] = Counter()
+    for request in live:
+        held = sum(len(router.ledger.table(s.seq_id, pool)) for s in request.sequences)
+        if held:
+            blocks[request.peer.name] += held
+            requests[request.peer.name] += 1
+    most = blocks.most_common(MAX_POOL_OWNERS)
+    return [OwnerFrame(user, num_blocks, requests[user]) for user, num_blocks in most]
+
+
+def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
+    """One pool's books; padding block 0 is left out."""
+    counts = {state.name.lower(): count for state, count in pool.counts.items()}
+    return PoolFrame(
+        name=pool.name,
+        num_blocks=pool.capacity,
+        block_size=pool.block_size,
+        block_bytes=block_bytes,
+        owners=owners,
+        **counts,
+    )
+
+
+def queue_frame(router: Router, now_ns: int) -> QueueFrame:
+    """Sequences by phase."""
+    counts = dict.fromkeys(Phase, 0)
+    for sequence in (*router.queue, *router.resuming, *router.running.values()):
+        counts[sequence.phase] += 1
+    oldest_ns = min((s.stamps.arrived_ns for s in router.queue), default=None)
+    return QueueFrame(
+        queued=counts[Phase.QUEUED],
+        prefilling=counts[Phase.PREFILLING],
+        handing_off=counts[Phase.HANDING_OFF],
+        decoding=counts[Phase.DECODING],
+        max_queued=router.queue.max_sequences,
+        oldest_queued_ms=None if oldest_ns is None else (now_ns - oldest_ns) / 1e6,
+        num_owners=router.queue.num_owners,
+        queued_tokens=router.queue.num_tokens,
+        max_queued_tokens=router.queue.max_tokens,
+    )
+
+
+def waiting(router: Router) -> Waiting:
+    """What each sequence in the queue waits for, as it would be placed now."""
+    if not router.roles.ready_workers:
+        return Waiting(for_workers=len(router.queue))
+    topology, pools = router.topology, router.ledger.pools
+    num_fitting = sum(
+        any(fits_now(wants(sequence, route, topology, pools), pools) for route in Route)
+        for sequence in router.queue
+    )
+    return Waiting(for_blocks=len(router.queue) - num_fitting, for_prefill=num_fitting)
+
+
+def request_frame(
+    request: Request, router: Router, placement: Placement, now_ns: int
+) -> RequestFrame:
+    """A request as it stands; its stages are those of its least advanced sequence."""
+    open_sequences = [s for s in request.sequences if not s.is_finished]
+    if open_sequences:
+        shown = min(open_sequences, key=lambda s: _PHASE_ORDER.index(s.phase))
+    else:
+        shown = max(request.sequences, key=lambda s: s.stamps.finished_ns or 0)
+    cut = stages(shown.stamps, shown.num_output_tokens)
+    end_ns = shown.stamps.finished_ns if request.is_finished else now_ns
+    return RequestFrame(
+        id=request.request_id,
+        endpoint=request.endpoint,
+        phase=str(shown.phase),
+        model=request.model,
+        user=request.peer.name,
+        stream=request.is_stream,
+        num_sequences=len(request.sequences),
+        prompt_tokens=sum(s.num_prompt_tokens for s in request.sequences),
+        computed_tokens=sum(s.num_computed_tokens for s in request.sequences),
+        output_tokens=sum(s.num_output_tokens for s in request.sequences),
+        max_tokens=sum(s.sampling.max_tokens for s in request.sequences),
+        num_blocks=sum(
+            len(router.ledger.table(s.seq_id, pool))
+            for s in request.sequences
+            for pool in placement.num_blocks_by_pool
+        ),
+        worker=shown.worker,
+        transport=next((s.transport for s in request.sequences if s.transport), None),
+        received_at=request.received_at,
+        age_ms=((end_ns or now_ns) - shown.stamps.arrived_ns) / 1e6,
+        finish_reason=None if shown.finish_reason is None else str(shown.finish_reason),
+        error=next((s.error for s in request.sequences if s.error), None),
+        tokenize_ms=cut.tokenize_ms,
+        queue_ms=cut.queue_ms,
+        prefill_ms=cut.prefill_ms,
+        ttft_ms=cut.ttft_ms,
+        handoff_ms=cut.handoff_ms,
+        decode_wait_ms=cut.decode_wait_ms,
+        decode_ms=cut.decode_ms,
+        first_itl_ms=cut.first_itl_ms,
+        tpot_ms=cut.tpot_ms,
+        e2e_ms=cut.e2e_ms,
+        handoff_bytes=(
+            sum(s.handoff_bytes for s in request.sequences)
+            if any(s.transport for s in request.sequences)
+            else None
+        ),
+        route=shown.route,
+        route_reason=shown.route_reason,
+        prefill_j=request.prefill_j,
+        decode_j=request.decode_j,
+    )

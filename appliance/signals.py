@@ -1,0 +1,233 @@
+"""What alerts look at: each signal of a frame as one number, the larger the worse.
+
+Owns: what each number means, and the words for it.
+Called by: alerts, which has the thresholds.
+Invariant: a signal that is not reported is not yielded, nor is one that has no meaning now.
+Never: decides what is too much.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from appliance.protocol import Frame, PoolFrame
+
+PAST_S = 60.0
+"""How far back a signal looks that is a rate, or is compared with what it was."""
+DEFAULT_TTFT_MS = 10_000
+"""How long a request may wait where no target says so."""
+MIN_PATIENCE_MS = 2_000.0
+STEP_PATIENCE = 3.0
+"""A step may take so many times as long as the longest lately, and at least the time above."""
+RING = "ring"
+"""A pool whose slots are all granted ahead, so that its occupancy says nothing."""
+
+
+class Signal(NamedTuple):
+    """One reading."""
+
+    value: float
+    message: str
+    subject: str = ""
+
+
+class _Point(NamedTuple):
+    """What later frames are compared with."""
+
+    uptime_s: float
+    failed: int
+    ended: int
+    rows_lost: int
+    decode_rate: float | None
+    longest_step_ms: dict[str, float]
+
+
+class Past:
+    """The last minute, as far as signals need it."""
+
+    def __init__(self) -> None:
+        self._points: deque[_Point] = deque()
+
+    def add(self, frame: Frame) -> None:
+        """Take in a frame, which is the newest, and forget what is too old."""
+        totals = frame.totals
+        point = _Point(
+            frame.uptime_s,
+            totals.failed,
+            totals.finished + totals.failed,
+            totals.log_rows_lost,
+            _decode_rate(frame),
+            {each.name: each.step_ms_max for each in frame.workers if each.step_ms_max is not None},
+        )
+        self._points.append(point)
+        while self._points[0].uptime_s < frame.uptime_s - PAST_S:
+            self._points.popleft()
+
+    @property
+    def num_failed(self) -> int:
+        """Requests that have failed."""
+        return self._points[-1].failed - self._points[0].failed
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have failed or finished."""
+        return self._points[-1].ended - self._points[0].ended
+
+    @property
+    def num_rows_lost(self) -> int:
+        """Rows that the log has lost."""
+        return self._points[-1].rows_lost - self._points[0].rows_lost
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second of each sequence that decoded, as a rule."""
+        rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
+        return median(rates) if rates else None
+
+    def longest_step_ms(self, worker: str) -> float:
+        """Of a worker; 0 if it made none."""
+        return max(point.longest_step_ms.get(worker, 0.0) for point in self._points)
+
+
+def _decode_rate(frame: Frame) -> float | None:
+    if not frame.queue.decoding:
+        return None
+    return sum(each.decode_tokens_per_s for each in frame.workers) / frame.queue.decoding
+
+
+def used_ratio(pool: PoolFrame) -> float | None:
+    """Blocks that new work cannot have; None of the ring, which has none for it."""
+    if not pool.num_blocks or pool.name == RING:
+        return None
+    return 1 - (pool.free + pool.cached) / pool.num_blocks
+
+
+def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """How full a pool is."""
+    for pool in frame.pools:
+        used = used_ratio(pool)
+        if used is not None:
+            yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
+
+
+def kv_quarantined(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Blocks that are kept from use."""
+    for pool in frame.pools:
+        number = pool.quarantined
+        yield Signal(number, f"{number} blocks of KV pool {pool.name} in quarantine", pool.name)
+
+
+def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """The longest wait, in targets of the time to the first token."""
+    waited_ms = frame.queue.oldest_queued_ms
+    if waited_ms is not None:
+        target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
+        about = f"a request waits for {waited_ms / 1000:.1f} s already, and its first token is due"
+        yield Signal(waited_ms / target_ms, f"{about} within {target_ms / 1000:g} s")
+
+
+def queue_full_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """How much of the room in the queue is taken."""
+    queue = frame.queue
+    for unit, number, most in (
+        ("sequences", queue.queued, queue.max_queued),
+        ("prompt tokens", queue.queued_tokens, queue.max_queued_tokens),
+    ):
+        if most:
+            yield Signal(number / most, f"{number} of at most {most} {unit} wait", unit)
+
+
+def late_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """The share that misses its target."""
+    latency = frame.latency
+    for subject, what, ratio, target_ms in (
+        ("ttft", "first tokens", latency.ttft_slo_ratio, frame.slo_ttft_ms),
+        ("itl", "gaps between tokens", latency.itl_slo_ratio, frame.slo_itl_ms),
+    ):
+        if ratio is not None:
+            about = f"{1 - ratio:.1%} of the {what} take longer than {target_ms} ms"
+            yield Signal(1 - ratio, about, subject)
+
+
+def failed_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """The share of requests that fail, of the last minute's."""
+    number = past.num_ended
+    if number:
+        about = f"{past.num_failed} of {number} requests have failed in {PAST_S:.0f} s"
+        yield Signal(past.num_failed / number, about)
+
+
+def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
+    """How far decoding has fallen below its usual rate while prompts are computed."""
+    rate, usual = _decode_rate(frame), past.decode_rate
+    if rate is not None and usual and frame.queue.prefilling:
+        about = f"decoding has stalled: {rate:.1f} tokens/s for each sequence, usually {usual:.1f}"
+        yield Signal(1 - rate / usual, about)
+
+
+def step_age_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """How long a worker has been without a step that has something to do."""
+    for worker in frame.workers:
+        if worker.last_step_age_ms is not None and worker.state == "ready":
+            longest_ms = past.longest_step_ms(worker.name)
+            patience_ms = max(MIN_PATIENCE_MS, STEP_PATIENCE * longest_ms)
+            about = f"worker {worker.name} has work, and has ended no step"
+            about += f" for {worker.last_step_age_ms / 1000:.1f} s"
+            yield Signal(worker.last_step_age_ms / patience_ms, about, worker.name)
+
+
+def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
+    """1 for a worker that has died and is not back."""
+    for worker in frame.workers:
+        is_down = worker.state == "restarting" or (
+            worker.state == "loading" and worker.num_restarts
+        )
+        yield Signal(bool(is_down), f"worker {worker.name} is restarting", worker.name)
+
+
+def state_degraded(frame: Frame, past: Past) -> Iterator[Signal]:
+    """1 where it is not a worker that is the reason."""
+    is_down = any(signal.value for signal in worker_down(frame, past))
+    yield Signal(frame.state == "degraded" and not is_down, frame.state_reason)
+
+
+def log_rows_lost(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Rows that the request log has lost in the last minute."""
+    number = past.num_rows_lost
+    yield Signal(number, f"the request log has lost {number} rows in {PAST_S:.0f} s")
+
+
+def device_power_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Of the limit."""
+    for device in frame.devices:
+        power_w, limit_w = device.power_w, device.power_limit_w
+        if power_w is not None and limit_w:
+            about = f"{device.name} draws {power_w:.0f} of {limit_w:.0f} W"
+            yield Signal(power_w / limit_w, about, device.name)
+
+
+def device_temperature_c(frame: Frame, past: Past) -> Iterator[Signal]:
+    """As it is."""
+    for device in frame.devices:
+        if device.temperature_c is not None:
+            about = f"{device.name} is at {device.temperature_c:.0f} degrees C"
+            yield Signal(device.temperature_c, about, device.name)
+
+
+def device_throttled(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Reasons why a device is slower than it could be."""
+    for device in frame.devices:
+        if device.throttle_reasons is not None:
+            reasons = device.throttle_reasons
+            about = f"{device.name} is throttled: {', '.join(reasons)}"
+            yield Signal(len(reasons), about, device.name)
+
+
+def device_xid(frame: Frame, past: Past) -> Iterator[Signal]:
+    """1 for a device whose driver has reported a critical error since the daemon started."""
+    for device in frame.devices:
+        has_failed = device.last_xid is not None
+        yield Signal(has_failed, f"{device.name} has had error XID {device.last_xid}", device.name)

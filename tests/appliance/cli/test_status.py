@@ -1,0 +1,163 @@
+"""status, once, checked and watched; and metrics."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.appliance.cli_data import FRAME
+from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
+from tests.appliance.fake_daemon import FakeDaemon
+
+STATE, STREAM = "GET /v1/penstock/state", "GET /v1/penstock/stream"
+FINE = {**FRAME, "alerts": []}
+ALERT = FRAME["alerts"][1]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "p.sock") as fake:
+        fake.script.content_type = "application/x-ndjson"
+        yield fake
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "codes"),
+    [
+        ({}, 0, []),
+        ({"alerts": [ALERT]}, 8, ["queue.wait"]),
+        ({"state": "loading", "state_reason": "model_loading"}, 8, ["state.loading"]),
+        ({"state": "draining", "state_reason": "draining"}, 8, ["state.draining"]),
+        (
+            {"state": "degraded", "state_reason": "x", "alerts": [ALERT]},
+            8,
+            ["state.degraded", "queue.wait"],
+        ),
+        (
+            {"state": "degraded", "alerts": [{**ALERT, "code": "state.degraded"}]},
+            8,
+            ["state.degraded"],
+        ),
+    ],
+)
+def test_a_check_ends_as_the_daemon_is(
+    daemon: FakeDaemon,
+    environ: dict[str, str],
+    changes: dict[str, Any],
+    exit_code: int,
+    codes: list[str],
+) -> None:
+    daemon.script.replies = {STATE: (200, {**FINE, **changes})}
+    ended = penstock(environ, "status", "--check", "-o", "json")
+    assert ended.returncode == exit_code
+    assert [alert["code"] for alert in json.loads(ended.stdout)["data"]] == codes
+    page = penstock(environ, "status", "--check").stdout
+    assert all(code in page for code in codes or ["nothing is wrong"])
+
+
+def test_a_check_without_a_daemon_says_so(environ: dict[str, str]) -> None:
+    ended = penstock(environ, "status", "--check")
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert "not running" in ended.stderr
+
+
+def test_a_watch_into_a_pipe_is_a_line_for_each_frame(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.events = [json.dumps({**FRAME, "seq": seq}).encode() for seq in range(3)]
+    ended = penstock(environ, "status", "--watch")
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("2026-01-02T03:04:06.000Z ready  1 queued, 1 prefilling, ")
+    assert "kv 500 of 512 free" in lines[0]
+    assert lines[0].endswith("error worker.down  warning queue.wait")
+    assert (ended.returncode, daemon.script.asked) == (3, [(STREAM, None)])
+    assert "has ended" in ended.stderr
+
+
+def test_a_watch_in_json_lines_is_the_frames(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.events = [json.dumps({**FRAME, "seq": seq}).encode() for seq in range(2)]
+    ended = penstock(environ, "status", "-w", "-o", "ndjson")
+    assert [json.loads(line)["seq"] for line in ended.stdout.splitlines()] == [0, 1]
+
+
+def test_a_watch_ends_with_the_first_signal(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.events = [json.dumps(FRAME).encode(), b""]
+    daemon.script.pause_after = 1
+    running = start(environ, "status", "--watch")
+    assert running.stdout is not None
+    assert running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    rest, notes = running.communicate(timeout=30)
+    assert (running.returncode, rest, notes) == (130, b"", b"")
+
+
+def test_a_watch_on_a_screen_draws_each_frame_over_the_last(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.events = [json.dumps(FRAME).encode()] * 2
+    environ = {**environ, "TERM": "xterm"}
+    shown = run_on_terminal(environ, "status", "--watch", exit_code=3)
+    assert shown.count(b"\x1b[H\x1b[J") == 2
+    assert shown.count(b"\x1b[31merror\x1b[0m    worker.down") == 2
+    dumb = run_on_terminal({**environ, "TERM": "dumb"}, "status", "--watch", exit_code=3)
+    assert b"\x1b" not in dumb
+    assert dumb.count(b"2026-01-02T03:04:06.000Z ready") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--check", "--watch"), ("--watch", "-o", "json"), ("--watch", "-o", "csv")]
+)
+def test_what_has_no_end_is_no_document(
+    daemon: FakeDaemon, environ: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    ended = penstock(environ, "status", *arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_an_older_daemon_is_shown_without_what_it_does_not_send(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    new = ("alerts", "limit", "handoff", "energy", "slo_ttft_ms")
+    old = {name: value for name, value in FRAME.items() if name not in new}
+    daemon.script.replies = {STATE: (200, old)}
+    ended = penstock(environ, "status")
+    assert ended.returncode == 0
+    subjects = {line.split()[0] for line in ended.stdout.splitlines()}
+    assert subjects == {"state", "model", "roles", "queue", "worker", "kv"} | {
+        "latency",
+        "totals",
+        "power",
+    }
+
+
+def test_metrics_come_as_the_daemon_writes_them(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.replies = {"GET /metrics": (200, b"# HELP a b\na 1.0\n")}
+    ended = penstock(environ, "metrics")
+    assert (ended.returncode, ended.stdout) == (0, "# HELP a b\na 1.0\n")
+
+
+def test_status_needs_no_library_of_the_daemon(tmp_path: Path) -> None:
+    code = (
+        "import sys, appliance.cli.main as m; m.build('status');"
+        "print(*sorted(set(sys.modules) & set(sys.argv[1:])))"
+    )
+    heavy = ("prometheus_client", "msgspec", "textual", "starlette", "psutil", "sqlite3")
+    environ = user_environ(tmp_path)
+    command = [sys.executable, "-c", code, *heavy]
+    ended = subprocess.run(command, env=environ, capture_output=True, check=True)
+    assert ended.stdout.strip() == b""

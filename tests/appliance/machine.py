@@ -1,0 +1,105 @@
+"""A service with all its parts but workers, for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+
+from appliance.boot import make_plan
+from appliance.config import ServeConfig
+from appliance.log.request_log import RequestLog
+from appliance.request import Peer, Request
+from appliance.service import Service
+from appliance.supervisor import WorkerState
+from engine.blocks import Ledger
+from engine.queue import FairQueue
+from engine.router import Router
+from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.tokenizer import Tokenizer
+
+
+class Machine:
+    """A service with all its parts but workers: nothing that it accepts ever runs."""
+
+    def __init__(self, plan, request_log, folder):
+        self.plan = plan
+        self.router = Router(
+            plan.placement.topology,
+            Ledger(plan.placement.pools()),
+            None,
+            FairQueue(8, 100),
+            send=lambda worker, command: None,
+            emit=lambda *tokens: self.service.emit(*tokens),
+            max_step_tokens=64,
+        )
+        self.supervisor = SimpleNamespace(is_started=True, lost_workers=[], workers={})
+        self.service = Service(
+            plan,
+            self.router,
+            self.supervisor,
+            Tokenizer.from_folder(folder),
+            request_log,
+            keeps_text=False,
+        )
+
+    def request(self, peer="her", num_sequences=1, num_prompt_tokens=3):
+        service, number = self.service, self.service.next_seq_id()
+        request_id = f"cmpl-{number}"
+        peer = Peer(uid=1, user=peer)
+        sequences = [
+            Sequence(
+                seq_id=service.next_seq_id(),
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=[1] * num_prompt_tokens,
+                sampling=SamplingParams(max_tokens=4, seed=0),
+                stamps=Stamps(number),
+                owner=peer.name,
+            )
+            for index in range(num_sequences)
+        ]
+        return Request(
+            request_id=request_id,
+            endpoint="/v1/completions",
+            model="m",
+            peer=peer,
+            is_stream=False,
+            received_at="2026-01-01T00:00:00.000Z",
+            sequences=sequences,
+        )
+
+    def submit(self, *args, **fields):
+        request = self.request(*args, **fields)
+        self.service.submit(request)
+        self.router.check_invariants()
+        return request
+
+    @property
+    def frame(self):
+        return msgspec.json.decode(self.service.frame_json())
+
+    def events(self):
+        return [(event["code"], event["message"]) for event in self.frame["events"]]
+
+    def start_workers(self):
+        """Take in that they are ready; what they are sent is lost."""
+        for plan, setup in self.plan.workers:
+            self.supervisor.workers[plan.name] = WorkerState(plan, setup, "ready", os.getpid())
+        for plan, _ in self.plan.workers:
+            self.service.worker_ready(plan.name)
+
+
+def make_machine(model: Path, folder: Path) -> Iterator[Machine]:
+    """A machine, and its end."""
+    folders = {name: folder / name for name in ("socket", "state_dir")}
+    plan = make_plan(ServeConfig(model=model, roles="static", **folders))
+    request_log = RequestLog(folder / "log.db")
+    request_log.start_run(version="0", model="m", dtype="float32", roles="static", transport=None)
+    yield Machine(plan, request_log, model)
+    request_log.close()
+    for fd in plan.inherited_fds:
+        os.close(fd)

@@ -1,0 +1,149 @@
+"""The parts of a frame, from a router that really places and workers that only say they step."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.messages import SequenceStep, Stepped
+from tests.appliance.machine import Machine, make_machine
+
+
+@pytest.fixture
+def machine(tiny_llama, tmp_path):
+    yield from make_machine(tiny_llama, tmp_path)
+
+
+def step(machine: Machine, worker: str, *, is_last: bool = False) -> None:
+    """The worker computes one step for all that it has: the prompt, or one token."""
+    now_ns = time.monotonic_ns()
+    running = [s for s in machine.router.running.values() if s.worker == worker]
+    entries = []
+    for one in running:
+        was_prefilling = one.num_computed_tokens < one.num_prompt_tokens
+        computed = one.num_prompt_tokens if was_prefilling else one.num_computed_tokens + 1
+        moves = was_prefilling and worker == "prefill"
+        entries.append(
+            SequenceStep(
+                seq_id=one.seq_id,
+                generation=one.generation,
+                num_computed_tokens=computed,
+                token_id=7,
+                logprob=None,
+                finish_reason="stop" if is_last else None,
+                is_released=moves or is_last,
+                stored=[],
+                num_scheduled_tokens=computed - one.num_computed_tokens,
+                admitted_ns=now_ns,
+            )
+        )
+    num_tokens = sum(entry.num_scheduled_tokens for entry in entries)
+    is_prefill = worker == "prefill"
+    report = Stepped(
+        now_ns,
+        now_ns + 2_000_000,
+        num_tokens if is_prefill else 0,
+        0 if is_prefill else num_tokens,
+        entries,
+    )
+    machine.service.worker_reported(worker, report)
+
+
+def test_a_pool_knows_who_holds_its_blocks(machine):
+    machine.start_workers()
+    machine.submit("her", num_sequences=2)
+    machine.submit("him")
+    machine.submit("her")
+    (pool,) = machine.frame["pools"]
+    assert pool["owners"] == [
+        {"user": "her", "num_blocks": 3, "num_requests": 2},
+        {"user": "him", "num_blocks": 1, "num_requests": 1},
+    ]
+    held = sum(owner["num_blocks"] for owner in pool["owners"])
+    assert held == pool["num_blocks"] - pool["free"]
+
+
+def test_what_waits_holds_no_blocks_and_says_for_what_it_waits(machine):
+    machine.submit("her")
+    assert machine.frame["pools"][0]["owners"] == []
+    assert machine.frame["limit"] == "queue: 1 sequence waits for a worker to be ready"
+    machine.start_workers()
+    assert machine.frame["limit"] == ""
+
+
+def test_a_full_pool_is_what_limits(machine):
+    machine.start_workers()
+    pool = machine.router.ledger.pools["kv"]
+    assert machine.router.ledger.reserve("somebody", {"kv": pool.num_free - 1})
+    machine.submit("her", num_sequences=3)
+    assert machine.frame["limit"] == "queue: 2 sequences wait for KV blocks"
+
+
+def test_rates_and_batches_are_of_the_steps_since_the_last_frame(machine):
+    machine.start_workers()
+    machine.submit("her", num_sequences=2)
+    machine.service.make_frame()
+    before = {worker["name"]: worker for worker in machine.frame["workers"]}
+    assert before["prefill"]["batch_size_mean"] is None
+    assert before["prefill"]["last_step_age_ms"] is not None
+    assert before["decode"]["last_step_age_ms"] is None
+    step(machine, "prefill")
+    step(machine, "decode")
+    machine.service.make_frame()
+    frame = machine.frame
+    after = {worker["name"]: worker for worker in frame["workers"]}
+    assert after["prefill"]["batch_size_mean"] == after["decode"]["batch_size_mean"] == 2.0
+    assert after["prefill"]["last_step_age_ms"] is None
+    assert after["decode"]["last_step_age_ms"] is not None
+    assert frame["handoff"]["transport"] == "alias"
+    assert frame["handoff"]["handoffs_per_s"] > 0
+    machine.service.make_frame()
+    assert machine.frame["handoff"]["handoffs_per_s"] == 0
+
+
+def test_histograms_and_totals_count_the_same(machine):
+    machine.start_workers()
+    requests = [machine.submit("her") for _ in range(3)]
+    for _ in range(3):
+        step(machine, "prefill")
+        step(machine, "decode")
+    step(machine, "decode", is_last=True)
+    for request in requests:
+        machine.service.close(request, 200)
+    readings = machine.service.readings()
+    frame, histograms = readings.frame, readings.histograms
+    assert frame.totals.finished == histograms.e2e_s.total == frame.latency.num_requests == 3
+    assert histograms.finished["stop"] == 3
+    assert histograms.output_tokens.sum == frame.totals.output_tokens
+    assert histograms.prompt_tokens.sum == frame.totals.prompt_tokens
+    assert histograms.ttft_s.total + histograms.gap_s.total == frame.totals.output_tokens
+    assert histograms.step_tokens.sum == 3 * 3 + 3 * 4
+    assert frame.latency.e2e_ms_p50 is not None
+
+
+def test_a_request_that_waited_says_so_while_it_runs_and_after(machine):
+    request = machine.submit("her")
+    stamps = request.sequences[0].stamps
+    stamps.arrived_ns = stamps.tokenized_ns = time.monotonic_ns() - 3_000_000_000
+    assert machine.frame["requests"][0]["slow_because"].startswith("queue: it waited 3.0 s")
+    machine.service.cancel(request.request_id, "her")
+    machine.service.close(request, 200)
+    (ended,) = machine.service.request_frames()
+    assert ended["slow_because"].startswith("queue: it waited 3.0 s")
+
+
+def test_an_alert_is_in_the_frame_and_in_the_events_until_it_is_over(machine):
+    machine.start_workers()
+    state = machine.supervisor.workers["decode"]
+    state.state = "restarting"
+    machine.service.make_frame()
+    (alert,) = machine.frame["alerts"]
+    assert (alert["code"], alert["severity"], alert["subject"]) == (
+        "worker.down",
+        "error",
+        "decode",
+    )
+    machine.service.make_frame()
+    told = [event for event in machine.frame["events"] if event["code"] == "worker.down"]
+    assert [event["severity"] for event in told] == ["error"]
