@@ -22,6 +22,7 @@ from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
 """By HTTP status; every other error is 1."""
+_CHUNK_BYTES = 1 << 18
 _RETRY = "try again in a moment"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
@@ -102,6 +103,30 @@ class Client:
             ReplyError: status 404 if it is not live.
         """
         self.post(f"/v1/requests/{quote(request_id, safe='')}/cancel")
+
+    def chunks(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        """GET a file, as it comes.
+
+        Raises:
+            ClientError: as get(), or the file ends before its announced length.
+        """
+        connection = _Connection(self.address, self.timeout_s)
+        try:
+            with _explained(self.address):
+                response = _send(connection, "GET", f"{path}?{urlencode(query)}", None)
+                if response.status >= 400:
+                    raise _reply_error(response)
+            while chunk := self._next_chunk(response):
+                yield chunk
+        finally:
+            connection.hang_up()
+
+    def _next_chunk(self, response: http.client.HTTPResponse) -> bytes:
+        with _explained(self.address):
+            chunk = response.read(_CHUNK_BYTES)
+            if not chunk and response.length:
+                raise http.client.IncompleteRead(chunk, response.length)
+        return chunk
 
     def stream(self, path: str, body: dict[str, Any]) -> Stream:
         """POST and read server-sent events or lines of JSON as they come; use it in a `with`.

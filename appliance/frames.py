@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class Standing:
 
 
 class Frames:
-    """Makes frames, and hands them to those who wait."""
+    """Makes frames, records them, and hands them to those who wait."""
 
     def __init__(
         self,
@@ -59,12 +60,14 @@ class Frames:
         router: Router,
         supervisor: Supervisor,
         telemetry: Telemetry,
+        record: Callable[[Frame], None],
     ) -> None:
         self._plan = plan
         self._model = model
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
+        self._record = record
         self._devices = Devices()
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
@@ -89,6 +92,7 @@ class Frames:
             host=telemetry.host(),
             **self._parts(standing, now_ns),
         )
+        self._record(self._frame)
         self._is_made.set()
         self._is_made = asyncio.Event()
 

@@ -13,12 +13,13 @@ import contextlib
 import logging
 import time
 from collections import deque
+from typing import IO
 
 import msgspec
 
 from appliance.boot import Plan
 from appliance.frames import Frames, Standing
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
@@ -61,7 +62,9 @@ class Service:
         """Whether prompts go into the log; may change at any time."""
         self._model = _model_info(plan)
         self._telemetry = Telemetry()
-        self._frames = Frames(plan, self._model, router, supervisor, self._telemetry)
+        self._frames = Frames(
+            plan, self._model, router, supervisor, self._telemetry, request_log.frame
+        )
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
         self._recent: deque[dict[str, object]] = deque(maxlen=MAX_RECENT_REQUESTS)
@@ -222,6 +225,10 @@ class Service:
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
         """Sums over the log; blocking."""
         return self._log.usage(query)
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        """A recording of a span; blocking."""
+        return self._log.recording(span)
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""

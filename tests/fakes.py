@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
+from typing import IO
 
 import msgspec
 
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
@@ -169,6 +171,9 @@ class FakeAppliance:
 
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
         return []
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        return io.BytesIO(b"a recording")
 
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()

@@ -38,6 +38,7 @@ VERBS: Mapping[str, str] = {
     "log": "history",
     "events": "history",
     "usage": "history",
+    "record": "record",
     "bench": "bench",
     "models": "models",
     "db": "db",
