@@ -8,6 +8,7 @@ Never: shows a stage before its end; reads a clock or a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,9 +83,10 @@ def _phase(row: Mapping[str, Any], now_us: float) -> str:
     return "decoding"
 
 
-def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, float]:
+def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
     """The stages that are over, and the gaps that have been seen."""
-    cut, cursor_us = {}, 0
+    cut: dict[str, Any] = {}
+    cursor_us = 0
     for stage, stamp in _STAGES:
         if _is_past(row, stamp, now_us):
             cut[stage] = (row[stamp] - cursor_us) / 1000
@@ -97,18 +99,15 @@ def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, float]:
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
-    """One with the first token's stamp, all with the last's, and evenly between them."""
+    """One of each sequence with the first token's stamp, all with the last's, evenly between."""
     if not _is_past(row, "t_first_token_us", now_us):
         return 0
     first_us, last_us = row["t_first_token_us"], row["t_last_token_us"]
-    num_all, num_first = (
-        row["completion_tokens"],
-        min(row["num_sequences"], row["completion_tokens"]),
-    )
+    num_all = int(row["completion_tokens"])
     if last_us is None or last_us <= now_us or last_us <= first_us:
-        return int(num_all)
-    share = (now_us - first_us) / (last_us - first_us)
-    return int(num_first + share * (num_all - num_first))
+        return num_all
+    num_first = min(int(row["num_sequences"]), num_all)
+    return num_first + int((now_us - first_us) / (last_us - first_us) * (num_all - num_first))
 
 
 def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) -> int:
@@ -118,7 +117,7 @@ def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) 
     if not _is_past(row, "t_started_us", now_us):
         return 0
     if output_tokens:
-        return prompt_tokens + max(0, output_tokens - row["num_sequences"])
+        return prompt_tokens + max(0, output_tokens - int(row["num_sequences"]))
     end_us = first_us if first_us is not None else row["t_finished_us"]
     if end_us is None or end_us <= started_us:
         return 0
@@ -129,8 +128,8 @@ def _num_blocks(row: Mapping[str, Any], frame: Frame) -> int:
     """What admission reserves, prompt and max_tokens, in a pool of the frame's."""
     if not frame.pools or frame.pools[0].block_size <= 0:
         return 0
-    each = row["prompt_tokens"] / row["num_sequences"] + (row["max_tokens"] or 0)
-    return int(-(-each // frame.pools[0].block_size) * row["num_sequences"])
+    each: float = row["prompt_tokens"] / row["num_sequences"] + (row["max_tokens"] or 0)
+    return math.ceil(each / frame.pools[0].block_size) * int(row["num_sequences"])
 
 
 def _worker(row: Mapping[str, Any], phase: str, frame: Frame) -> str | None:

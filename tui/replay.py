@@ -26,10 +26,9 @@ from appliance.protocol import (
 )
 from appliance.recording import FramePacker, RecordingError, open_recording
 from tui.rebuild import PastRequest, request_at
-from tui.timeline import Playback, iso, unix_ms
-from tui.view import HISTORY_FRAMES, Link, View
+from tui.timeline import Playback, iso, parse_moment, unix_ms
+from tui.view import HISTORY_FRAMES, REPLAY, Link, View
 
-REPLAY = "REPLAY"
 _FRAMES = "SELECT at, run_id, seq FROM frames WHERE version = ? ORDER BY at, run_id, seq"
 _FRAME = "SELECT * FROM frames WHERE at = ? AND run_id = ? AND seq = ?"
 _MARKS = "SELECT DISTINCT at FROM events WHERE severity != 'info' ORDER BY at"
@@ -108,10 +107,10 @@ class Replay:
             frame = self._whole(frame, self._run_ids[index])
         return replace(view, frame=frame, link=Link(REPLAY, why))
 
-    def views(self) -> Iterator[View]:
-        """Every frame's view, in order."""
+    def views(self, begin: int = 0) -> Iterator[View]:
+        """Every frame's view from one on, in order."""
         before = None
-        for index in range(len(self._moments_ms)):
+        for index in range(begin, len(self._moments_ms)):
             view = self.view_at(index, before)
             before = index, view
             yield view
@@ -167,6 +166,21 @@ class Replay:
             if age_ms < (row["t_finished_us"] or 0) / 1000 and num_shown < MAX_FRAME_REQUESTS:
                 num_shown += 1
                 yield request_at(row, age_ms, frame)
+
+
+def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
+    """Open a recording at a time as parse_moment() takes it; empty is the first frame.
+
+    Raises:
+        RecordingError: as Replay, or the time is none.
+    """
+    replay = Replay(path)
+    start = replay.start
+    at_ms = parse_moment(at, start.at_ms) if at else start.at_ms
+    if at_ms is None:
+        replay.close()
+        raise RecordingError(f"{at} is no time", hint="give 14:02:11, +5m or an ISO time, in UTC")
+    return replay, start.seek(at_ms)
 
 
 def _ms(at: str) -> int:

@@ -303,7 +303,8 @@ class RequestLog:
             self._is_failing = True
             return False
         if self._is_failing:
-            _LOG.warning("%s: writing again", self.path)
+            lost = (self._rows_lost, self._frames_lost)
+            _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
         self._is_failing = False
         with self._wake:
             self._rows_lost += num_refused

@@ -90,7 +90,7 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Forget requests, events and frames older than `keep_days`, then the oldest until `max_bytes` hold.
+    """Forget what is older than `keep_days`, then the oldest until `max_bytes` hold.
 
     None sets no such limit. With a daemon running both write in turns, a slice at a time. A dry
     run changes nothing; it counts what is too old and estimates the rest from the mean row.
