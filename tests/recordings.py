@@ -31,7 +31,7 @@ def at(offset_s: float) -> str:
 def frame_at(offset_s: float, make=frames.busy, **changes: Any) -> Frame:
     """What a daemon that started at BEGAN made then; its number is the second's."""
     seq = changes.pop("seq", int(offset_s) + 1)
-    return make(seq, at=at(offset_s), uptime_s=offset_s, events=[], **changes)
+    return make(seq, **{"at": at(offset_s), "uptime_s": offset_s, "events": [], **changes})
 
 
 def request_row(rid: str, offset_s: float, **columns: Any) -> LogRow:
@@ -88,6 +88,7 @@ def make_recording(
 def assert_same(shown: Any, told: Any) -> None:
     """Equal, numbers to six digits or three decimals; frames but for requests and events."""
     if isinstance(told, Frame):
+        told = msgspec.structs.replace(told, uptime_s=round(told.uptime_s, 3))
         assert_same(*(msgspec.to_builtins(gauges(frame)) for frame in (shown, told)))
     elif isinstance(told, float):
         assert shown == pytest.approx(told, rel=5e-6, abs=1e-12)

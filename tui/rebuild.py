@@ -99,15 +99,17 @@ def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
-    """One of each sequence with the first token's stamp, all with the last's, evenly between."""
+    """Each sequence's first and second with their stamps, all with the last's, evenly between."""
+    num_all, num_sequences = int(row["completion_tokens"]), int(row["num_sequences"])
     if not _is_past(row, "t_first_token_us", now_us):
         return 0
-    first_us, last_us = row["t_first_token_us"], row["t_last_token_us"]
-    num_all = int(row["completion_tokens"])
-    if last_us is None or last_us <= now_us or last_us <= first_us:
+    if _is_past(row, "t_last_token_us", now_us) or row["t_last_token_us"] is None:
         return num_all
-    num_first = min(int(row["num_sequences"]), num_all)
-    return num_first + int((now_us - first_us) / (last_us - first_us) * (num_all - num_first))
+    if not _is_past(row, "t_second_token_us", now_us):
+        return min(num_sequences, num_all)
+    second_us, last_us = row["t_second_token_us"], row["t_last_token_us"]
+    num_first = min(2 * num_sequences, num_all)
+    return num_first + int((now_us - second_us) / (last_us - second_us) * (num_all - num_first))
 
 
 def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) -> int:

@@ -94,7 +94,7 @@ class Replay:
             index: of the frame, in the order of Playback.
             before: another index and its view; from one shortly before, the history goes on.
         """
-        begin, view = max(0, index - HISTORY_FRAMES + 1), View()
+        begin, view = max(0, index - HISTORY_FRAMES), View()  # one more, for rates
         if before is not None and begin <= before[0] <= index:
             begin, view = before[0] + 1, before[1]
         frame = view.frame

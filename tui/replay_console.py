@@ -83,10 +83,10 @@ class ReplayConsole(Console, inherit_bindings=False):
 
     def _paint_bar(self, width: int, height: int) -> list[Line]:
         notes = []
+        if num_damaged := self._replay.num_damaged:
+            notes.append(f"{num_damaged} damaged")
         if num_unlogged := self._replay.num_unlogged(self._latest):
             notes.append(f"{num_unlogged} live not in the log")
-        if self._replay.num_damaged:
-            notes.append(f"{self._replay.num_damaged} frames damaged")
         return [bar(self._playback, notes, width)]
 
     def _play(self) -> None:

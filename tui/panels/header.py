@@ -204,7 +204,9 @@ def summary(view: View) -> str:
     frame = view.frame
     if frame is None:
         return f"{view.link.word} {view.link.why}".rstrip()
+    replay = [REPLAY] if view.link.word == REPLAY else []
     parts = [
+        *replay,
         fmt.clock(frame.at),
         frame.state if view.link.is_live else view.link.word,
         f"live {frame.num_requests}",
