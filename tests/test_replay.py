@@ -27,32 +27,28 @@ class Incident:
     def __init__(self, folder: Path, model: Path) -> None:
         self.daemon = Daemon(folder, "--roles", "static", model=model).wait_ready()
         self.streamed: list[Frame] = []
-        load = threading.Thread(target=self._load)
-        load.start()
+        self.is_over = threading.Event()
+        load = [threading.Thread(target=self._load, args=(number,)) for number in range(3)]
+        for asker in load:
+            asker.start()
         with self.daemon.http.stream("GET", "/v1/penstock/stream") as reply:
             for line in reply.iter_lines():
                 self.streamed.append(msgspec.json.decode(line, type=Frame))
                 if len(self.streamed) == NUM_STREAMED:
                     break
-        load.join()
+        self.is_over.set()
+        for asker in load:
+            asker.join()
         self.finished = {row["rid"] for row in self.daemon.log_rows()}
         self.recorded = folder / "live.penstock"
         environ = {**self.daemon.env, "PENSTOCK_SOCKET": str(self.daemon.socket)}
         self.record = penstock(environ, "record", "-o", str(self.recorded), "--since", "1h")
         self._kill_with_work_in_hand(folder)
 
-    def _load(self) -> None:
-        """Longer and shorter replies, some at once, for about as long as is streamed."""
-
-        def ask(number: int) -> None:
-            for _ in range(3):
-                self.daemon.complete("one two three " * 20, max_tokens=300 + 100 * number, seed=1)
-
-        askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join()
+    def _load(self, number: int) -> None:
+        """Longer and shorter replies, one after the other."""
+        while not self.is_over.is_set():
+            self.daemon.complete("one two three " * 20, max_tokens=100 + 100 * number, seed=1)
 
     def _kill_with_work_in_hand(self, folder: Path) -> None:
         """A long reply is under way, has been recorded, and gets no row."""

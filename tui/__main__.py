@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from appliance.recording import RecordingError
 from tui import format as fmt
 from tui import plain
 
@@ -61,7 +60,8 @@ def _run_console(socket_path: str, *, is_ascii: bool) -> int:
 
 def _replay(path: Path, at: str, *, is_once: bool, is_ascii: bool) -> int:
     """Show a recording: the console, one page, or a line for each of its frames."""
-    from tui.replay import open_at  # sqlite, which a live console does not need
+    from appliance.recording import RecordingError  # sqlite, which a live console does not need
+    from tui.replay import open_at
 
     try:
         replay, playback = open_at(path, at)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-
-import msgspec
 
 from appliance.protocol import (
     FRAME_VERSION,
@@ -23,6 +22,7 @@ from appliance.protocol import (
     MAX_FRAME_REQUESTS,
     EventFrame,
     Frame,
+    RequestFrame,
 )
 from appliance.recording import FramePacker, RecordingError, open_recording
 from tui.rebuild import PastRequest, request_at
@@ -150,12 +150,14 @@ class Replay:
     def _whole(self, frame: Frame, run_id: int) -> Frame:
         """The frame with the requests and events of its time, as far as rows tell."""
         try:
-            requests = list(self._requests(frame, run_id))
+            requests: list[RequestFrame] = list(self._requests(frame, run_id))
             rows = self._db.execute(_EVENTS, (run_id, frame.at)).fetchall()
             events = [EventFrame(*map(str, row)) for row in reversed(rows)]
         except (sqlite3.Error, LookupError, ValueError, TypeError, ArithmeticError) as error:
             raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
-        return msgspec.structs.replace(frame, requests=requests, events=events)
+        whole = copy(frame)
+        whole.requests, whole.events = requests, events
+        return whole
 
     def _requests(self, frame: Frame, run_id: int) -> Iterator[PastRequest]:
         now_ms = _ms(frame.at)
