@@ -14,7 +14,7 @@ from appliance.protocol import Frame
 from appliance.recording import FramePacker, template_of
 
 TEMPLATE_FRAMES = 600
-"""So many share one: ten minutes."""
+"""So many share one at most: ten minutes."""
 
 
 class Recorder:
@@ -23,6 +23,7 @@ class Recorder:
     def __init__(self) -> None:
         self._packer: FramePacker | None = None
         self._template_id = 0
+        self._state = ""
         self._num_packed = 0
 
     def reset(self) -> None:
@@ -47,11 +48,14 @@ class Recorder:
             )
 
     def _packer_for(self, db: sqlite3.Connection, frame: Frame) -> FramePacker:
-        if self._packer is None or self._num_packed == TEMPLATE_FRAMES:
+        # A frame of another state, as loading, has little in common with those that follow.
+        is_stale = self._num_packed == TEMPLATE_FRAMES or frame.state != self._state
+        if self._packer is None or is_stale:
             template = template_of(frame)
             inserted = db.execute("INSERT INTO frame_templates (frame) VALUES (?)", (template,))
             self._packer = FramePacker(template)
             self._template_id = inserted.lastrowid or 0
+            self._state = frame.state
             self._num_packed = 0
         self._num_packed += 1
         return self._packer

@@ -87,6 +87,16 @@ def test_templates_are_renewed(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(stored(path)) == 8
 
 
+def test_another_state_gets_a_template_of_its_own(path: Path) -> None:
+    states = ("loading", "loading", "ready", "ready", "ready", "draining")
+    seen = [frame_at(second, state=state) for second, state in enumerate(states)]
+    assert write_log(path, seen).close()
+    assert query(path, "SELECT template_id FROM frames ORDER BY at") == [
+        (1,), (1,), (2,), (2,), (2,), (3,),
+    ]  # fmt: skip
+    assert [one.state for one in stored(path)] == list(states)
+
+
 def test_a_full_queue_drops_the_oldest_frames_and_counts_them(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
