@@ -22,6 +22,7 @@ from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
 """By HTTP status; every other error is 1."""
+_CHUNK_BYTES = 1 << 18
 _RETRY = "try again in a moment"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
@@ -106,6 +107,30 @@ class Client:
     def text(self, path: str) -> str:
         """GET something that is no JSON; raises as get()."""
         return self._read("GET", path, None).decode()
+
+    def chunks(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        """GET a file, as it comes.
+
+        Raises:
+            ClientError: as get(), or the file ends before its announced length.
+        """
+        connection = _Connection(self.address, self.timeout_s)
+        try:
+            with _explained(self.address):
+                response = _send(connection, "GET", f"{path}?{urlencode(query)}", None)
+                if response.status >= 400:
+                    raise _reply_error(response)
+            while chunk := self._next_chunk(response):
+                yield chunk
+        finally:
+            connection.hang_up()
+
+    def _next_chunk(self, response: http.client.HTTPResponse) -> bytes:
+        with _explained(self.address):
+            chunk = response.read(_CHUNK_BYTES)
+            if not chunk and response.length:
+                raise http.client.IncompleteRead(chunk, response.length)
+        return chunk
 
     def stream(self, path: str, body: dict[str, Any] | None = None) -> Stream:
         """POST, or GET without a body, and read events or lines of JSON; use it in a `with`.

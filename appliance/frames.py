@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Standing:
 
 
 class Frames:
-    """Makes frames, and hands them to those who wait."""
+    """Makes frames, records them, and hands them to those who wait."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Frames:
         supervisor: Supervisor,
         telemetry: Telemetry,
         devices: Devices,
+        record: Callable[[Frame], None],
     ) -> None:
         self._plan = plan
         self._model = model
@@ -75,6 +77,7 @@ class Frames:
         self._telemetry = telemetry
         self.energy = Energy(num_machine_cores())
         self._devices = devices
+        self._record = record
         self._alerts = Alerts()
         self._usual = Usual()
         self._started_ns = time.monotonic_ns()
@@ -110,6 +113,7 @@ class Frames:
         changes = self._alerts.update(frame)
         frame.alerts = self._alerts.frames()
         self._frame = frame
+        self._record(frame)
         self._is_made.set()
         self._is_made = asyncio.Event()
         return changes

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import IO, Protocol
 
 from appliance.histograms import Histograms
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.protocol import Frame
 from appliance.roles import RolesChange
 from engine.sequence import Sequence, TokenLogprob
@@ -284,3 +284,6 @@ class Appliance(Protocol):
 
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
         """Sums over the log; blocking, call in a thread."""
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        """A recording out of the log, for the reader to close; blocking, call in a thread."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from typing import IO
 
 import msgspec
 
@@ -19,7 +20,7 @@ from appliance.boot import Plan, model_info
 from appliance.closed import ClosedRequests
 from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
@@ -63,7 +64,9 @@ class Service:
         self._model = model_info(plan)
         self._telemetry = Telemetry(self._model.max_model_len)
         devices = devices or Devices.of_machine()
-        self._frames = Frames(plan, self._model, router, supervisor, self._telemetry, devices)
+        self._frames = Frames(
+            plan, self._model, router, supervisor, self._telemetry, devices, request_log.frame
+        )
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
@@ -225,6 +228,10 @@ class Service:
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
         """Sums over the log; blocking."""
         return self._log.usage(query)
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        """A recording of a span; blocking."""
+        return self._log.recording(span)
 
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""

@@ -191,3 +191,32 @@ def m004_energy(db: Database) -> None:
         .replace("recoveries,", "recoveries, prefill_j, decode_j,"),
     ):
         db.conn.execute(statement)
+
+
+# Packed by appliance.recording. Ordered by time without an index of its own: there are many.
+_FRAMES = """
+CREATE TABLE frames (
+  at          TEXT NOT NULL,
+  run_id      INTEGER NOT NULL REFERENCES runs(run_id),
+  seq         INTEGER NOT NULL,
+  uptime_ms   INTEGER NOT NULL,
+  version     INTEGER NOT NULL,
+  template_id INTEGER NOT NULL,
+  data        BLOB NOT NULL,
+  PRIMARY KEY (at, run_id, seq)
+) STRICT, WITHOUT ROWID
+"""
+
+_FRAME_TEMPLATES = """
+CREATE TABLE frame_templates (
+  template_id INTEGER PRIMARY KEY,
+  frame       BLOB NOT NULL
+) STRICT
+"""
+
+
+@migration()
+def m005_frames(db: Database) -> None:
+    """What the console showed, once a second, and what the frames are packed against."""
+    db.conn.execute(_FRAMES)
+    db.conn.execute(_FRAME_TEMPLATES)

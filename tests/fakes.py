@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
+from typing import IO
 
 import msgspec
 
 from appliance.histograms import Histograms
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
@@ -174,6 +176,9 @@ class FakeAppliance:
 
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
         return []
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        return io.BytesIO(b"a recording")
 
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()

@@ -24,7 +24,13 @@ DIRECTIONS = {
     "engine/": ("engine",),
     "migrations/": (),
     "appliance/": ("appliance", "engine", "migrations"),
-    "tui/": ("tui", "appliance.protocol", "appliance.client", "appliance.config"),
+    "tui/": (
+        "tui",
+        "appliance.protocol",
+        "appliance.recording",
+        "appliance.client",
+        "appliance.config",
+    ),
 }
 TORCH_ROOMS = ("engine/model/", "engine/workers/")
 

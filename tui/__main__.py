@@ -1,4 +1,4 @@
-"""`python -m tui --socket PATH`: the console, or plain text where there is no terminal for it.
+"""`python -m tui`: the console of a daemon or a recording, or plain text where no terminal is.
 
 Owns: the choice between screen, lines and one page. Called by: `penstock top`.
 Invariant: nothing but plain text goes to what is not a capable terminal.
@@ -13,7 +13,9 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from tui import format as fmt
 from tui import plain
 
 EXIT_INTERRUPTED = 130
@@ -23,15 +25,19 @@ EXIT_PIPE_CLOSED = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock top", description="Live console of Penstock.")
-    parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket")
+    source.add_argument("--replay", metavar="FILE", type=Path, help="a recording")
+    parser.add_argument("--at", metavar="TIME", default="", help="where the replay begins")
     parser.add_argument("--once", action="store_true", help="print one reading as text and exit")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     options = parser.parse_args(argv)
     is_ascii = options.ascii or not can_draw_blocks(os.environ)
     try:
+        if options.replay is not None:
+            return _replay(options.replay, options.at, is_once=options.once, is_ascii=is_ascii)
         if options.once:
-            width = shutil.get_terminal_size((100, 24)).columns
-            return asyncio.run(plain.print_once(options.socket, width, is_ascii=is_ascii))
+            return asyncio.run(plain.print_once(options.socket, _width(), is_ascii=is_ascii))
         if not has_terminal():
             asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
             return 0
@@ -50,6 +56,34 @@ def _run_console(socket_path: str, *, is_ascii: bool) -> int:
     console = Console(socket_path, is_ascii=is_ascii)
     console.run()
     return console.return_code or 0
+
+
+def _replay(path: Path, at: str, *, is_once: bool, is_ascii: bool) -> int:
+    """Show a recording: the console, one page, or a line for each of its frames."""
+    from appliance.recording import RecordingError  # sqlite, which a live console does not need
+    from tui.replay import open_at
+
+    try:
+        replay, playback = open_at(path, at)
+        if is_once:
+            plain.print_page(replay.view_at(playback.index), _width(), is_ascii=is_ascii)
+            return 0
+        if not has_terminal():
+            plain.print_views(replay.views(playback.index), is_ascii=is_ascii)
+            return 0
+    except RecordingError as error:
+        hint = f"hint: {error.hint}\n" if error.hint else ""
+        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\n{hint}")
+        return error.exit_code
+    from tui.replay_console import ReplayConsole
+
+    console = ReplayConsole(replay, playback, is_ascii=is_ascii)
+    console.run()
+    return console.return_code or 0
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def has_terminal() -> bool:

@@ -28,6 +28,17 @@ from tui.widgets.request_table import RequestTable
 
 _KEY_SIGNS = {
     "question_mark": "?",
+    "comma": ",",
+    "full_stop": ".",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "plus": "+",
+    "equals_sign": "=",
+    "minus": "-",
+    "ctrl+home": "^Home",
+    "ctrl+end": "^End",
     "ctrl+c": "^c",
     "pagedown": "PgDn",
     "pageup": "PgUp",

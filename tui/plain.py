@@ -9,7 +9,7 @@ Never: imports Textual.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from appliance.protocol import EventFrame, Frame
 from tui import feed
@@ -30,8 +30,22 @@ async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
     except feed.FeedLost as error:
         sys.stderr.write(f"penstock: {fmt.clean(str(error))}\nhint: penstock serve starts it\n")
         return EXIT_UNREACHABLE
-    _write(page(View().after(frame), width), is_ascii=is_ascii)
+    print_page(View().after(frame), width, is_ascii=is_ascii)
     return 0
+
+
+def print_page(view: View, width: int, *, is_ascii: bool) -> None:
+    """Print one reading that is there already."""
+    _write(page(view, width), is_ascii=is_ascii)
+
+
+def print_views(views: Iterable[View], *, is_ascii: bool) -> None:
+    """Print a line for each view that has a frame, and each event."""
+    seen = _Seen()
+    for view in views:
+        if view.frame is not None:
+            lines = [header.summary(view), *seen.new_events(view.frame)]
+            _write(lines, is_ascii=is_ascii)
 
 
 async def print_lines(socket_path: str, *, is_ascii: bool) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from appliance.protocol import Frame, PoolFrame, WorkerFrame
 
 HISTORY_FRAMES = 60
+REPLAY = "REPLAY"
+"""The link of a view that comes from a recording."""
 Samples = tuple[float | None, ...]
 
 
@@ -63,7 +65,7 @@ class Link:
     """How the console stands with the daemon."""
 
     word: str = "LIVE"
-    """`LIVE`, `CONNECTING`, `DISCONNECTED` or `INCOMPATIBLE`."""
+    """`LIVE`, `REPLAY`, `CONNECTING`, `DISCONNECTED` or `INCOMPATIBLE`."""
     why: str = ""
     down_s: float | None = None
     retry_in_s: float | None = None
@@ -71,7 +73,7 @@ class Link:
     @property
     def is_live(self) -> bool:
         """True while frames arrive."""
-        return self.word == "LIVE"
+        return self.word in ("LIVE", REPLAY)
 
 
 @dataclass(frozen=True, slots=True)

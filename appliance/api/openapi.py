@@ -26,6 +26,7 @@ from appliance.protocol import FRAME_VERSION
 
 EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
 TEXT = "text/plain"
+RECORDING = "application/vnd.sqlite3"
 
 _ANYWHERE = (400, 401, 403, 431, 500)
 """What any request can be answered with."""
@@ -192,6 +193,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         listing(ref("Usage")),
         query={"by": one_of(*USAGE_BY), "since": STRING, "until": STRING},
         errors=(503,),
+    ),
+    ("GET", "/v1/penstock/recording"): Operation(
+        "recording",
+        "Frames, requests and events of a span, as an SQLite file.",
+        {},
+        query={"since": STRING, "until": STRING},
+        streams=(RECORDING,),
+        errors=(404, 503),
     ),
 }
 """HEAD is as GET without its body, and OPTIONS tells the methods, everywhere."""

@@ -76,7 +76,8 @@ def prune(
     )
     verb = "would forget" if dry_run else "forgot"
     terminal.write(
-        f"{verb} {things(pruned.requests, 'request')}, {things(pruned.events, 'event')}\n"
+        f"{verb} {things(pruned.requests, 'request')}, {things(pruned.events, 'event')},"
+        f" {things(pruned.frames, 'frame')}\n"
     )
 
 

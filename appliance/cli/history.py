@@ -123,7 +123,7 @@ def request_from_file(
         ReplyError: the log does not know it.
         AmbiguousId: it is the beginning of several.
     """
-    path = _log_file(client, state_dir, error)
+    path = log_file(client, state_dir, error)
     import msgspec
 
     from appliance.log.query import RowQuery
@@ -167,7 +167,7 @@ class _Source:
             rows: Rows = self._client.get(f"/v1/penstock/{self.verb}", query).get("data", [])
         except DaemonUnreachable as error:
             if self._file is None:
-                self._file = _log_file(self._client, self._state_dir, error)
+                self._file = log_file(self._client, self._state_dir, error)
             return _read_file(self.verb, self._file, query)
         self._file = None
         return rows
@@ -195,7 +195,7 @@ def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
         cursor = max((row["cursor"] for row in newer), default=cursor)
 
 
-def _log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
+def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
     """The file of the daemon that does not answer, if it is this machine's."""
     path = config.log_path(config.state_dir(state_dir))
     if not isinstance(client.address, UnixAddress) or not os.path.exists(path):

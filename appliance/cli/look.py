@@ -88,9 +88,16 @@ def top(
     host: Host = None,
     once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
     as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
+    replay: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Show what `penstock record` has saved.")
+    ] = None,
+    at: Annotated[str | None, typer.Option(help="Where the replay begins: 14:02:11, +5m.")] = None,
 ) -> None:
-    """Open the live console; into a pipe it prints lines."""
+    """Open the live console, or a recording; into a pipe it prints lines."""
     flags = [*(["--once"] if once else []), *(["--ascii"] if as_ascii else [])]
+    if replay is not None:
+        flags += ["--at", at] if at else []
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", f"--replay={replay}", *flags])
     address = find(host)
     if isinstance(address, UnixAddress):
         path = os.fspath(address.path)

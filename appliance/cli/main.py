@@ -39,6 +39,7 @@ VERBS: Mapping[str, str] = {
     "events": "history",
     "usage": "history",
     "metrics": "status",
+    "record": "record",
     "bench": "bench",
     "models": "models",
     "db": "db",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 from appliance.log.row import LogRow, RowEnergy
@@ -57,7 +58,7 @@ def update_energy(db: sqlite3.Connection, energy: RowEnergy) -> None:
     )
 
 
-def insert_events(db: sqlite3.Connection, run_id: int, events: list[Event]) -> None:
+def insert_events(db: sqlite3.Connection, run_id: int, events: Iterable[Event]) -> None:
     """Insert events in their order."""
     db.executemany(
         "INSERT INTO events (run_id, at, severity, code, message, actor) VALUES (?, ?, ?, ?, ?, ?)",

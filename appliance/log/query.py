@@ -80,6 +80,14 @@ class UsageQuery:
     until: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of time, [since, until); None is as far as there is anything."""
+
+    since: str | None = None
+    until: str | None = None
+
+
 def row_query(params: Mapping[str, str]) -> RowQuery:
     """From `limit`, `since`, `until`, `user`, `errors`, `slow`, `after`.
 
@@ -115,6 +123,11 @@ def usage_query(params: Mapping[str, str]) -> UsageQuery:
         since=_time(params, "since"),
         until=_time(params, "until"),
     )
+
+
+def span_query(params: Mapping[str, str]) -> Span:
+    """From `since`, `until`; raises as row_query()."""
+    return Span(since=_time(params, "since"), until=_time(params, "until"))
 
 
 def parse_time(text: str, param: str, now: datetime) -> str:

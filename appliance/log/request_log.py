@@ -3,9 +3,10 @@
 Owns: the queue of what is to be written, and the daemon's one connection that writes.
 Called by: the daemon, which opens it; service, which also reads through it.
 Invariant: only the writer thread uses the connection once the run has started; what could not be
-kept is counted in `rows_lost`; a file deleted under the daemon is made again with the next row.
-Never: blocks the caller of record() or event(); stores prompt text unless asked to; ends the daemon
-because a disk is full.
+kept is counted in `rows_lost` and `frames_lost`; a file deleted under the daemon is made again with
+the next row.
+Never: blocks the caller of record(), event() or frame(); stores prompt text unless asked to; ends
+the daemon because a disk is full.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
+from appliance.log.extract import temporary_recording
 from appliance.log.file import abandon, file_id, open_log, remove_backups
 from appliance.log.insert import (
     Event,
@@ -28,22 +31,44 @@ from appliance.log.insert import (
     insert_run,
     update_energy,
 )
-from appliance.log.query import EventQuery, RowQuery, UsageQuery
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
-from appliance.log.retention import Limits, Pruned, Upkeep
+from appliance.log.recorder import Recorder
+from appliance.log.retention import Limits, Upkeep
 from appliance.log.row import LogRow, RowEnergy
-from appliance.protocol import utc_now
-from engine.errors import ConfigError, PenstockError, Unavailable
+from appliance.protocol import Frame, utc_now
+from appliance.recording import gauges
+from engine.errors import ConfigError, PenstockError, RequestError, Unavailable
 
 _LOG = logging.getLogger("penstock.request_log")
 
 MAX_QUEUED_ROWS = 10_000
+MAX_QUEUED_FRAMES = 600
 COMMIT_ROWS = 50
+COMMIT_FRAMES = 5
+"""So many frames wait for each other, or for a row or event, which takes them along."""
 COMMIT_INTERVAL_S = 0.25
 RETRY_INTERVAL_S = 1.0
 
 _Query = TypeVar("_Query")
 _Found = TypeVar("_Found")
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What waits to be written, or is being written in one transaction."""
+
+    rows: deque[LogRow | RowEnergy] = field(default_factory=deque)
+    events: deque[Event] = field(default_factory=deque)
+    frames: deque[Frame] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return self.num_rows + len(self.frames)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows and events."""
+        return len(self.rows) + len(self.events)
 
 
 class RequestLog:
@@ -52,8 +77,10 @@ class RequestLog:
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
         self.path = path
         self._rows_lost = 0
-        self._rows: deque[LogRow | RowEnergy] = deque()
-        self._events: deque[Event] = deque()
+        self._frames_lost = 0
+        self._queued = _Batch()
+        self._in_hand = _Batch()
+        self._recorder = Recorder()
         self._wake = threading.Condition()
         self._num_accepted = 0
         self._num_settled = 0
@@ -74,6 +101,11 @@ class RequestLog:
     def rows_lost(self) -> int:
         """Rows and events that will never be in the file."""
         return self._rows_lost
+
+    @property
+    def frames_lost(self) -> int:
+        """Frames that no recording will have."""
+        return self._frames_lost
 
     def start_run(
         self, *, version: str, model: str, dtype: str, roles: str, transport: str | None
@@ -110,7 +142,7 @@ class RequestLog:
         """Queue the one row of a request, or what completes it later; returns at once."""
         with self._wake:
             self._make_room()
-            self._rows.append(row)
+            self._queued.rows.append(row)
             self._num_accepted += 1
             self._wake.notify_all()
 
@@ -118,9 +150,22 @@ class RequestLog:
         """Queue something an operator should know, and which peer caused it; returns at once."""
         with self._wake:
             self._make_room()
-            self._events.append((utc_now(), severity, code, message, actor))
+            self._queued.events.append((utc_now(), severity, code, message, actor))
             self._num_accepted += 1
             self._wake.notify_all()
+
+    def frame(self, frame: Frame) -> None:
+        """Queue a reading for recordings, without its requests and events; returns at once."""
+        with self._wake:
+            frames = self._queued.frames
+            if len(frames) == MAX_QUEUED_FRAMES:
+                frames.popleft()
+                self._frames_lost += 1
+                self._num_settled += 1
+            frames.append(gauges(frame))
+            self._num_accepted += 1
+            if len(frames) >= COMMIT_FRAMES:
+                self._wake.notify_all()
 
     def end_run(self, reason: str) -> None:
         """Say why the daemon stops (`clean`, `error`); close() writes it."""
@@ -145,9 +190,12 @@ class RequestLog:
             self._connection.close()
             return True
         self._writer.join(timeout_s)
-        num_left = self._num_accepted - self._num_settled
-        if num_left:
+        with self._wake:
+            left = (self._queued, self._in_hand)
+            num_left = sum(batch.num_rows for batch in left)
             self._rows_lost += num_left
+            self._frames_lost += sum(len(batch.frames) for batch in left)
+        if num_left:
             _LOG.error("%s: %d rows were not written", self.path, num_left)
         return not (num_left or self._is_failing or self._writer.is_alive())
 
@@ -171,90 +219,105 @@ class RequestLog:
         """Sums by user, model or day; raises as rows()."""
         return self._read(read_usage, query)
 
+    def recording(self, span: Span) -> IO[bytes]:
+        """A recording of a span, as an open file that has no name; raises as rows().
+
+        Raises:
+            RequestError: 404: nothing was recorded then.
+        """
+        return self._read(temporary_recording, span)
+
     def _read(self, read: Callable[[Path, _Query], _Found], query: _Query) -> _Found:
         self.flush()
         try:
             return read(self.path, query)
+        except RequestError:
+            raise
         except PenstockError as error:
             advice = f"; {error.hint}" if error.hint else ""
             raise Unavailable(f"{error.what}{advice}", code="log_unreadable") from error
 
     def _make_room(self) -> None:
-        if len(self._rows) + len(self._events) < MAX_QUEUED_ROWS:
+        if self._queued.num_rows < MAX_QUEUED_ROWS:
             return
-        (self._events or self._rows).popleft()
+        (self._queued.events or self._queued.rows).popleft()
         self._rows_lost += 1
         self._num_settled += 1
 
     def _write(self) -> None:
         """The writer thread: batches until close(), each tried until it is in the file."""
         while self._wait_for_work():
-            rows, events = self._take_batch()
-            while (rows or events) and not self._commit(rows, events):
+            self._take_batch()
+            while self._in_hand and not self._commit(self._in_hand):
                 if self._is_closing:
                     break
                 self._wait_to_retry()
             if not self._is_closing:
                 self._keep_up()
         if self._stop_reason and not self._is_failing:
-            self._commit([], [], self._stop_reason)
+            self._commit(_Batch(), self._stop_reason)
         self._connection.close()
 
     def _wait_for_work(self) -> bool:
         """Sleep until a batch or a step of pruning is due; False when closing with nothing left."""
         with self._wake:
             self._wake.wait_for(
-                lambda: self._is_closing or self._rows or self._events or not self._upkeep.due_in_s,
+                lambda: self._is_closing or self._has_batch or not self._upkeep.due_in_s,
                 self._upkeep.due_in_s,
             )
-            if self._rows or self._events:
+            if self._queued.num_rows:
                 self._wake.wait_for(
                     lambda: (
-                        self._is_closing
-                        or self._is_hurried
-                        or len(self._rows) + len(self._events) >= COMMIT_ROWS
+                        self._is_closing or self._is_hurried or self._queued.num_rows >= COMMIT_ROWS
                     ),
                     COMMIT_INTERVAL_S,
                 )
-            return bool(self._rows or self._events) or not self._is_closing
+            return bool(self._queued) or not self._is_closing
 
-    def _take_batch(self) -> tuple[list[LogRow | RowEnergy], list[Event]]:
+    @property
+    def _has_batch(self) -> bool:
+        """Whether there is something that should not wait; frames alone may, for more of them."""
+        queued = self._queued
+        is_due = queued.num_rows or len(queued.frames) >= COMMIT_FRAMES
+        return bool(is_due or (self._is_hurried and queued))
+
+    def _take_batch(self) -> None:
         with self._wake:
-            batch = list(self._rows), list(self._events)
-            self._rows.clear()
-            self._events.clear()
+            self._in_hand, self._queued = self._queued, _Batch()
             self._is_hurried = False
-            return batch
 
     def _wait_to_retry(self) -> None:
         with self._wake:
             self._wake.wait_for(lambda: self._is_closing, RETRY_INTERVAL_S)
 
-    def _commit(
-        self, rows: list[LogRow | RowEnergy], events: list[Event], stop_reason: str | None = None
-    ) -> bool:
+    def _commit(self, batch: _Batch, stop_reason: str | None = None) -> bool:
         """Write one batch in one transaction; False if the disk refused and it can be retried."""
         try:
             self._follow_file()
             with self._connection as db:
-                num_refused = sum(not self._store(db, row) for row in rows)
-                insert_events(db, self._run_id, events)
+                num_refused = sum(not self._store(db, row) for row in batch.rows)
+                insert_events(db, self._run_id, batch.events)
+                self._recorder.insert(db, self._run_id, batch.frames)
                 if stop_reason:
                     db.execute(
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
                         (utc_now(), stop_reason, self._run_id),
                     )
         except (sqlite3.Error, ConfigError) as error:
+            self._recorder.reset()  # its template may have gone with the transaction
             if not self._is_failing:
                 _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
             self._is_failing = True
             return False
         if self._is_failing:
-            _LOG.warning("%s: writing again", self.path)
+            lost = (self._rows_lost, self._frames_lost)
+            _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
         self._is_failing = False
         with self._wake:
             self._rows_lost += num_refused
-            self._num_settled += len(rows) + len(events)
+            self._num_settled += len(batch)
+            if batch is self._in_hand:
+                self._in_hand = _Batch()
             self._wake.notify_all()
         return True
 
@@ -270,6 +333,7 @@ class RequestLog:
         if file_id(self.path) == self._file_id:
             return
         self._upkeep.reset()
+        self._recorder.reset()
         abandon(self._connection)
         self._connection = open_log(self.path)
         self._run_id = insert_run(self._connection, self._run)
@@ -289,7 +353,7 @@ class RequestLog:
             return
         if self._limits.keep_days is not None:
             remove_backups(self.path, time.time() - self._limits.keep_days * 86_400)
-        if pruned != Pruned():
+        if pruned.requests or pruned.events:  # frames go every hour
             about = f"forgot {pruned.requests} requests and {pruned.events} events"
             self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
 

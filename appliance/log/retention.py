@@ -25,8 +25,15 @@ INTERVAL_S = 3_600.0
 PAUSE_S = 0.05
 SIZE_AFTER_PRUNE_RATIO = 0.9
 """Of max_bytes: room for a while, so that not every round has to prune."""
+KEEP_FRAMES = timedelta(hours=72)
 
-_ALL_TIMES = "SELECT received_at AS at FROM requests UNION ALL SELECT at FROM events"
+_ALL_TIMES = (
+    "SELECT received_at AS at FROM requests"
+    " UNION ALL SELECT at FROM events UNION ALL SELECT at FROM frames"
+)
+_UNUSED_TEMPLATES = (
+    "DELETE FROM frame_templates WHERE template_id NOT IN (SELECT template_id FROM frames)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +57,14 @@ class Pruned:
 
     requests: int = 0
     events: int = 0
+    frames: int = 0
 
     def __add__(self, other: Pruned) -> Pruned:
-        return Pruned(self.requests + other.requests, self.events + other.events)
+        return Pruned(
+            self.requests + other.requests,
+            self.events + other.events,
+            self.frames + other.frames,
+        )
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
@@ -63,16 +75,22 @@ def used_bytes(db: sqlite3.Connection) -> int:
 def prune_steps(db: sqlite3.Connection, limits: Limits, now: datetime) -> Iterator[Pruned]:
     """Delete what is too old, then the oldest of what is too much; give the space back.
 
+    Frames, which are many and only of use for a while, are too old after KEEP_FRAMES.
+
     Each step is one transaction, done when it is yielded; let others write before the next.
     """
     horizon = _horizon(limits, now)
     if horizon is not None:
         while any_left := _delete_oldest(db, SLICE_ROWS, horizon):
             yield any_left
+    while (num_old := _delete_frames(db, log_time(now - KEEP_FRAMES))) > 0:
+        yield Pruned(frames=num_old)
     while num_excess := _num_excess_rows(db, limits):
         while num_excess > 0 and (step := _delete_oldest(db, min(SLICE_ROWS, num_excess))):
-            num_excess -= step.requests + step.events
+            num_excess -= step.requests + step.events + step.frames
             yield step
+    with db:
+        db.execute(_UNUSED_TEMPLATES)
     # execute() would stop at the statement's first page; a file that was made without auto_vacuum
     # frees none, and new rows take the free pages.
     while num_free := _pragma(db, "freelist_count"):
@@ -91,6 +109,11 @@ def estimate(db: sqlite3.Connection, limits: Limits, now: datetime) -> Pruned:
     return Pruned(
         _one(db, "SELECT count(*) FROM requests WHERE received_at <= ?", until),
         _one(db, "SELECT count(*) FROM events WHERE at <= ?", until),
+        _one(
+            db,
+            "SELECT count(*) FROM frames WHERE at <= ?",
+            max(until, log_time(now - KEEP_FRAMES)),
+        ),
     )
 
 
@@ -163,7 +186,7 @@ def _num_excess_rows(db: sqlite3.Connection, limits: Limits) -> int:
 
 
 def _delete_oldest(db: sqlite3.Connection, num_rows: int, until: str = "9") -> Pruned | None:
-    """Delete that many of the oldest requests and events, and those of the same millisecond.
+    """Delete that many of the oldest rows, and those of the same millisecond.
 
     None if there is nothing left to delete. `until` is by default after every time.
     """
@@ -178,7 +201,20 @@ def _delete_oldest(db: sqlite3.Connection, num_rows: int, until: str = "9") -> P
     with db:
         requests = db.execute("DELETE FROM requests WHERE received_at <= ?", (end,))
         events = db.execute("DELETE FROM events WHERE at <= ?", (end,))
-    return Pruned(requests.rowcount, events.rowcount)
+        frames = db.execute("DELETE FROM frames WHERE at <= ?", (end,))
+    return Pruned(requests.rowcount, events.rowcount, frames.rowcount)
+
+
+def _delete_frames(db: sqlite3.Connection, until: str) -> int:
+    """Delete a slice of the frames that are not after `until`; how many."""
+    end = _one(
+        db,
+        "SELECT max(at) FROM (SELECT at FROM frames WHERE at <= ? ORDER BY at LIMIT ?)",
+        until,
+        SLICE_ROWS,
+    )
+    with db:
+        return db.execute("DELETE FROM frames WHERE at <= ?", (end,)).rowcount
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:

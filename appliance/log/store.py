@@ -19,6 +19,8 @@ from appliance.log.reader import BUSY_TIMEOUT_MS, reading
 from appliance.log.retention import Limits, Pruned, estimate, prune_steps, used_bytes
 from engine.errors import PenstockError
 
+_TABLES = ("requests", "events", "request_text", "runs", "frames")
+"""The newest last: an older log has no frames."""
 PAUSE_S = 0.02
 """Between two slices, in which a running daemon gets its turn to write."""
 
@@ -31,8 +33,9 @@ def stats(path: Path) -> dict[str, object]:
     Raises:
         PenstockError: the file is missing, unreadable or not a request log.
     """
-    tables = ("requests", "events", "request_text", "runs")
     with reading(path) as db:
+        made = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+        tables = [name for name in _TABLES if name in made]
         return {
             "path": str(path),
             "schema": _one(db, "SELECT max(name) FROM _sqlite_migrations"),
@@ -87,7 +90,7 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Forget requests and events older than `keep_days`, then the oldest until `max_bytes` hold.
+    """Forget what is older than `keep_days`, then the oldest until `max_bytes` hold.
 
     None sets no such limit. With a daemon running both write in turns, a slice at a time. A dry
     run changes nothing; it counts what is too old and estimates the rest from the mean row.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from appliance.protocol import FRAME_VERSION, EventFrame, Frame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, width_of
-from tui.view import View, pool_used_ratio
+from tui.view import REPLAY, View, pool_used_ratio
 
 KV_WARN_RATIO, KV_CRIT_RATIO = 0.90, 0.98
 QUEUE_WARN_RATIO, QUEUE_CRIT_RATIO = 0.50, 0.90
@@ -55,7 +55,7 @@ def header(view: View, width: int) -> Line:
     right = [
         (8, Span(f"pid {frame.pid}", Tone.MUTED)),
         (5, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
-        (4, Span(fmt.clock(frame.at), Tone.MUTED)),
+        (4, Span("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
         (0, link),
     ]
     return _compose(left, right, width)
@@ -63,6 +63,9 @@ def header(view: View, width: int) -> Line:
 
 def _link_span(view: View) -> Span:
     link = view.link
+    if link.word == REPLAY and view.frame is not None:
+        day = fmt.clean(view.frame.at.partition("T")[0])
+        return Span(f"REPLAY {day} {fmt.clock(view.frame.at)}", Tone.WARN)
     if link.is_live and view.paused_s is not None:
         return Span(f"PAUSED +{fmt.whole_seconds(view.paused_s)}", Tone.WARN)
     if link.is_live:
@@ -201,7 +204,9 @@ def summary(view: View) -> str:
     frame = view.frame
     if frame is None:
         return f"{view.link.word} {view.link.why}".rstrip()
+    replay = [REPLAY] if view.link.word == REPLAY else []
     parts = [
+        *replay,
         fmt.clock(frame.at),
         frame.state if view.link.is_live else view.link.word,
         f"live {frame.num_requests}",

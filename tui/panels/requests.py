@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from appliance.protocol import RequestFrame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone
-from tui.view import View
+from tui.rebuild import PastRequest
+from tui.view import REPLAY, View
 
 SORTS = ("age", "in", "out", "ttft")
 _MARGIN = 2
@@ -57,8 +58,19 @@ def phase_text(request: RequestFrame) -> str:
     """`prefilling 62%`, `handing off`, `decoding`."""
     text = fmt.clean(request.phase.replace("_", " "))
     if request.phase == "prefilling" and request.prompt_tokens:
-        text += f" {fmt.ratio(min(1.0, request.computed_tokens / request.prompt_tokens))}"
+        share = fmt.ratio(min(1.0, request.computed_tokens / request.prompt_tokens))
+        text += f" {_estimate_sign(request)}{share}"
     return text
+
+
+def _estimate_sign(request: RequestFrame) -> str:
+    """`~` before what a replay can only estimate."""
+    return "~" if isinstance(request, PastRequest) and request.is_estimated else ""
+
+
+def _output_text(request: RequestFrame) -> str:
+    sign = _estimate_sign(request) if request.output_tokens else ""
+    return sign + fmt.short_count(request.output_tokens)
 
 
 COLUMNS = (
@@ -68,7 +80,7 @@ COLUMNS = (
     Column("WORKER", 9, 13, lambda r: r.worker or fmt.ABSENT, is_right=False),
     Column("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
     Column("IN", 6, 1, lambda r: fmt.short_count(r.prompt_tokens)),
-    Column("OUT", 5, 2, lambda r: fmt.short_count(r.output_tokens)),
+    Column("OUT", 5, 2, _output_text),
     Column("MAX", 5, 7, lambda r: fmt.short_count(r.max_tokens)),
     Column("AGE", 6, 3, lambda r: fmt.seconds(r.age_ms / 1000)),
     Column("QUEUE", 6, 10, lambda r: fmt.millis(r.queue_ms)),
@@ -78,7 +90,7 @@ COLUMNS = (
     Column("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
     Column("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
     Column("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
-    Column("BLOCKS", 6, 12, lambda r: fmt.short_count(r.num_blocks)),
+    Column("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fmt.short_count(r.num_blocks)),
     Column("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
 )
 
@@ -158,4 +170,6 @@ def placeholder(view: View) -> Line:
         return [Span("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None:
         return [Span("  waiting for the first frame", Tone.MUTED)]
+    if view.link.word == REPLAY:
+        return [Span("  no live requests that the log knows of", Tone.MUTED)]
     return [Span('  no live requests; send one with: penstock run "Hello"', Tone.MUTED)]

@@ -144,8 +144,10 @@ def test_the_file_is_found_measured_copied_and_made_smaller(
     assert logs.query(copy, "SELECT count(*) FROM requests") == [(2,)]
     assert penstock(environ, "db", "export", str(copy)).returncode == 1
     forget = ("db", "prune", "--older-than", "1d")
-    assert penstock(environ, *forget, "--dry-run").stdout == "would forget 2 requests, 0 events\n"
-    assert penstock(environ, *forget).stdout == "forgot 2 requests, 0 events\n"
+    assert penstock(environ, *forget, "--dry-run").stdout == (
+        "would forget 2 requests, 0 events, 0 frames\n"
+    )
+    assert penstock(environ, *forget).stdout == "forgot 2 requests, 0 events, 0 frames\n"
     assert logs.query(file, "SELECT count(*) FROM requests") == [(0,)]
 
 

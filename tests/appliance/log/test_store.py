@@ -29,9 +29,15 @@ def path(tmp_path: Path) -> Path:
 
 def test_stats_count_bytes_and_rows_and_name_the_span(path: Path) -> None:
     found = log_store.stats(path)
-    assert found["rows"] == {"requests": 4, "events": 0, "request_text": 3, "runs": 1}
+    assert found["rows"] == {
+        "requests": 4,
+        "events": 0,
+        "request_text": 3,
+        "runs": 1,
+        "frames": 0,
+    }
     assert (found["oldest"], found["newest"]) == (OLD, NEW)
-    assert found["schema"] == "m004_energy"
+    assert found["schema"] == "m005_frames"
     assert found["file_bytes"] == path.stat().st_size >= found["used_bytes"] > 0
     assert found["wal_bytes"] == 0
 

@@ -1,0 +1,108 @@
+"""`penstock record`: an incident into one file, which the console replays anywhere.
+
+Owns: the file's way to its name. Called by: main.
+Invariant: the file is there whole, readable by its owner alone, or not at all.
+Never: overwrites a file; takes the text of a prompt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from appliance.cli import history, terminal
+from appliance.cli.terminal import Host
+from appliance.cli.text import printable, things
+from appliance.client import Client, DaemonUnreachable, ReplyError
+from engine.errors import PenstockError, RequestError
+
+DEFAULT_SINCE = "30m"
+BUILD_TIMEOUT_S = 120.0
+
+
+def record(
+    file: Annotated[Path, typer.Option("--output", "-o", help="The file; it must not exist yet.")],
+    since: history.Since = DEFAULT_SINCE,
+    until: history.Until = None,
+    host: Host = None,
+    state_dir: history.StateDir = None,
+) -> None:
+    """Save what the console showed, to be seen again with `penstock top --replay FILE`.
+
+    The daemon keeps the last three days. Without a daemon the log's file is read.
+    """
+    asked = {"since": since, "until": until}
+    query = {name: value for name, value in asked.items() if value is not None}
+    client = terminal.client(host, timeout_s=BUILD_TIMEOUT_S)
+    with _appearing(file) as unfinished:
+        try:
+            _download(client, query, unfinished)
+        except DaemonUnreachable as error:
+            _extract(history.log_file(client, state_dir, error), query, unfinished)
+        summary = _summary(unfinished)
+    terminal.write(f"{summary}\npenstock top --replay {printable(file)} shows it\n")
+
+
+def _download(client: Client, query: dict[str, str], target: Path) -> None:
+    with target.open("wb") as sink:
+        for chunk in client.chunks("/v1/penstock/recording", query):
+            sink.write(chunk)
+
+
+def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
+    from appliance.log.extract import write_recording  # 70 ms that only a missing daemon costs
+    from appliance.log.query import span_query
+
+    try:
+        target.write_bytes(b"")
+        write_recording(log_path, target, span_query(query))
+    except RequestError as error:
+        raise ReplyError(str(error), status=error.status, code=error.code) from error
+
+
+def _summary(path: Path) -> str:
+    """What is in it, by opening it as the console will."""
+    from appliance.recording import open_recording
+
+    with closing(open_recording(path)) as db:
+        first, last, num_frames = db.execute(
+            "SELECT min(at), max(at), count(*) FROM frames"
+        ).fetchone()
+        num_requests, num_events = (
+            db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("requests", "events")
+        )
+    counts = ((num_frames, "frame"), (num_requests, "request"), (num_events, "event"))
+    held = ", ".join(things(number, noun) for number, noun in counts)
+    return f"{printable(first)} to {printable(last)}: {held}"
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A private file beside the path, which gets its name when the block ends well.
+
+    Raises:
+        PenstockError: the path is taken, or nothing can be written there.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    hint = "name a file that does not exist yet, in a folder that you may write to"
+    if os.path.lexists(path):
+        raise PenstockError("cannot write the recording: File exists", where=str(path), hint=hint)
+    try:
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        yield unfinished
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise PenstockError(
+            f"cannot write the recording: {error.strerror}", where=str(path), hint=hint
+        ) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()

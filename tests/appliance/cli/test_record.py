@@ -1,0 +1,136 @@
+"""`penstock record`: from a daemon, from its file, and when neither can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.cli_process import ROOT, penstock, user_environ
+from tests.appliance.fake_daemon import FakeDaemon
+from tests.appliance.logs import query
+from tests.recordings import at, frame_at, make_recording, request_row, write_log
+
+ASKED = "GET /v1/penstock/recording"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return user_environ(tmp_path)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "p.sock") as fake:
+        yield fake
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The log of a daemon that is gone."""
+    seen = [frame_at(second) for second in range(60)]
+    log = write_log(tmp_path / "state" / "requests.db", seen, [request_row("cmpl-1", 3)])
+    assert log.close()
+    return log.path
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Where it goes, in a folder of its own."""
+    (tmp_path / "kept").mkdir()
+    return tmp_path / "kept" / "incident.penstock"
+
+
+def test_a_daemon_is_asked_for_the_last_half_hour(
+    daemon: FakeDaemon, environ: dict[str, str], target: Path, tmp_path: Path
+) -> None:
+    made = make_recording(tmp_path, [frame_at(0), frame_at(1)])
+    daemon.script.replies = {f"{ASKED}?since=30m": (200, made.read_bytes())}
+    ended = penstock(environ, "record", "-o", str(target))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == (
+        f"{at(0)} to {at(1)}: 2 frames, 0 requests, 0 events\n"
+        f"penstock top --replay {target} shows it\n"
+    )
+    assert target.read_bytes() == made.read_bytes()
+    assert target.stat().st_mode & 0o777 == 0o600
+    penstock(environ, "record", "-o", str(target) + "2", "--since", "-2h", "--until", "1h")
+    assert daemon.script.asked[-1][0] == f"{ASKED}?since=-2h&until=1h"
+
+
+def test_without_a_daemon_its_file_is_read(
+    log: Path, environ: dict[str, str], target: Path
+) -> None:
+    ended = penstock(environ, "record", "-o", str(target), "--since", at(10), "--until", at(20))
+    assert ended.returncode == 0, ended.stderr
+    assert f"reading {log}" in ended.stderr
+    assert query(target, "SELECT count(*) FROM frames") == [(10,)]
+    assert target.stat().st_mode & 0o777 == 0o600
+    shown = penstock(environ, "top", "--replay", str(target), "--once", "--at", "14:00:12")
+    assert shown.returncode == 0, shown.stderr
+    assert "REPLAY 2999-11-21 14:00:12Z" in shown.stdout
+    assert "decoding" in shown.stdout
+    lines = penstock(environ, "top", "--replay", str(target)).stdout.splitlines()
+    assert len(lines) == 10
+    assert all(line.startswith("REPLAY  14:00:1") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "about"),
+    [
+        (("--since", "soon"), 2, "must be a time"),
+        (("--since", at(1000)), 5, "nothing was recorded"),
+    ],
+)
+@pytest.mark.usefixtures("log")
+def test_what_cannot_be_recorded_leaves_nothing(
+    environ: dict[str, str], target: Path, arguments: tuple[str, ...], code: int, about: str
+) -> None:
+    ended = penstock(environ, "record", "-o", str(target), *arguments)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert about in ended.stderr
+    assert os.listdir(target.parent) == []
+
+
+def test_no_daemon_and_no_file_is_exit_3(environ: dict[str, str], target: Path) -> None:
+    ended = penstock(environ, "record", "-o", str(target))
+    assert (ended.returncode, os.listdir(target.parent)) == (3, [])
+    assert "hint: start it with" in ended.stderr
+
+
+@pytest.mark.usefixtures("log")
+def test_nothing_is_overwritten(environ: dict[str, str], target: Path) -> None:
+    target.write_text("mine")
+    ended = penstock(environ, "record", "-o", str(target), "--since", at(0))
+    assert (ended.returncode, target.read_text()) == (1, "mine")
+    assert "File exists" in ended.stderr
+    ended = penstock(environ, "record", "-o", str(target.parent / "no" / "where"))
+    assert ended.returncode == 1
+    assert "No such file or directory" in ended.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"no recording", b"SQLite format 3\0" + b"\0" * 500])
+def test_what_a_daemon_sends_is_looked_at_before_it_is_kept(
+    daemon: FakeDaemon, environ: dict[str, str], target: Path, content: bytes
+) -> None:
+    daemon.script.replies = {f"{ASKED}?since=30m": (200, content)}
+    ended = penstock(environ, "record", "-o", str(target))
+    assert (ended.returncode, os.listdir(target.parent)) == (1, [])
+    assert "is no recording" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "no such file"])
+def test_what_is_no_recording_is_not_replayed(environ: dict[str, str], name: str) -> None:
+    ended = penstock(environ, "top", "--once", "--replay", str(ROOT / name))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"penstock: {ROOT / name}: ")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_time_that_is_none_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
+    path = make_recording(tmp_path)
+    ended = penstock(environ, "top", "--once", "--replay", str(path), "--at", "soon")
+    assert ended.returncode == 1
+    assert "soon is no time" in ended.stderr

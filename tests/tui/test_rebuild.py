@@ -1,0 +1,109 @@
+"""Requests of a past second, from their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.latency import stages
+from appliance.log.row import LogRow
+from engine.sequence import Stamps
+from tests.appliance.logs import US, request, sequence
+from tests.recordings import request_row
+from tests.tui import frames
+from tui.rebuild import request_at
+
+STAGES = ("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms", "decode_wait_ms", "ttft_ms")
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    made = msgspec.to_builtins(request_row("cmpl-1", 0, **columns))
+    return {**made, "user": "ann"}
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "phase", "worker", "computed", "output"),
+    [
+        (0, "queued", None, 0, 0),
+        (999, "queued", None, 0, 0),
+        (1_000, "prefilling", "prefill", 0, 0),
+        (2_000, "prefilling", "prefill", 200, 0),
+        (3_000, "handing_off", "prefill", 400, 1),
+        (3_500, "decoding", "decode", 400, 1),
+        (3_700, "decoding", "decode", 401, 2),
+        (6_800, "decoding", "decode", 450, 51),
+        (9_950, "decoding", "decode", 500, 101),
+    ],
+)
+def test_a_request_goes_through_its_phases(
+    age_ms: float, phase: str, worker: str | None, computed: int, output: int
+) -> None:
+    past = request_at(row(), age_ms, frames.busy())
+    assert (past.phase, past.worker) == (phase, worker)
+    assert (past.computed_tokens, past.output_tokens) == (computed, output)
+    assert (past.age_ms, past.is_estimated) == (age_ms, phase != "queued")
+    assert past.finish_reason is past.e2e_ms is past.decode_ms is None
+
+
+def test_what_comes_later_is_not_shown_before() -> None:
+    early = request_at(row(), 2_000, frames.busy())
+    assert (early.queue_ms, early.prefill_ms, early.ttft_ms) == (999.0, None, None)
+    assert (early.transport, early.handoff_bytes) == (None, None)
+    late = request_at(row(), 5_000, frames.busy())
+    assert (late.prefill_ms, late.ttft_ms, late.handoff_ms) == (2_000.0, 3_000.0, 500.0)
+    assert (late.decode_wait_ms, late.first_itl_ms, late.transport) == (100.0, 700.0, "alias")
+    assert request_at(row(), 500, frames.busy()).route is None
+    assert late.route == "move"
+
+
+def test_a_request_that_one_worker_runs_is_never_handed_off() -> None:
+    stays = {"route": "decode", "t_attached_us": None, "transport": None}
+    past = request_at(row(**stays), 3_200, frames.busy())
+    assert (past.phase, past.worker) == ("decoding", "decode")
+    assert request_at(row(**stays), 3_200, frames.colocated()).worker == "colocated"
+
+
+def test_blocks_are_those_that_admission_reserves() -> None:
+    assert request_at(row(), 500, frames.busy()).num_blocks == 0
+    assert request_at(row(), 5_000, frames.busy()).num_blocks == 10  # of 64 tokens for 400 + 200
+    assert request_at(row(num_sequences=2), 5_000, frames.busy()).num_blocks == 14
+    assert request_at(row(), 5_000, frames.loading()).num_blocks == 0
+
+
+OFFSETS_US = st.none() | st.integers(0, 5_000_000)
+
+
+@given(
+    st.tuples(*[OFFSETS_US] * 7),
+    st.integers(0, 5_000_000),
+    st.floats(0, 1),
+    st.integers(0, 40),
+    st.integers(1, 4),
+)
+def test_any_stamps_make_a_request_that_adds_up(
+    offsets_us: tuple[int | None, ...],
+    finished_us: int,
+    share: float,
+    num_tokens: int,
+    num_sequences: int,
+) -> None:
+    one = sequence()
+    at_ns = [None if offset is None else 7_000 + offset * US for offset in offsets_us]
+    one.stamps = Stamps(7_000, *at_ns, finished_ns=7_000 + finished_us * US)
+    one.output_token_ids = [4] * num_tokens
+    logged = msgspec.to_builtins(LogRow.from_request(request("cmpl-1", *[one] * num_sequences)))
+    age_ms = share * finished_us / 1000
+    past = request_at({**logged, "user": None, "route": "move"}, age_ms, frames.busy())
+    assert 0 <= past.output_tokens <= num_tokens * num_sequences
+    assert 0 <= past.computed_tokens <= past.prompt_tokens + past.output_tokens
+    assert (past.phase == "queued") == (past.worker is None)
+    final = stages(one.stamps, num_tokens)
+    for name in STAGES:
+        if getattr(past, name) is not None:
+            assert getattr(past, name) == pytest.approx(getattr(final, name)), name
+    shown = [getattr(past, name) for name in STAGES[:-1]]
+    assert sum(value or 0 for value in shown) <= age_ms + 1e-6

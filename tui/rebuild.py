@@ -1,0 +1,143 @@
+"""The requests of a past second, made again from their rows in the log.
+
+Owns: what a row tells of the time before its request ended. Called by: replay.
+Invariant: stages and phases are those of the stamps; what the stamps do not say (tokens between the
+first and the last, blocks) is an estimate, and `is_estimated` says so.
+Never: shows a stage before its end; reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from appliance.protocol import Frame, RequestFrame
+
+_STAGES = (
+    ("tokenize_ms", "t_tokenized_us"),
+    ("queue_ms", "t_started_us"),
+    ("prefill_ms", "t_first_token_us"),
+    ("handoff_ms", "t_attached_us"),
+    ("decode_wait_ms", "t_decode_started_us"),
+)
+_KEPT = ("endpoint", "model", "user", "num_sequences", "prompt_tokens", "received_at")
+_WORKERS = {"decode": "decode", "prefill": "prefill"}
+"""Who runs all of a request, by its route."""
+
+
+class PastRequest(RequestFrame):
+    """A request as it was."""
+
+    is_estimated: bool = True
+    """Its tokens and blocks between two stamps are."""
+
+
+def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastRequest:
+    """The request of a row when it was so old, which must be less than it became.
+
+    Args:
+        row: of the requests table.
+        age_ms: the time since its arrival.
+        frame: of that moment, for its workers and pools.
+    """
+    now_us = age_ms * 1000
+    phase = _phase(row, now_us)
+    transport = row["transport"] if _is_past(row, "t_attached_us", now_us) else None
+    output_tokens = _output_tokens(row, now_us)
+    route = row["route"] if phase != "queued" else None
+    return PastRequest(
+        id=row["rid"],
+        phase=phase,
+        stream=bool(row["stream"]),
+        computed_tokens=_computed_tokens(row, now_us, output_tokens),
+        output_tokens=output_tokens,
+        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
+        num_blocks=0 if phase == "queued" else _num_blocks(row, frame),
+        worker=None if phase == "queued" else _worker(row, phase, frame),
+        transport=transport,
+        age_ms=age_ms,
+        handoff_bytes=row["handoff_bytes"] if transport else None,
+        route=route,
+        route_reason=row["route_reason"] if route else None,
+        is_estimated=phase != "queued",
+        **{name: row[name] for name in _KEPT},
+        **_stages(row, now_us),
+    )
+
+
+def _is_past(row: Mapping[str, Any], stamp: str, now_us: float) -> bool:
+    at_us = row[stamp]
+    return at_us is not None and at_us <= now_us
+
+
+def _phase(row: Mapping[str, Any], now_us: float) -> str:
+    """The phase, as far as stamps tell: what waits in a worker still counts as queued."""
+    if not _is_past(row, "t_started_us", now_us):
+        return "queued"
+    if not _is_past(row, "t_first_token_us", now_us):
+        return "prefilling"
+    is_attaching = row["t_attached_us"] is not None
+    if is_attaching and not _is_past(row, "t_attached_us", now_us):
+        return "handing_off"
+    return "decoding"
+
+
+def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
+    """The stages that are over, and the gaps that have been seen."""
+    cut: dict[str, Any] = {}
+    cursor_us = 0
+    for stage, stamp in _STAGES:
+        if _is_past(row, stamp, now_us):
+            cut[stage] = (row[stamp] - cursor_us) / 1000
+            cursor_us = row[stamp]
+    if _is_past(row, "t_first_token_us", now_us):
+        cut["ttft_ms"] = row["t_first_token_us"] / 1000
+        if _is_past(row, "t_second_token_us", now_us):
+            cut["first_itl_ms"] = (row["t_second_token_us"] - row["t_first_token_us"]) / 1000
+    return cut
+
+
+def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
+    """Each sequence's first and second with their stamps, all with the last's, evenly between."""
+    num_all, num_sequences = int(row["completion_tokens"]), int(row["num_sequences"])
+    if not _is_past(row, "t_first_token_us", now_us):
+        return 0
+    if _is_past(row, "t_last_token_us", now_us) or row["t_last_token_us"] is None:
+        return num_all
+    if not _is_past(row, "t_second_token_us", now_us):
+        return min(num_sequences, num_all)
+    second_us, last_us = row["t_second_token_us"], row["t_last_token_us"]
+    num_first = min(2 * num_sequences, num_all)
+    return num_first + int((now_us - second_us) / (last_us - second_us) * (num_all - num_first))
+
+
+def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) -> int:
+    """The prompt evenly from its first step to token 1; then all but the newest token."""
+    started_us, first_us = row["t_started_us"], row["t_first_token_us"]
+    prompt_tokens = int(row["prompt_tokens"])
+    if not _is_past(row, "t_started_us", now_us):
+        return 0
+    if output_tokens:
+        return prompt_tokens + max(0, output_tokens - int(row["num_sequences"]))
+    end_us = first_us if first_us is not None else row["t_finished_us"]
+    if end_us is None or end_us <= started_us:
+        return 0
+    return int(prompt_tokens * min(1.0, (now_us - started_us) / (end_us - started_us)))
+
+
+def _num_blocks(row: Mapping[str, Any], frame: Frame) -> int:
+    """What admission reserves, prompt and max_tokens, in a pool of the frame's."""
+    if not frame.pools or frame.pools[0].block_size <= 0:
+        return 0
+    each: float = row["prompt_tokens"] / row["num_sequences"] + (row["max_tokens"] or 0)
+    return math.ceil(each / frame.pools[0].block_size) * int(row["num_sequences"])
+
+
+def _worker(row: Mapping[str, Any], phase: str, frame: Frame) -> str | None:
+    """By its route; of a request that moved, by its phase; else the only one there is."""
+    if len(frame.workers) == 1:
+        return frame.workers[0].name
+    if row["route"] == "move":
+        return "decode" if phase == "decoding" else "prefill"
+    return _WORKERS.get(row["route"])

@@ -1,0 +1,190 @@
+"""A recording as the source of frames: any of its seconds, whole.
+
+Owns: the open recording and what has been read of it. Called by: replay_console and plain.
+Invariant: a frame is shown with the requests and events of its own time; one that is damaged is
+passed over and counted, never guessed.
+Never: writes; needs a daemon; imports Textual.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from appliance.protocol import (
+    FRAME_VERSION,
+    MAX_FRAME_EVENTS,
+    MAX_FRAME_REQUESTS,
+    EventFrame,
+    Frame,
+    RequestFrame,
+)
+from appliance.recording import FramePacker, RecordingError, open_recording
+from tui.rebuild import PastRequest, request_at
+from tui.timeline import Playback, iso, parse_moment, unix_ms
+from tui.view import HISTORY_FRAMES, REPLAY, Link, View
+
+_FRAMES = "SELECT at, run_id, seq FROM frames WHERE version = ? ORDER BY at, run_id, seq"
+_FRAME = "SELECT * FROM frames WHERE at = ? AND run_id = ? AND seq = ?"
+_MARKS = "SELECT DISTINCT at FROM events WHERE severity != 'info' ORDER BY at"
+_REQUESTS = (
+    "SELECT * FROM requests WHERE run_id = ? AND received_at >= ? AND received_at <= ?"
+    " ORDER BY received_at"
+)
+_EVENTS = (
+    "SELECT at, severity, code, message FROM events WHERE run_id = ? AND at <= ?"
+    f" ORDER BY at DESC LIMIT {MAX_FRAME_EVENTS}"
+)
+
+
+class Replay:
+    """An open recording.
+
+    Raises:
+        RecordingError: as open_recording(), or its contents are no times.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._where = str(path)
+        self._db = open_recording(path)
+        self._packers: dict[int, FramePacker] = {}
+        self._damaged: set[int] = set()
+        try:
+            self._index()
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            self._db.close()
+            raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
+
+    def _index(self) -> None:
+        self._moments_ms, self._run_ids, self._seqs = array("q"), array("q"), array("q")
+        for at, run_id, seq in self._db.execute(_FRAMES, (FRAME_VERSION,)):
+            self._moments_ms.append(_ms(at))
+            self._run_ids.append(run_id)
+            self._seqs.append(seq)
+        first_ms, last_ms = self._moments_ms[0], self._moments_ms[-1]
+        marks_ms = (_ms(at) for (at,) in self._db.execute(_MARKS))
+        self._marks_ms = [at_ms for at_ms in marks_ms if first_ms <= at_ms <= last_ms]
+        (longest_us,) = self._db.execute("SELECT max(t_finished_us) FROM requests").fetchone()
+        self._longest_ms = (longest_us or 0) / 1000
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    @property
+    def start(self) -> Playback:
+        """The first frame, paused."""
+        playback = Playback(self._moments_ms, self._marks_ms)
+        return playback.seek(self._moments_ms[0])
+
+    @property
+    def num_damaged(self) -> int:
+        """Frames met so far that could not be read."""
+        return len(self._damaged)
+
+    def view_at(self, index: int, before: tuple[int, View] | None = None) -> View:
+        """The view of one frame, with the history that led to it.
+
+        Args:
+            index: of the frame, in the order of Playback.
+            before: another index and its view; from one shortly before, the history goes on.
+        """
+        begin, view = max(0, index - HISTORY_FRAMES), View()  # one more, for rates
+        if before is not None and begin <= before[0] <= index:
+            begin, view = before[0] + 1, before[1]
+        frame = view.frame
+        for place in range(begin, index + 1):
+            found = self._gauges(place)
+            if found is not None:
+                view, frame = view.after(found), found
+        why = "this frame of the recording is damaged" if index in self._damaged else ""
+        if frame is not None:
+            frame = self._whole(frame, self._run_ids[index])
+        return replace(view, frame=frame, link=Link(REPLAY, why))
+
+    def views(self, begin: int = 0) -> Iterator[View]:
+        """Every frame's view from one on, in order."""
+        before = None
+        for index in range(begin, len(self._moments_ms)):
+            view = self.view_at(index, before)
+            before = index, view
+            yield view
+
+    def num_unlogged(self, view: View) -> int:
+        """Requests that were live then and have no row: they had not ended when it was made.
+
+        None are counted where more were live than a frame lists.
+        """
+        frame = view.frame
+        if frame is None or len(frame.requests) >= MAX_FRAME_REQUESTS:
+            return 0
+        return max(0, frame.num_requests - len(frame.requests))
+
+    def _gauges(self, index: int) -> Frame | None:
+        """The frame of one row, without requests and events; None if it is damaged."""
+        if index in self._damaged:
+            return None
+        key = iso(self._moments_ms[index]), self._run_ids[index], self._seqs[index]
+        try:
+            row = self._db.execute(_FRAME, key).fetchone()
+            return self._packer(row["template_id"]).unpack(
+                row["data"], at=row["at"], seq=row["seq"], uptime_ms=row["uptime_ms"]
+            )
+        except (sqlite3.Error, ValueError, TypeError):
+            self._damaged.add(index)
+            return None
+
+    def _packer(self, template_id: int) -> FramePacker:
+        if template_id not in self._packers:
+            row = self._db.execute(
+                "SELECT frame FROM frame_templates WHERE template_id = ?", (template_id,)
+            ).fetchone()
+            self._packers[template_id] = FramePacker(row["frame"])
+        return self._packers[template_id]
+
+    def _whole(self, frame: Frame, run_id: int) -> Frame:
+        """The frame with the requests and events of its time, as far as rows tell."""
+        try:
+            requests: list[RequestFrame] = list(self._requests(frame, run_id))
+            rows = self._db.execute(_EVENTS, (run_id, frame.at)).fetchall()
+            events = [EventFrame(*map(str, row)) for row in reversed(rows)]
+        except (sqlite3.Error, LookupError, ValueError, TypeError, ArithmeticError) as error:
+            raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
+        whole = copy(frame)
+        whole.requests, whole.events = requests, events
+        return whole
+
+    def _requests(self, frame: Frame, run_id: int) -> Iterator[PastRequest]:
+        now_ms = _ms(frame.at)
+        begin = iso(max(0, int(now_ms - self._longest_ms)))
+        num_shown = 0
+        for row in self._db.execute(_REQUESTS, (run_id, begin, frame.at)):
+            age_ms = float(now_ms - _ms(row["received_at"]))
+            if age_ms < (row["t_finished_us"] or 0) / 1000 and num_shown < MAX_FRAME_REQUESTS:
+                num_shown += 1
+                yield request_at(row, age_ms, frame)
+
+
+def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
+    """Open a recording at a time as parse_moment() takes it; empty is the first frame.
+
+    Raises:
+        RecordingError: as Replay, or the time is none.
+    """
+    replay = Replay(path)
+    start = replay.start
+    at_ms = parse_moment(at, start.at_ms) if at else start.at_ms
+    if at_ms is None:
+        replay.close()
+        raise RecordingError(f"{at} is no time", hint="give 14:02:11, +5m or an ISO time, in UTC")
+    return replay, start.seek(at_ms)
+
+
+def _ms(at: str) -> int:
+    """Unix milliseconds of a time in the log's form."""
+    return unix_ms(datetime.fromisoformat(at))

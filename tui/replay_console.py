@@ -1,0 +1,163 @@
+"""The console over a recording: the same screens, with time in the viewer's hands.
+
+Owns: the place in the recording, and the keys that move it.
+Called by: tui.__main__.
+Invariant: what is on screen is one frame of the recording, with its own requests and events.
+Never: asks a daemon.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from appliance.recording import RecordingError
+from tui import format as fmt
+from tui.app import Console
+from tui.lines import Line
+from tui.panels.replay import bar
+from tui.replay import Replay
+from tui.timeline import Playback, parse_moment
+from tui.widgets.dialogs import Detail
+from tui.widgets.panel import Panel
+from tui.widgets.prompt import Prompt
+
+TICK_S = 0.25
+
+
+class ReplayConsole(Console, inherit_bindings=False):
+    """`penstock top --replay`.
+
+    Args:
+        replay: what is shown; who opened it closes it.
+        playback: where to begin.
+        is_ascii: draw with ASCII only.
+        now_s: a monotonic clock.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "pause", "play"),
+        Binding("comma", "step(-1)", "-1 s"),
+        Binding("full_stop", "step(1)", "+1 s"),
+        Binding("less_than_sign", "skip(-60)", "-60 s"),
+        Binding("greater_than_sign", "skip(60)", "+60 s"),
+        Binding("left_square_bracket", "mark(-1)", "previous alert"),
+        Binding("right_square_bracket", "mark(1)", "next alert"),
+        Binding("plus,equals_sign", "speed(1)", "faster"),
+        Binding("minus", "speed(-1)", "slower"),
+        Binding("g", "go", "go to time"),
+        Binding("ctrl+home", "first", "first frame"),
+        Binding("ctrl+end", "last", "last frame"),
+        *Console.BINDINGS,
+    ]
+
+    def __init__(
+        self,
+        replay: Replay,
+        playback: Playback,
+        *,
+        is_ascii: bool = False,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        view = replay.view_at(playback.index)
+        super().__init__("", is_ascii=is_ascii, now_s=now_s, view=view)
+        self._replay = replay
+        self._playback = playback
+        self._shown_s = now_s()
+
+    async def on_ready(self) -> None:
+        """Put the bar above the keys, and let time pass."""
+        await self.overview.mount(
+            Panel(self._paint_bar, id="replay", classes="-fresh"), before="#footer"
+        )
+        self.set_interval(TICK_S, self._play)
+
+    async def _feed(self) -> None:
+        """There is nothing to wait for."""
+
+    def _tick(self) -> None:
+        """There is no link to lose."""
+
+    def _paint_bar(self, width: int, height: int) -> list[Line]:
+        notes = []
+        if num_damaged := self._replay.num_damaged:
+            notes.append(f"{num_damaged} damaged")
+        if num_unlogged := self._replay.num_unlogged(self._latest):
+            notes.append(f"{num_unlogged} live not in the log")
+        return [bar(self._playback, notes, width)]
+
+    def _play(self) -> None:
+        now_s = self._now_s()
+        elapsed_s, self._shown_s = now_s - self._shown_s, now_s
+        if self._playback.is_playing:
+            self._move(self._playback.after(elapsed_s))
+
+    def _move(self, playback: Playback) -> None:
+        before, self._playback = self._playback, playback
+        if playback.index != before.index:
+            try:
+                self._latest = self._replay.view_at(playback.index, (before.index, self._latest))
+            except RecordingError as error:
+                self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
+                return
+        self._show()
+        if self._latest.frame is not None:
+            self._update_detail(self._latest.frame)
+
+    async def _fetch_detail(self, dialog: Detail) -> None:
+        """What has ended is not asked for: its last reading stays."""
+
+    def action_pause(self) -> None:
+        """Let time pass, or hold it."""
+        self._shown_s = self._now_s()
+        self._move(self._playback.toggled())
+
+    def action_step(self, num_frames: int) -> None:
+        """To the next or the last frame."""
+        self._move(self._playback.step(num_frames))
+
+    def action_skip(self, num_s: int) -> None:
+        """Over a stretch of time."""
+        self._move(self._playback.skip(num_s * 1000))
+
+    def action_mark(self, direction: int) -> None:
+        """To the next or the previous warning or error."""
+        here = self._playback
+        there = here.next_mark() if direction > 0 else here.previous_mark()
+        if there.index == here.index:
+            self.notify(f"no alert {'after' if direction > 0 else 'before'} this", markup=False)
+        self._move(there)
+
+    def action_speed(self, num_steps: int) -> None:
+        """How fast time passes."""
+        self._move(self._playback.faster(num_steps))
+
+    def action_first(self) -> None:
+        """To the beginning."""
+        self._move(self._playback.seek(self._playback.moments_ms[0]))
+
+    def action_last(self) -> None:
+        """To the end."""
+        self._move(self._playback.seek(self._playback.moments_ms[-1]))
+
+    def action_go(self) -> None:
+        """Ask for a time and go there."""
+        prompt = Prompt("GO TO", "14:02:11, -5m, +30s (UTC)", is_ascii=self._is_ascii)
+        self.push_screen(prompt, self._go)
+
+    def _go(self, text: str | None) -> None:
+        if not text:
+            return
+        at_ms = parse_moment(text, self._playback.at_ms)
+        if at_ms is None:
+            about = f"{fmt.clean(text)} is no time; give 14:02:11, -5m or +30s"
+            self.notify(about, severity="error", markup=False)
+        else:
+            self._move(self._playback.seek(at_ms))
+
+    def action_cancel(self) -> None:
+        """A recording cannot be changed."""
+        self.notify("this is a replay: what has happened cannot be cancelled", markup=False)
