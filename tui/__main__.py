@@ -25,17 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock top", description="Live console of Penstock.")
     parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
     parser.add_argument("--once", action="store_true", help="print one reading as text and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: the frame as JSON")
+    parser.add_argument("--plain", action="store_true", help="print lines, as into a pipe")
+    parser.add_argument("--read-only", action="store_true", help="offer nothing that changes")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     options = parser.parse_args(argv)
+    if options.json and not options.once:
+        parser.error("--json needs --once")
     is_ascii = options.ascii or not can_draw_blocks(os.environ)
     try:
+        if options.json:
+            return asyncio.run(plain.print_json(options.socket))
         if options.once:
             width = shutil.get_terminal_size((100, 24)).columns
             return asyncio.run(plain.print_once(options.socket, width, is_ascii=is_ascii))
-        if not has_terminal():
+        if options.plain or not has_terminal():
             asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
             return 0
-        return _run_console(options.socket, is_ascii=is_ascii)
+        return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -44,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PIPE_CLOSED
 
 
-def _run_console(socket_path: str, *, is_ascii: bool) -> int:
+def _run_console(socket_path: str, *, is_ascii: bool, is_read_only: bool) -> int:
     from tui.app import Console  # 0.15 s, which plain text does not need
 
-    console = Console(socket_path, is_ascii=is_ascii)
+    console = Console(socket_path, is_ascii=is_ascii, is_read_only=is_read_only)
     console.run()
     return console.return_code or 0
 

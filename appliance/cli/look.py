@@ -94,10 +94,20 @@ def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
 def top(
     host: Host = None,
     once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: the frame.")] = False,
+    as_lines: Annotated[bool, typer.Option("--plain", help="Print lines, no screen.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing.")] = False,
     as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
 ) -> None:
     """Open the live console; into a pipe it prints lines."""
-    flags = [*(["--once"] if once else []), *(["--ascii"] if as_ascii else [])]
+    wanted = {
+        "--once": once,
+        "--json": as_json,
+        "--plain": as_lines,
+        "--read-only": read_only,
+        "--ascii": as_ascii,
+    }
+    flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
     address = find(host)
     if isinstance(address, UnixAddress):
         path = os.fspath(address.path)
