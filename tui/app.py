@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import ClassVar
 
+from textual import work
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -92,8 +93,9 @@ class Console(App[None]):
     def on_mount(self) -> None:
         """Follow the daemon until the console ends."""
         self.set_interval(1, self._tick)
-        self.run_worker(self._feed(), exclusive=True)
+        self._feed()
 
+    @work(group="feed", exclusive=True)
     async def _feed(self) -> None:
         await self._follow(
             self._socket_path,
@@ -113,7 +115,7 @@ class Console(App[None]):
         was_live = self._latest.link.is_live
         self._latest = self._latest.after(message.frame)
         if not was_live:
-            self.run_worker(self._fetch_caller(), group="caller", exclusive=True)
+            self._fetch_caller()
         self._show()
         self._fetch_finished_if_newer()
         self._update_detail(message.frame)
@@ -159,6 +161,7 @@ class Console(App[None]):
         if self.screen_stack:  # a last message may come while the screens are being taken down
             self.main.show(self.view)
 
+    @work(group="caller", exclusive=True)
     async def _fetch_caller(self) -> None:
         try:
             self.post_message(CallerKnown(await feed.fetch_caller(self._socket_path)))
@@ -174,8 +177,9 @@ class Console(App[None]):
         newest = (frame.pid, totals.finished + totals.aborted + totals.failed)
         if newest != self._fetched:
             self._fetched = newest
-            self.run_worker(self._fetch_finished(), group="finished", exclusive=True)
+            self._fetch_finished()
 
+    @work(group="finished", exclusive=True)
     async def _fetch_finished(self) -> None:
         try:
             self.post_message(FinishedArrived(await feed.fetch_finished(self._socket_path)))
@@ -301,8 +305,9 @@ class Console(App[None]):
         if dialog.request.id in live:
             dialog.show(live[dialog.request.id])
         else:
-            self.run_worker(self._fetch_detail(dialog), group="detail", exclusive=True)
+            self._fetch_detail(dialog)
 
+    @work(group="detail", exclusive=True)
     async def _fetch_detail(self, dialog: Detail) -> None:
         """The request has ended: its final reading, once the daemon has it."""
         try:
@@ -355,10 +360,11 @@ class Console(App[None]):
     def _confirm(self, action: actions.Action) -> None:
         def answered(answer: str | None) -> None:
             if answer == YES:
-                self.run_worker(self._act(action), group="act")
+                self._act(action)
 
         self.push_screen(Confirm(action.question, is_ascii=self._is_ascii), answered)
 
+    @work(group="act")
     async def _act(self, action: actions.Action) -> None:
         try:
             outcome = await action.act(self._socket_path)

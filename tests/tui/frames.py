@@ -119,7 +119,8 @@ def pool(name: str = "kv", owners: list[OwnerFrame] | None = None, **counts: int
 def finished(number: int, **changes: Any) -> RequestFrame:
     """A request that has ended by itself."""
     values = {"finish_reason": "stop", "handoff_ms": 0.9, "decode_wait_ms": 1.1,
-              "decode_ms": 894.5, "tpot_ms": 11.8, "decode_j": 40.0, "output_tokens": 77}  # fmt: skip
+              "decode_ms": 894.5, "tpot_ms": 11.8, "decode_j": 40.0,
+              "output_tokens": 77}  # fmt: skip
     whole = request(number, "finished", **{**values, **changes})
     stages = (whole.tokenize_ms, whole.queue_ms, whole.prefill_ms, whole.handoff_ms,
               whole.decode_wait_ms, whole.decode_ms)  # fmt: skip
@@ -182,10 +183,13 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
         workers=[
             worker("prefill", prefill_tokens_per_s=4100 + 700 * swing, steps_per_s=2.4,
                    busy_ratio=0.98, step_ms_p50=402.0, step_ms_max=410.0,
-                   batch_size_mean=1.2, last_step_age_ms=180.0, cpu_percent=99.2, rss_bytes=1310 << 20),
-            worker("decode", decode_tokens_per_s=decode_share * (1900 + 60 * swing), steps_per_s=84.2,
+                   batch_size_mean=1.2, last_step_age_ms=180.0,
+                   cpu_percent=99.2, rss_bytes=1310 << 20),
+            worker("decode", decode_tokens_per_s=decode_share * (1900 + 60 * swing),
+                   steps_per_s=84.2,
                    busy_ratio=0.96, step_ms_p50=11.4, step_ms_max=14.2,
-                   batch_size_mean=22.6, last_step_age_ms=4.0, cpu_percent=97.0, rss_bytes=1288 << 20),
+                   batch_size_mean=22.6, last_step_age_ms=4.0,
+                   cpu_percent=97.0, rss_bytes=1288 << 20),
         ],
         pools=[pool(active=398, reserved=120, cached=96, draining=9, owners=OWNERS)],
         latency=LatencyFrame(
@@ -230,16 +234,17 @@ def loading() -> Frame:
     )
 
 
-def draining() -> Frame:
+def draining(**changes: Any) -> Frame:
     """SIGTERM came; three requests are left."""
     requests = [request(number) for number in (3, 2, 1)]
-    return busy(
+    frame = busy(
         state="draining",
         state_reason="3 requests left, 27s to go",
         requests=requests,
         num_requests=3,
         queue=QueueFrame(0, 0, 0, 3, 64, None),
     )
+    return msgspec.structs.replace(frame, **changes)
 
 
 def colocated() -> Frame:
@@ -267,15 +272,16 @@ def three_pools() -> Frame:
     )
 
 
-def kv_critical() -> Frame:
+def kv_critical(seq: int = 160) -> Frame:
     """Blocks run out on the decode side, and the targets are missed."""
     return busy(
+        seq,
         transport="shm",
         pools=[
             pool("prefill", active=610, reserved=90, cached=40, owners=OWNERS),
-            pool("decode", active=830, reserved=181, draining=4, owners=OWNERS),
+            pool("decode", active=min(830, 300 + 4 * seq), reserved=181, draining=4, owners=OWNERS),
         ],
-        handoff=HandoffFrame("shm", 1, 2.0, 3.1e8, 9.7e9, 1),
+        handoff=HandoffFrame("shm", 1, 2.0, 1e6 * seq, 9.7e9, 1),
         alerts=[
             alert(severity="error", message="KV decode 99% in use", subject="decode"),
             alert("slo.ttft", message="ttft in time 97.1%", subject=""),
@@ -314,8 +320,8 @@ def mig() -> Frame:
     gpu = DeviceFrame(
         "gpu0", "gpu", 512.0, 700.0, 61.0, 1980.0, None, 61 * GIB, 80 * GIB,
         model="H100 SXM", uuid="GPU-8f1c7b52", energy_j=4.1e6, power_source="energy counter",
-        power_instant_w=540.0, memory_clock_mhz=2619.0, throttle_reasons=[], pcie_rx_bytes_per_s=2e9,
-        pcie_tx_bytes_per_s=1e9,
+        power_instant_w=540.0, memory_clock_mhz=2619.0, throttle_reasons=[],
+        pcie_rx_bytes_per_s=2e9, pcie_tx_bytes_per_s=1e9,
     )  # fmt: skip
     slices = [
         DeviceFrame("gpu0/1", "gpu", memory_used_bytes=30 * GIB, memory_total_bytes=40 * GIB,

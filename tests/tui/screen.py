@@ -35,11 +35,17 @@ async def console_at(
     socket_path: Path = Path("/nowhere"),
     follow: Callable[..., Any] = no_feed,
     is_ascii: bool = False,
+    is_read_only: bool = False,
     clock: FakeClock | None = None,
 ) -> AsyncIterator[tuple[Console, Pilot[None]]]:
     """A console that has drawn the view."""
     console = Console(
-        str(socket_path), is_ascii=is_ascii, follow=follow, now_s=clock or FakeClock(), view=view
+        str(socket_path),
+        is_ascii=is_ascii,
+        is_read_only=is_read_only,
+        follow=follow,
+        now_s=clock or FakeClock(),
+        view=view,
     )
     async with console.run_test(size=(width, height), notifications=True) as pilot:
         await pilot.pause()

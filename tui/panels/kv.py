@@ -21,11 +21,13 @@ from tui.lines import (
     sparkline,
     state_bar,
 )
-from tui.panels.gauges import used_spans
+from tui.panels.gauges import kv, used_spans
 from tui.view import View, pool_counts
 
 _WIDE = 110
 """From here on two columns."""
+_NARROW = 76
+"""Below this width pools have no table."""
 _NAME_WIDTH = 10
 _NUMBER_WIDTH = 8
 _MAP_ROWS = 2
@@ -45,14 +47,20 @@ def page(view: View, width: int, height: int) -> list[Line]:
     if not frame.pools:
         return [rule("POOLS", width), [Span("no pool yet", Tone.MUTED)]]
     if width < _WIDE:
-        return [*_pools(frame, width), *_maps(frame, width, _MAP_ROWS), *_history(view, width),
-                *_owners(frame, width), *_holders(frame, width), _absent()]  # fmt: skip
+        return [
+            *_pools(view, frame, width),
+            *_maps(frame, width, _MAP_ROWS),
+            *_history(view, width),
+            *_owners(frame, width),
+            *_holders(frame, width),
+            _absent(),
+        ]
     rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
     left = (width - 2) * 3 // 5
     right = width - 2 - left
     maps = [*_maps(frame, left, rows), *_history(view, left)]
     return [
-        *_pools(frame, width),
+        *_pools(view, frame, width),
         *beside(maps, [*_owners(frame, right), *_holders(frame, right)], left),
         _absent(),
     ]
@@ -62,7 +70,7 @@ def _absent() -> Line:
     return [Span(NOT_BUILT, Tone.MUTED)]
 
 
-def _pools(frame: Frame, width: int) -> list[Line]:
+def _pools(view: View, frame: Frame, width: int) -> list[Line]:
     """A row for each pool: occupancy, size, blocks by state."""
     columns = ["blocks", "size", *(state for state in STATE_CELLS)]
     head = fmt.pad("pool", _NAME_WIDTH) + fmt.pad("used", 5, right=True)
@@ -70,6 +78,8 @@ def _pools(frame: Frame, width: int) -> list[Line]:
     head += "".join(fmt.pad(cut.get(c, c), _cell(c), right=True) for c in columns)
     pool = frame.pools[0]
     note = f"{pool.block_size} tokens, {fmt.size(pool.block_bytes)} a block"
+    if width < _NARROW:
+        return [rule("POOLS", width, note), *kv(view, width, 2 * len(frame.pools))]
     lines: list[Line] = [rule("POOLS", width, note), [Span(head, Tone.MUTED)]]
     for pool in frame.pools:
         counts = pool_counts(pool)

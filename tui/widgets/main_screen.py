@@ -106,8 +106,8 @@ class MainScreen(Screen[None]):
     def show(self, view: View) -> None:
         """Show another view in one update of the terminal."""
         self._view = view
-        if not self.is_mounted:  # a daemon that is away is noticed sooner; on_mount shows the view
-            return
+        if not self.is_mounted or not self.is_running:
+            return  # a daemon that is away is noticed sooner than that, and on_mount shows the view
         is_stale = view.frame is not None and not view.link.is_live
         with self.app.batch_update():
             if self.has_class("-stale") != is_stale:
