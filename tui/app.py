@@ -75,8 +75,8 @@ class Console(App[None]):
         self._now_s = now_s
         self._latest = view or View()
         self._paused: View | None = None
-        self._down_since_s = now_s()
-        self._retry_at_s = now_s()
+        self._down_since_s = now_s() - (self._latest.link.down_s or 0.0)
+        self._retry_at_s = now_s() + (self._latest.link.retry_in_s or 0.0)
         self._fetched: tuple[int, int] | None = None
 
     def get_default_screen(self) -> Screen[None]:

@@ -26,6 +26,12 @@ def grid(console: Console) -> str:
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
 
 
+def show(console: Console, view: View) -> None:
+    """Put a view on screen that no daemon has sent."""
+    console._latest = view
+    console._show()
+
+
 @asynccontextmanager
 async def console_at(
     width: int,

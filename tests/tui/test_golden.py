@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.tui import frames
-from tests.tui.screen import console_at, grid
+from tests.tui.screen import console_at, grid, show
 from tui import plain
 from tui.panels import pages
 from tui.view import Link, View
@@ -50,12 +50,12 @@ MATRIX = (
     "worker-dead",
     "loading",
     "draining",
-    "disconnected",
     "no-gpu",
     "mig",
 )
 SMALL, LARGE, HUGE, TINY = (80, 24), (120, 40), (200, 60), (39, 9)
 OTHERS = [(name, SMALL, False) for name in ("never-connected", "colocated", "three-pools")]
+OTHERS += [("disconnected", size, False) for size in (SMALL, LARGE, HUGE, TINY)]
 OTHERS += [("busy", size, False) for size in [(100, 30), (60, 16), (40, 10)]]
 OTHERS += [("three-pools", size, True) for size in (SMALL, LARGE)]
 
@@ -74,7 +74,7 @@ async def test_overview_in_every_state(size):
     width, height = size
     async with console_at(width, height, View()) as (console, pilot):
         for state in MATRIX:
-            console.main.show(views()[state])
+            show(console, views()[state])
             await pilot.pause()
             check(f"{state}-{width}x{height}", grid(console))
 
@@ -99,7 +99,7 @@ async def test_every_other_page(size):
             await pilot.pause()
             check(f"page-{page}-{width}x{height}", grid(console))
         console.main.go_to("power")
-        console.main.show(views()["mig"])
+        show(console, views()["mig"])
         await pilot.pause()
         check(f"page-power-mig-{width}x{height}", grid(console))
 

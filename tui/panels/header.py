@@ -111,11 +111,12 @@ def alerts(view: View) -> list[Alert]:
 
 
 def own_alerts(view: View) -> list[Alert]:
-    """What no threshold of the daemon covers: the link, and a state that is not `ready`."""
+    """What no alert of the daemon says: the link, and why its state is not `ready`."""
     frame, found = view.frame, []
     if view.link.why:
         found.append(Alert("error", view.link.why))
-    if frame is not None and frame.state != "ready":
+    is_told = frame is not None and any(alert.severity == "error" for alert in frame.alerts)
+    if frame is not None and frame.state != "ready" and not (frame.state == "degraded" and is_told):
         reason = f": {frame.state_reason}" if frame.state_reason else ""
         severity = "error" if frame.state == "degraded" else "warning"
         found.append(Alert(severity, f"{frame.state}{reason}"))
