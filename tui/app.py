@@ -93,9 +93,8 @@ class Console(App[None]):
     def on_mount(self) -> None:
         """Follow the daemon until the console ends."""
         self.set_interval(1, self._tick)
-        self._feed()
+        self.run_worker(self._feed(), exclusive=True)
 
-    @work(group="feed", exclusive=True)
     async def _feed(self) -> None:
         await self._follow(
             self._socket_path,
@@ -199,7 +198,13 @@ class Console(App[None]):
         return keys.is_allowed(action, self.view, self.selected)
 
     def _hints(self) -> list[tuple[str, str]]:
-        return keys.hints(self.view, self.selected)
+        return keys.hints(self._keys, self.view)
+
+    @property
+    def _keys(self) -> list[Binding]:
+        """The keys that work now."""
+        bindings = [key for key in self.BINDINGS if isinstance(key, Binding)]
+        return keys.allowed(bindings, self.view, self.selected)
 
     def action_page(self, page: str) -> None:
         """Put another page on screen."""
@@ -230,8 +235,7 @@ class Console(App[None]):
         """All keys that work now."""
         table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
         shown = [
-            (" ".join(keys.signs(key)), keys.label(key, self.view))
-            for key in [*keys.allowed(self.view, self.selected), *table]
+            (" ".join(keys.signs(key)), keys.label(key, self.view)) for key in [*self._keys, *table]
         ]
         self.push_screen(Help(shown, is_ascii=self._is_ascii))
 
@@ -241,7 +245,7 @@ class Console(App[None]):
 
     def action_commands(self) -> None:
         """All keys as a list to choose from."""
-        others = [key for key in keys.allowed(self.view, self.selected) if key.action != "commands"]
+        others = [key for key in self._keys if key.action != "commands"]
         action_by_label = {keys.label(key, self.view): key.action for key in others}
         options = [(keys.label(key, self.view), f"key {keys.signs(key)[0]}") for key in others]
 
@@ -305,9 +309,8 @@ class Console(App[None]):
         if dialog.request.id in live:
             dialog.show(live[dialog.request.id])
         else:
-            self._fetch_detail(dialog)
+            self.run_worker(self._fetch_detail(dialog), group="detail", exclusive=True)
 
-    @work(group="detail", exclusive=True)
     async def _fetch_detail(self, dialog: Detail) -> None:
         """The request has ended: its final reading, once the daemon has it."""
         try:

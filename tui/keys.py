@@ -68,9 +68,11 @@ def is_allowed(action: str, view: View, selected: RequestFrame | None) -> bool:
     return True
 
 
-def allowed(view: View, selected: RequestFrame | None) -> list[Binding]:
-    """The keys that work now."""
-    return [key for key in KEYS if is_allowed(key.action.partition("(")[0], view, selected)]
+def allowed(
+    bindings: Sequence[Binding], view: View, selected: RequestFrame | None
+) -> list[Binding]:
+    """Those of the keys that work now."""
+    return [key for key in bindings if is_allowed(key.action.partition("(")[0], view, selected)]
 
 
 def signs(key: Binding) -> list[str]:
@@ -87,6 +89,6 @@ def label(key: Binding, view: View) -> str:
     return key.description
 
 
-def hints(view: View, selected: RequestFrame | None) -> list[tuple[str, str]]:
+def hints(bindings: Sequence[Binding], view: View) -> list[tuple[str, str]]:
     """A sign and what it does, for the last line of the screen."""
-    return [(signs(key)[0], label(key, view)) for key in allowed(view, selected) if key.show]
+    return [(signs(key)[0], label(key, view)) for key in bindings if key.show]

@@ -284,7 +284,7 @@ def kv_critical(seq: int = 160) -> Frame:
         handoff=HandoffFrame("shm", 1, 2.0, 1e6 * seq, 9.7e9, 1),
         alerts=[
             alert(severity="error", message="KV decode 99% in use", subject="decode"),
-            alert("slo.ttft", message="ttft in time 97.1%", subject=""),
+            alert("slo.missed", subject="ttft", message="2.9% of the first tokens are late"),
         ],
         limit="decode's KV is full: 4 sequences wait for 181 blocks",
     )

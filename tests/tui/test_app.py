@@ -266,8 +266,7 @@ HOSTILE = "[bold red]x[/]\x1b[31m\n\x9b2J\u202e[@click=app.quit()]y"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-@pytest.mark.parametrize("keys", [[], ["enter"], ["x"], ["x", "y"], ["2"], ["3"], ["5"], ["6"]])
-async def test_hostile_names_are_shown_as_plain_text(size, keys):
+async def test_hostile_names_are_shown_as_plain_text(size):
     request = frames.request(1, id=f"cmpl-{HOSTILE}", user=HOSTILE, worker=HOSTILE, error=HOSTILE)
     frame = frames.busy(
         model=HOSTILE,
@@ -284,10 +283,10 @@ async def test_hostile_names_are_shown_as_plain_text(size, keys):
         events=[frames.EventFrame(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
     )
     async with console_at(*size, frames.view_of(frame)) as (console, pilot):
-        if keys:
-            await pilot.press(*keys)
-            await pilot.pause(0.1)
-        shown = grid(console)
-        assert all(line.isprintable() for line in shown.split("\n"))
-        assert "[bold red]" in shown
+        for key in ("1", "2", "3", "4", "5", "6", "1", "enter", "escape", "x", "y"):
+            await pilot.press(key)
+            await pilot.pause()
+            shown = grid(console)
+            assert all(line.isprintable() for line in shown.split("\n"))
+            assert "[bold red]" in shown
         assert console.is_running

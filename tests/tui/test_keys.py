@@ -64,7 +64,10 @@ async def test_help_lists_every_key_that_works_now(busy):
         await press(pilot, "question_mark")
         assert isinstance(console.screen, Help)
         shown = grid(console)
-        for key in [*keys.allowed(console.view, console.selected), *RequestTable.BINDINGS]:
+        for key in [
+            *keys.allowed(keys.KEYS, console.view, console.selected),
+            *RequestTable.BINDINGS,
+        ]:
             assert keys.label(key, console.view) in shown
             assert " ".join(keys.signs(key)) in shown
         assert "clear filter" not in shown
@@ -281,7 +284,7 @@ async def test_scrolling_a_page_that_is_too_long():
 
 
 def hinted(console):
-    return {key.action for key in keys.allowed(console.view, console.selected)}
+    return {key.action for key in keys.allowed(keys.KEYS, console.view, console.selected)}
 
 
 @pytest.mark.parametrize(

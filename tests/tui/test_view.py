@@ -114,7 +114,7 @@ def test_an_alert_is_found_by_the_beginning_of_its_code_and_its_subject():
     frame = frames.kv_critical()
     assert alert_of(frame, "kv", "decode") is frame.alerts[0]
     assert alert_of(frame, "kv", "prefill") is None
-    assert alert_of(frame, "slo.ttft") is frame.alerts[1]
+    assert alert_of(frame, "slo", "ttft") is frame.alerts[1]
 
 
 def test_a_slice_has_no_power_of_its_own():

@@ -66,7 +66,7 @@ def kv(view: View, width: int, height: int) -> list[Line]:
 
 def used_spans(frame: Frame, pool: PoolFrame) -> Line:
     """`93%▲`: occupancy with the mark and the tone of its alert."""
-    mark = mark_of(alert_of(frame, "kv", pool.name))
+    mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
     tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
     return [Span(fmt.pad(fmt.ratio(pool_used_ratio(pool)), 4, right=True), tone), mark]
 

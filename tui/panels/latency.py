@@ -47,7 +47,7 @@ def latency(view: View, width: int, height: int) -> list[Line]:
             Span(fmt.pad(fmt.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG)
             for value in shown
         ]
-        mark = mark_of(alert_of(frame, f"slo.{name}")) if share is not None else Span(" ")
+        mark = mark_of(alert_of(frame, "slo", _SUBJECTS.get(name, name)))
         tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
         line += [Span(fmt.pad(fmt.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
         if is_wide:
@@ -59,6 +59,8 @@ def latency(view: View, width: int, height: int) -> list[Line]:
     return [*lines, _made_of(now)][:height]
 
 
+_SUBJECTS = {"gap": "itl"}
+"""What alerts call a row, where that is another word."""
 _Row = tuple[str, list[float | None], float | None, int | None, Samples]
 
 

@@ -44,7 +44,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._requests: list[RequestFrame] = []
-        self._lines: list[Line] = []
+        self._lines: dict[int, Line] = {}
         self._placeholder: Line = []
         self._cursor = 0
 
@@ -111,30 +111,35 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         width, height = self.size
         if not width or not height:
             return
-        columns = rows.columns_for(width)
-        lines = [
-            rows.row(request, columns, is_selected=index == self._cursor)
-            for index, request in enumerate(self._requests)
-        ] or [self._placeholder]
-        old, self._lines = self._lines, lines
-        if len(lines) != self.virtual_size.height:
-            self.virtual_size = Size(width, len(lines))
+        num_lines = max(1, len(self._requests))
+        if num_lines != self.virtual_size.height:
+            self.virtual_size = Size(width, num_lines)
         top = self.scroll_offset.y
         target = max(
-            0, min(max(self._cursor - height + 1, min(top, self._cursor)), len(lines) - height)
+            0, min(max(self._cursor - height + 1, min(top, self._cursor)), num_lines - height)
         )
         if target != top:
             self.scroll_to(y=target, animate=False, immediate=True, force=True)
+        old, self._lines = self._lines, self._window_lines(target, width, height)
         for y in range(height):
-            index = target + y
-            if lines[index : index + 1] != old[index : index + 1]:
+            if self._lines.get(target + y) != old.get(target + y):
                 self.refresh(Region(0, y, width, 1))
         self.post_message(WindowMoved())
+
+    def _window_lines(self, top: int, width: int, height: int) -> dict[int, Line]:
+        """The rows on screen, by their place in the order."""
+        if not self._requests:
+            return {0: self._placeholder}
+        columns = rows.columns_for(width)
+        return {
+            index: rows.row(self._requests[index], columns, is_selected=index == self._cursor)
+            for index in range(top, min(top + height, len(self._requests)))
+        }
 
     def render_line(self, y: int) -> Strip:
         """Textual's question for one row."""
         index = self.scroll_offset.y + y
-        line = self._lines[index] if index < len(self._lines) else []
+        line = self._lines.get(index, [])
         is_cursor = index == self._cursor and bool(self._requests)
         return self.strip_of(line, self.size.width, style="tone--cursor" if is_cursor else None)
 
