@@ -11,7 +11,7 @@ from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed
-from tui.messages import FrameArrived, LinkLost
+from tui.messages import FinishedArrived, FrameArrived, LinkLost
 from tui.widgets.dialogs import Confirm, Detail
 
 
@@ -207,6 +207,20 @@ async def test_the_cursor_stays_on_its_request(busy):
         console.post_message(FrameArrived(frames.idle(162)))
         await pilot.pause()
         assert console.main.table.selected is None
+
+
+async def test_the_cursor_does_not_follow_a_request_that_ends(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        await pilot.press("2", "j")
+        ended = console.main.table.selected
+        requests = [request for request in busy.frame.requests if request is not ended]
+        console.post_message(FrameArrived(frames.busy(161, requests=requests)))
+        finished = frames.finished(30, id=ended.id)
+        console.post_message(FinishedArrived((finished,)))
+        await pilot.pause()
+        assert console.main.table.selected.id == requests[1].id
+        await pilot.press("end")
+        assert console.main.table.selected.id == ended.id
 
 
 async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):

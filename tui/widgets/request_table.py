@@ -65,14 +65,15 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         return first + 1, min(len(self._requests), first + self.size.height)
 
     def show(self, requests: list[RequestFrame], placeholder: Line) -> None:
-        """Take new readings, in order; the cursor follows its request."""
+        """Take new readings, in order; the cursor follows its request until that ends."""
         selected = self.selected
         self._requests = requests
         self._placeholder = placeholder
-        if selected is not None:
-            ids = [request.id for request in self._requests]
-            if selected.id in ids:
-                self._cursor = ids.index(selected.id)
+        for index, request in enumerate(requests):
+            if selected is not None and request.id == selected.id:
+                has_ended = request.phase == "finished" != selected.phase
+                self._cursor = self._cursor if has_ended else index
+                break
         self._cursor = max(0, min(self._cursor, len(self._requests) - 1))
         self._repaint()
 
