@@ -30,18 +30,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--replay", metavar="FILE", type=Path, help="a recording")
     parser.add_argument("--at", metavar="TIME", default="", help="where the replay begins")
     parser.add_argument("--once", action="store_true", help="print one reading as text and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: the frame as JSON")
+    parser.add_argument("--plain", action="store_true", help="print lines, as into a pipe")
+    parser.add_argument("--read-only", action="store_true", help="offer nothing that changes")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     options = parser.parse_args(argv)
+    if options.json and not options.once:
+        parser.error("--json needs --once")
     is_ascii = options.ascii or not can_draw_blocks(os.environ)
     try:
         if options.replay is not None:
-            return _replay(options.replay, options.at, is_once=options.once, is_ascii=is_ascii)
+            return _replay(options, is_ascii=is_ascii)
+        if options.json:
+            return asyncio.run(plain.print_json(options.socket))
         if options.once:
             return asyncio.run(plain.print_once(options.socket, _width(), is_ascii=is_ascii))
-        if not has_terminal():
+        if options.plain or not has_terminal():
             asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
             return 0
-        return _run_console(options.socket, is_ascii=is_ascii)
+        return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -50,25 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PIPE_CLOSED
 
 
-def _run_console(socket_path: str, *, is_ascii: bool) -> int:
+def _run_console(socket_path: str, *, is_ascii: bool, is_read_only: bool) -> int:
     from tui.app import Console  # 0.15 s, which plain text does not need
 
-    console = Console(socket_path, is_ascii=is_ascii)
+    console = Console(socket_path, is_ascii=is_ascii, is_read_only=is_read_only)
     console.run()
     return console.return_code or 0
 
 
-def _replay(path: Path, at: str, *, is_once: bool, is_ascii: bool) -> int:
+def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
     """Show a recording: the console, one page, or a line for each of its frames."""
     from appliance.recording import RecordingError  # sqlite, which a live console does not need
     from tui.replay import open_at
 
     try:
-        replay, playback = open_at(path, at)
-        if is_once:
-            plain.print_page(replay.view_at(playback.index), _width(), is_ascii=is_ascii)
+        replay, playback = open_at(options.replay, options.at)
+        view = replay.view_at(playback.index)
+        if options.json and view.frame is not None:
+            plain.print_frame(view.frame)
             return 0
-        if not has_terminal():
+        if options.once:
+            plain.print_page(view, _width(), is_ascii=is_ascii)
+            return 0
+        if options.plain or not has_terminal():
             plain.print_views(replay.views(playback.index), is_ascii=is_ascii)
             return 0
     except RecordingError as error:

@@ -1,6 +1,6 @@
-"""The console: one live overview of the appliance.
+"""The console: pages about the appliance, kept live, and the keys that act on it.
 
-Owns: the view on screen, the keys, and the worker that follows the daemon.
+Owns: the view on screen, the keys, and the workers that talk to the daemon.
 Called by: tui.__main__.
 Invariant: all that is shown comes from one View; what the daemon says never becomes markup.
 Never: computes a reading; panels do, purely.
@@ -13,38 +13,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import ClassVar
 
+from textual import work
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from appliance.protocol import Frame, RequestFrame
-from tui import feed
+from tui import actions, feed, keys
+from tui import filter as filters
 from tui import format as fmt
-from tui.messages import FrameArrived, LinkLost
-from tui.view import Link, View
-from tui.widgets.dialogs import Confirm, Detail, Help
-from tui.widgets.overview import Overview
+from tui.listing import Listing
+from tui.messages import CallerKnown, FinishedArrived, FrameArrived, LinkLost
+from tui.view import WINDOWS_S, Caller, Link, View
+from tui.widgets.dialogs import YES, Ask, Choose, Confirm, Detail, Explain, Help
+from tui.widgets.main_screen import MainScreen
 from tui.widgets.request_table import RequestTable
+from tui.widgets.themes import ALL_CLASSES, THEMES
 
-_KEY_SIGNS = {
-    "question_mark": "?",
-    "comma": ",",
-    "full_stop": ".",
-    "less_than_sign": "<",
-    "greater_than_sign": ">",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
-    "plus": "+",
-    "equals_sign": "=",
-    "minus": "-",
-    "ctrl+home": "^Home",
-    "ctrl+end": "^End",
-    "ctrl+c": "^c",
-    "pagedown": "PgDn",
-    "pageup": "PgUp",
-    "home": "Home",
-    "end": "End",
-}
+READ_ONLY = "read-only"
 Follow = Callable[
     [str, Callable[[Frame], object], Callable[[feed.FeedLost, float], object]], Awaitable[None]
 ]
@@ -56,6 +42,7 @@ class Console(App[None]):
     Args:
         socket_path: the daemon's socket.
         is_ascii: draw with ASCII only.
+        is_read_only: offer nothing that changes anything.
         follow: brings the frames; `feed.follow` but for tests.
         now_s: a monotonic clock.
         view: what to show before the first frame.
@@ -64,47 +51,43 @@ class Console(App[None]):
     CSS_PATH = "console.tcss"
     TITLE = "penstock"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,ctrl+c", "quit", "quit"),
-        Binding("question_mark", "help", "help"),
-        Binding("p", "pause", "pause"),
-        Binding("s", "sort", "sort"),
-        Binding("e,enter", "detail", "detail"),
-        Binding("x", "cancel", "cancel"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*keys.KEYS]
 
     def __init__(
         self,
         socket_path: str,
         *,
         is_ascii: bool = False,
+        is_read_only: bool = False,
         follow: Follow = feed.follow,
         now_s: Callable[[], float] = time.monotonic,
         view: View | None = None,
     ) -> None:
         # the terminal's own colours: with them alone NO_COLOR leaves no colour at all
         super().__init__(ansi_color=True)
-        self.theme = "ansi-dark"
+        self.theme = THEMES[0].base
         self.animation_level = "none"
+        self._theme = THEMES[0]
         self._socket_path = socket_path
         self._is_ascii = is_ascii
+        self._is_read_only = is_read_only
         self._follow = follow
         self._now_s = now_s
         self._latest = view or View()
         self._paused: View | None = None
-        self._down_since_s = now_s()
-        self._retry_at_s = now_s()
+        self._down_since_s = now_s() - (self._latest.link.down_s or 0.0)
+        self._retry_at_s = now_s() + (self._latest.link.retry_in_s or 0.0)
+        self._fetched: tuple[int, int] | None = None
 
     def get_default_screen(self) -> Screen[None]:
-        """The overview is the screen under all dialogs."""
-        hints = [(keys.split()[0], what) for keys, what in _keys(self.BINDINGS)]
-        return Overview(self.view, hints, is_ascii=self._is_ascii)
+        """The pages are under all dialogs."""
+        return MainScreen(self.view, self._hints, is_ascii=self._is_ascii)
 
     @property
-    def overview(self) -> Overview:
+    def main(self) -> MainScreen:
         """The screen under all dialogs."""
         screen = self.screen_stack[0]
-        assert isinstance(screen, Overview)
+        assert isinstance(screen, MainScreen)
         return screen
 
     def on_mount(self) -> None:
@@ -119,19 +102,21 @@ class Console(App[None]):
             lambda loss, retry_in_s: self.post_message(LinkLost(loss, retry_in_s)),
         )
 
+    # What is shown
+
     @property
     def view(self) -> View:
         """What is on screen."""
-        paused, latest = self._paused, self._latest
-        if paused is None or paused.frame is None or latest.frame is None:
-            return latest
-        age_s = max(0.0, latest.frame.uptime_s - paused.frame.uptime_s)
-        return replace(paused, link=latest.link, paused_s=age_s)
+        return self._latest if self._paused is None else self._latest.held(self._paused)
 
     def on_frame_arrived(self, message: FrameArrived) -> None:
         """A newer reading; while paused only its age is shown."""
+        was_live = self._latest.link.is_live
         self._latest = self._latest.after(message.frame)
+        if not was_live:
+            self._fetch_caller()
         self._show()
+        self._fetch_finished_if_newer()
         self._update_detail(message.frame)
 
     def on_link_lost(self, message: LinkLost) -> None:
@@ -142,6 +127,20 @@ class Console(App[None]):
         self._retry_at_s = now_s + message.retry_in_s
         self._latest = self._latest.over(Link(message.loss.word, str(message.loss)))
         self._tick()
+
+    def on_caller_known(self, message: CallerKnown) -> None:
+        """Keys of what they may not do vanish."""
+        caller = message.caller
+        self._latest = replace(
+            self._latest,
+            caller=Caller(caller.name, READ_ONLY) if self._is_read_only else caller,
+        )
+        self._show()
+
+    def on_finished_arrived(self, message: FinishedArrived) -> None:
+        """Requests that have ended."""
+        self._latest = replace(self._latest, finished=message.requests)
+        self._show()
 
     def _tick(self) -> None:
         """While the daemon is away, count seconds; frames are the clock otherwise."""
@@ -159,25 +158,146 @@ class Console(App[None]):
 
     def _show(self) -> None:
         if self.screen_stack:  # a last message may come while the screens are being taken down
-            self.overview.show(self.view)
+            self.main.show(self.view)
+
+    @work(group="caller", exclusive=True)
+    async def _fetch_caller(self) -> None:
+        try:
+            self.post_message(CallerKnown(await feed.fetch_caller(self._socket_path)))
+        except feed.FeedLost:
+            return  # the stream will say so, too
+
+    def _fetch_finished_if_newer(self) -> None:
+        """Only while they are on screen, and only if some have ended since."""
+        frame = self._latest.frame
+        if frame is None or not self.screen_stack or self.main.page != "requests":
+            return
+        totals = frame.totals
+        newest = (frame.pid, totals.finished + totals.aborted + totals.failed)
+        if newest != self._fetched:
+            self._fetched = newest
+            self._fetch_finished()
+
+    @work(group="finished", exclusive=True)
+    async def _fetch_finished(self) -> None:
+        try:
+            self.post_message(FinishedArrived(await feed.fetch_finished(self._socket_path)))
+        except feed.FeedLost:
+            self._fetched = None
+
+    # Keys
+
+    @property
+    def selected(self) -> RequestFrame | None:
+        """The request under the cursor of the page, if it has a table."""
+        table = self.main.table
+        return table.selected if table else None
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """False for what cannot be done now, or not by this caller: no key, no hint."""
+        return keys.is_allowed(action, self.view, self.selected)
+
+    def _hints(self) -> list[tuple[str, str]]:
+        return keys.hints(self._keys, self.view)
+
+    @property
+    def _keys(self) -> list[Binding]:
+        """The keys that work now."""
+        bindings = [key for key in self.BINDINGS if isinstance(key, Binding)]
+        return keys.allowed(bindings, self.view, self.selected)
+
+    def action_page(self, page: str) -> None:
+        """Put another page on screen."""
+        self.main.go_to(page)
+        self._fetch_finished_if_newer()
 
     def action_pause(self) -> None:
         """Hold the screen; frames keep arriving behind it."""
         self._paused = self._latest if self._paused is None else None
         self._show()
 
-    def action_sort(self) -> None:
-        """Sort requests by the next column."""
-        self.overview.table.sort_by_next()
+    def action_window(self) -> None:
+        """Let the graphs span another time."""
+        index = WINDOWS_S.index(self._latest.window_s) + 1
+        self._latest = replace(self._latest, window_s=WINDOWS_S[index % len(WINDOWS_S)])
+        self._show()
+
+    def action_theme(self) -> None:
+        """Go on to the next colours."""
+        self._theme = THEMES[(THEMES.index(self._theme) + 1) % len(THEMES)]
+        self.theme = self._theme.base
+        for name in ALL_CLASSES:
+            self.set_class(name in self._theme.classes, name)
+        self.refresh_css(animate=False)
+        self.notify(f"theme: {self._theme.name}", timeout=2, markup=False)
 
     def action_help(self) -> None:
-        """All keys."""
-        keys = [*_keys(self.BINDINGS), *_keys(RequestTable.BINDINGS)]
-        self.push_screen(Help(keys, is_ascii=self._is_ascii))
+        """All keys that work now."""
+        table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
+        shown = [
+            (" ".join(keys.signs(key)), keys.label(key, self.view)) for key in [*self._keys, *table]
+        ]
+        self.push_screen(Help(shown, is_ascii=self._is_ascii))
+
+    def action_explain(self) -> None:
+        """What the words on this page mean."""
+        self.push_screen(Explain(self.main.page, is_ascii=self._is_ascii))
+
+    def action_commands(self) -> None:
+        """All keys as a list to choose from."""
+        others = [key for key in self._keys if key.action != "commands"]
+        action_by_label = {keys.label(key, self.view): key.action for key in others}
+        options = [(keys.label(key, self.view), f"key {keys.signs(key)[0]}") for key in others]
+
+        async def run(label: str | None) -> None:
+            if label is not None:
+                await self.run_action(action_by_label[label])
+
+        self.push_screen(Choose("COMMANDS", options, is_ascii=self._is_ascii), run)
+
+    # Requests
+
+    def action_sort(self) -> None:
+        """Sort requests by the next column."""
+        self._list_anew(self._latest.listing.sorted_by_next())
+
+    def action_reverse(self) -> None:
+        """Turn the order round."""
+        listing = self._latest.listing
+        self._list_anew(replace(listing, is_reversed=not listing.is_reversed))
+
+    def action_unfilter(self) -> None:
+        """Show all requests again."""
+        self._list_anew(replace(self._latest.listing, filter=filters.Filter()))
+
+    def action_filter(self) -> None:
+        """Ask which requests to show."""
+
+        def filter_by(text: str | None) -> None:
+            if text is not None:
+                self._list_anew(replace(self._latest.listing, filter=filters.parse(text)))
+
+        text = self._latest.listing.filter.text
+        hint = f"as {filters.GRAMMAR}; empty shows all"
+        check = actions.problem_of(filters.parse)
+        self.push_screen(Ask("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
+
+    def _list_anew(self, listing: Listing) -> None:
+        self._latest = replace(self._latest, listing=listing)
+        self._show()
+        if self.main.table is not None:
+            self.main.table.to_top()
+
+    def action_copy_id(self) -> None:
+        """Put the selected request's id into the terminal's clipboard."""
+        request = self.selected
+        if request is not None:
+            self.copy_to_clipboard(fmt.clean(request.id))
+            self.notify(f"copied {fmt.clean(request.id)}", timeout=2, markup=False)
 
     def action_detail(self) -> None:
         """Where the selected request spends its time."""
-        request = self.overview.table.selected
+        request = self.selected
         if request is not None:
             self.push_screen(Detail(request, is_ascii=self._is_ascii))
 
@@ -200,33 +320,58 @@ class Console(App[None]):
         if request is not None and dialog.is_attached:
             dialog.show(request)
 
+    # What changes something
+
     def action_cancel(self) -> None:
         """Cancel the selected request, after a yes."""
-        request = self.overview.table.selected
-        if request is None:
+        request = self.selected
+        if request is not None:
+            self._confirm(actions.cancel(request))
+
+    def action_drain(self) -> None:
+        """Take no new work, or take it again, after a yes."""
+        if self._latest.frame is not None:
+            self._confirm(actions.drain_or_resume(self._latest.frame))
+
+    def action_roles(self) -> None:
+        """Choose other roles for the workers."""
+        frame = self._latest.frame
+        if frame is None:
             return
 
-        def act(is_confirmed: bool | None) -> None:
-            if is_confirmed:
-                self.run_worker(self._cancel(request), group="cancel")
+        def choose(roles: str | None) -> None:
+            if roles is not None:
+                self._confirm(actions.switch_roles(frame, roles))
 
-        user = f" of {fmt.clean(request.user)}" if request.user else ""
-        question = f"Cancel request {fmt.clean(request.id)}{user}?"
-        self.push_screen(Confirm(question, is_ascii=self._is_ascii), act)
+        dialog = Choose("ROLES", actions.ROLE_CHOICES, is_ascii=self._is_ascii)
+        self.push_screen(dialog, choose)
 
-    async def _cancel(self, request: RequestFrame) -> None:
+    def action_targets(self) -> None:
+        """Ask for other targets of first token and gap."""
+        frame = self._latest.frame
+        if frame is None:
+            return
+
+        def aim(text: str | None) -> None:
+            if text is not None:
+                self._confirm(actions.set_targets(text))
+
+        text, check = actions.targets_text(frame), actions.problem_of(actions.targets)
+        dialog = Ask("TARGETS", actions.TARGETS_HINT, text, check, is_ascii=self._is_ascii)
+        self.push_screen(dialog, aim)
+
+    def _confirm(self, action: actions.Action) -> None:
+        def answered(answer: str | None) -> None:
+            if answer == YES:
+                self._act(action)
+
+        self.push_screen(Confirm(action.question, is_ascii=self._is_ascii), answered)
+
+    @work(group="act")
+    async def _act(self, action: actions.Action) -> None:
         try:
-            outcome = await feed.cancel(self._socket_path, request.id)
+            outcome = await action.act(self._socket_path)
         except feed.FeedLost as error:
             self.notify(fmt.clean(str(error)), severity="error", markup=False)
         else:
             self.notify(fmt.clean(outcome), markup=False)
-
-
-def _keys(bindings: list[BindingType]) -> list[tuple[str, str]]:
-    """`q ^c` and `quit` for each binding, as a person reads keys."""
-    return [
-        (" ".join(_KEY_SIGNS.get(key, key) for key in binding.key.split(",")), binding.description)
-        for binding in bindings
-        if isinstance(binding, Binding)
-    ]

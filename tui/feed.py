@@ -1,4 +1,4 @@
-"""The console's connection to the daemon: frames in, cancels out.
+"""The console's connection to the daemon: frames in, actions out.
 
 Owns: the socket and the patience (backoff, time limits).
 Called by: app and plain.
@@ -10,8 +10,9 @@ Never: imports Textual, or keeps a frame.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TypeVar
 from urllib.parse import quote
 
 import h11
@@ -19,6 +20,7 @@ import msgspec
 
 from appliance.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
+from tui.view import Caller
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 5.0
@@ -26,6 +28,7 @@ SILENCE_S = 5.0
 """No byte for so long, with a frame due every second, means that the daemon hangs."""
 MAX_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 16
+_T = TypeVar("_T")
 
 
 class FeedLost(Exception):
@@ -52,6 +55,10 @@ class _ErrorReply(msgspec.Struct):
     error: _ErrorBody
 
 
+class _Requests(msgspec.Struct):
+    data: list[RequestFrame]
+
+
 class _Exchange:
     """One HTTP/1.1 request and its reply on a connection of its own."""
 
@@ -61,13 +68,15 @@ class _Exchange:
         self._parser = h11.Connection(h11.CLIENT)
         self.status = 0
 
-    async def ask(self, method: str, target: str) -> None:
+    async def ask(self, method: str, target: str, content: bytes = b"") -> None:
         """Send the request and read the head of the reply into `status`."""
         headers = [("host", "penstock"), ("accept", "application/json"), ("connection", "close")]
         if method != "GET":
-            headers.append(("content-length", "0"))
+            headers.append(("content-length", str(len(content))))
         request = h11.Request(method=method, target=target, headers=headers)
         self._writer.write(self._parser.send(request) or b"")
+        if content:
+            self._writer.write(self._parser.send(h11.Data(data=content)) or b"")
         self._writer.write(self._parser.send(h11.EndOfMessage()) or b"")
         await self._writer.drain()
         while not isinstance(event := await self._next_event(), h11.Response):
@@ -159,6 +168,11 @@ async def first_frame(socket_path: str) -> Frame:
     raise FeedLost("the daemon closed the stream")
 
 
+def encoded(frame: Frame) -> str:
+    """The frame as JSON on one line."""
+    return msgspec.json.encode(frame).decode()
+
+
 def _decoded(decoder: msgspec.json.Decoder[Frame], line: bytes) -> Frame:
     """Look at the version first: a frame of another one may lack what this one needs."""
     problem = version_problem(msgspec.json.decode(line, type=_Version).version)
@@ -202,6 +216,59 @@ async def cancel(socket_path: str, request_id: str) -> str:
     raise FeedLost(_refusal(status, body))
 
 
+async def drain(socket_path: str) -> str:
+    """Ask the daemon to take no new work; returns what came of it.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or refuses.
+    """
+    await _change(socket_path, "/v1/penstock/drain")
+    return "draining: nothing new is taken"
+
+
+async def resume(socket_path: str) -> str:
+    """Ask the daemon to take work again; returns what came of it.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or refuses.
+    """
+    await _change(socket_path, "/v1/penstock/resume")
+    return "resumed: new work is taken"
+
+
+async def switch_roles(socket_path: str, change: Mapping[str, str | int]) -> str:
+    """Ask the daemon for other roles or targets; returns what came of it.
+
+    Args:
+        socket_path: the daemon's socket.
+        change: `roles`, `slo_ttft_ms` or `slo_itl_ms`; what is not in it stays.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or refuses.
+    """
+    await _change(socket_path, "/v1/penstock/roles", msgspec.json.encode(change))
+    return "set: " + ", ".join(f"{name} {value}" for name, value in change.items())
+
+
+async def fetch_caller(socket_path: str) -> Caller:
+    """Whom the daemon takes this console for.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or its answer cannot be read.
+    """
+    return await _read(socket_path, "/v1/penstock/whoami", Caller)
+
+
+async def fetch_finished(socket_path: str) -> tuple[RequestFrame, ...]:
+    """The newest finished requests.
+
+    Raises:
+        FeedLost: the daemon cannot be reached or its answer cannot be read.
+    """
+    requests = await _read(socket_path, "/v1/requests", _Requests)
+    return tuple(request for request in requests.data if request.phase == "finished")
+
+
 async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | None:
     """One request, also a finished one; None if the daemon does not know it any more.
 
@@ -214,9 +281,26 @@ async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | Non
         return msgspec.json.decode(body, type=RequestFrame) if exchange.status == 200 else None
 
 
-async def _call(socket_path: str, method: str, target: str) -> tuple[int, bytes]:
+async def _read(socket_path: str, target: str, kind: type[_T]) -> _T:
     async with _exchange(socket_path) as exchange:
-        await exchange.ask(method, target)
+        await exchange.ask("GET", target)
+        body = await exchange.body()
+        if exchange.status != 200:
+            raise FeedLost(_refusal(exchange.status, body))
+        return msgspec.json.decode(body, type=kind)
+
+
+async def _change(socket_path: str, target: str, content: bytes = b"") -> None:
+    status, body = await _call(socket_path, "POST", target, content)
+    if status != 200:
+        raise FeedLost(_refusal(status, body))
+
+
+async def _call(
+    socket_path: str, method: str, target: str, content: bytes = b""
+) -> tuple[int, bytes]:
+    async with _exchange(socket_path) as exchange:
+        await exchange.ask(method, target, content)
         return exchange.status, await exchange.body()
 
 

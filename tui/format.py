@@ -9,6 +9,7 @@ Never: colour, layout, or anything of Textual.
 from __future__ import annotations
 
 import re
+from datetime import datetime
 
 from rich.cells import cell_len, set_cell_size
 
@@ -127,6 +128,39 @@ def percent(value: float | None) -> str:
 def ratio(value: float | None) -> str:
     """`98%`, of a number from 0 to 1."""
     return ABSENT if value is None else percent(100 * value)
+
+
+def fine_ratio(value: float | None) -> str:
+    """`97.1%`, of a number from 0 to 1; `100%` is all of it, never almost."""
+    if value is None:
+        return ABSENT
+    return "100%" if value >= 1 else f"{min(99.9, 100 * value):.1f}%"
+
+
+def joules(value_j: float | None) -> str:
+    """`0.11 J`, `161 J`, `1.2 MJ`."""
+    if value_j is None:
+        return ABSENT
+    if abs(value_j) < 9.995:
+        return f"{value_j:.2f} J"
+    text = short_count(value_j)
+    return f"{text} J" if text[-1].isdigit() else f"{text[:-1]} {text[-1]}J"
+
+
+def watts(value_w: float | None, limit_w: float | None = None) -> str:
+    """`96 W`, or `96/125 W` under a limit."""
+    if value_w is None:
+        return ABSENT
+    return f"{value_w:.0f} W" if limit_w is None else f"{value_w:.0f}/{limit_w:.0f} W"
+
+
+def since(iso: str, now_iso: str) -> str:
+    """How long ago a stamp was, by another stamp: `41s`; `-` if either cannot be read."""
+    try:
+        passed = datetime.fromisoformat(now_iso) - datetime.fromisoformat(iso)
+    except (ValueError, TypeError):  # the latter: one has a zone, the other has none
+        return ABSENT
+    return whole_seconds(max(0.0, passed.total_seconds()))
 
 
 def clock(iso: str) -> str:

@@ -9,6 +9,7 @@ Never: knows a colour; the stylesheet gives each tone its look.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -27,7 +28,8 @@ STATE_CELLS = {
     "free": "░",
 }
 """Block states in the order in which a bar shows them."""
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■", ".:-=+*%#+=.~~|*!X")
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■─▼", ".:-=+*%#+=.~~|*!X-v")
+STALL_MARK = "!"
 
 
 class Tone(StrEnum):
@@ -91,6 +93,54 @@ def pairs(width: int, *items: tuple[str, str]) -> Line:
         start = index * width // len(items)
         line.append(Span(" " * max(1 if line else 0, start - width_of(line))))
         line += [Span(f"{label} " if label else "", Tone.MUTED), Span(value, Tone.STRONG)]
+    return line
+
+
+def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> list[Line]:
+    """Labels with their values one after the other, on as many lines as it takes."""
+    lines: list[Line] = []
+    for label, value in items:
+        item = [Span(f"{label} " if label else "", Tone.MUTED), Span(value, Tone.STRONG)]
+        if not lines or width_of(lines[-1]) + 3 + width_of(item) > width:
+            lines.append([Span(" " * indent), *item])
+        else:
+            lines[-1] += [Span("   "), *item]
+    return lines
+
+
+def rule(title: str, width: int, note: str = "") -> Line:
+    """A line that a section begins with: `─ POOLS ───────── 64 tokens a block ─`."""
+    head = [Span("─ ", Tone.MUTED), Span(fmt.clip(title, width - 4), Tone.ACCENT), Span(" ")]
+    room = width - width_of(head) - 3
+    tail = [Span(f" {fmt.clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
+    dashes = max(0, width - width_of(head) - width_of(tail))
+    return [*head, Span("─" * dashes, Tone.MUTED), *tail]
+
+
+def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> list[Line]:
+    """A sentence on as many lines as it takes."""
+    rows = textwrap.wrap(fmt.clean(text), max(1, width - indent))
+    return [[Span(" " * indent), Span(row, tone)] for row in rows]
+
+
+def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list[Line]:
+    """Two columns, two cells apart; the left one in exactly `left_width` cells."""
+    return [
+        [*fit(left[y] if y < len(left) else [], left_width), Span("  ")]
+        + (right[y] if y < len(right) else [])
+        for y in range(max(len(left), len(right)))
+    ]
+
+
+def marked(graph: str, marks: Sequence[float | None]) -> Line:
+    """A graph in which the cells above 0 in `marks` are ticks; there are as many marks as cells."""
+    line: Line = []
+    for char, mark in zip(graph, marks, strict=True):
+        span = Span(STALL_MARK, Tone.BAD) if mark else Span(char, Tone.ACCENT)
+        if line and line[-1].tone == span.tone:
+            line[-1] = Span(line[-1].text + span.text, span.tone)
+        else:
+            line.append(span)
     return line
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from textual.message import Message
 
-from appliance.protocol import Frame
+from appliance.protocol import Frame, RequestFrame
 from tui.feed import FeedLost
+from tui.view import Caller
 
 
 class FrameArrived(Message, bubble=False):
@@ -33,6 +34,22 @@ class LinkLost(Message, bubble=False):
         super().__init__()
         self.loss = loss
         self.retry_in_s = retry_in_s
+
+
+class CallerKnown(Message, bubble=False):
+    """The daemon has said whom it takes the console for."""
+
+    def __init__(self, caller: Caller) -> None:
+        super().__init__()
+        self.caller = caller
+
+
+class FinishedArrived(Message, bubble=False):
+    """The daemon has told the newest finished requests."""
+
+    def __init__(self, requests: tuple[RequestFrame, ...]) -> None:
+        super().__init__()
+        self.requests = requests
 
 
 class WindowMoved(Message):

@@ -15,7 +15,7 @@ from appliance.protocol import EventFrame, Frame
 from tui import feed
 from tui import format as fmt
 from tui.lines import Line, fit, text_of, to_ascii
-from tui.panels import gauges, header, lanes
+from tui.panels import gauges, header, lanes, latency, log
 from tui.panels import requests as table
 from tui.view import Link, View
 
@@ -25,10 +25,8 @@ _POOL_LINES = 5
 
 async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
     """Print one reading; returns the exit code."""
-    try:
-        frame = await feed.first_frame(socket_path)
-    except feed.FeedLost as error:
-        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\nhint: penstock serve starts it\n")
+    frame = await _first(socket_path)
+    if frame is None:
         return EXIT_UNREACHABLE
     print_page(View().after(frame), width, is_ascii=is_ascii)
     return 0
@@ -46,6 +44,29 @@ def print_views(views: Iterable[View], *, is_ascii: bool) -> None:
         if view.frame is not None:
             lines = [header.summary(view), *seen.new_events(view.frame)]
             _write(lines, is_ascii=is_ascii)
+
+
+async def print_json(socket_path: str) -> int:
+    """Print one frame as the daemon's JSON and nothing else; returns the exit code."""
+    frame = await _first(socket_path)
+    if frame is None:
+        return EXIT_UNREACHABLE
+    print_frame(frame)
+    return 0
+
+
+def print_frame(frame: Frame) -> None:
+    """Print a frame as JSON and nothing else."""
+    sys.stdout.write(feed.encoded(frame) + "\n")
+    sys.stdout.flush()
+
+
+async def _first(socket_path: str) -> Frame | None:
+    try:
+        return await feed.first_frame(socket_path)
+    except feed.FeedLost as error:
+        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\nhint: penstock serve starts it\n")
+        return None
 
 
 async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
@@ -97,17 +118,17 @@ def page(view: View, width: int) -> list[str]:
             gauges.kv_title(view, width, kv_height),
             gauges.kv(view, width, kv_height),
         ),
-        (gauges.latency_title(view), gauges.latency(view, width, 5)),
+        (latency.title(view), latency.latency(view, width, 6)),
         ("MACHINE", gauges.machine(view, width, 12)),
         (
-            table.title(view, table.SORTS[0], 1, num_live),
+            table.title(view, num_live, 1, num_live),
             [
-                table.heading(columns, table.SORTS[0]),
+                table.heading(columns, view.listing),
                 *(table.row(request, columns, is_selected=False) for request in requests),
                 *([] if requests else [table.placeholder(view)]),
             ],
         ),
-        ("EVENTS", header.events(view, width, 10)),
+        ("EVENTS", log.events(view, width, 10)),
     )
     lines: list[str] = []
     for title, body in sections:

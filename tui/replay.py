@@ -25,9 +25,10 @@ from appliance.protocol import (
     RequestFrame,
 )
 from appliance.recording import FramePacker, RecordingError, open_recording
+from tui.history import HISTORY_FRAMES
 from tui.rebuild import PastRequest, request_at
 from tui.timeline import Playback, iso, parse_moment, unix_ms
-from tui.view import HISTORY_FRAMES, REPLAY, Link, View
+from tui.view import REPLAY, Link, View
 
 _FRAMES = "SELECT at, run_id, seq FROM frames WHERE version = ? ORDER BY at, run_id, seq"
 _FRAME = "SELECT * FROM frames WHERE at = ? AND run_id = ? AND seq = ?"

@@ -70,7 +70,7 @@ class ReplayConsole(Console, inherit_bindings=False):
 
     async def on_ready(self) -> None:
         """Put the bar above the keys, and let time pass."""
-        await self.overview.mount(
+        await self.main.mount(
             Panel(self._paint_bar, id="replay", classes="-fresh"), before="#footer"
         )
         self.set_interval(TICK_S, self._play)
@@ -157,7 +157,3 @@ class ReplayConsole(Console, inherit_bindings=False):
             self.notify(about, severity="error", markup=False)
         else:
             self._move(self._playback.seek(at_ms))
-
-    def action_cancel(self) -> None:
-        """A recording cannot be changed."""
-        self.notify("this is a replay: what has happened cannot be cancelled", markup=False)

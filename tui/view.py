@@ -1,6 +1,6 @@
 """What the console shows at one time: a frame, what came before it, and how the daemon is reached.
 
-Owns: the samples behind sparklines and rates, and the state of the link.
+Owns: the state of the link, who the console acts for, and how the operator wants to see things.
 Called by: app and plain (make views), panels (read them).
 Invariant: a view never changes; the same view always gives the same screen.
 Never: reads a clock or a socket.
@@ -8,56 +8,16 @@ Never: reads a clock or a socket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from appliance.protocol import Frame, PoolFrame, WorkerFrame
+from appliance.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
+from tui.history import History, Samples, spread
+from tui.listing import Listing
 
-HISTORY_FRAMES = 60
+WINDOWS_S = (60, 300)
 REPLAY = "REPLAY"
 """The link of a view that comes from a recording."""
-Samples = tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """Samples of the last HISTORY_FRAMES frames, oldest first, and rates since the last but one."""
-
-    prefill_tokens_per_s: Samples = ()
-    decode_tokens_per_s: Samples = ()
-    queued: Samples = ()
-    handoffs_per_s: Samples = ()
-    handoff_bytes_per_s: Samples = ()
-    ttft_ms_p95: Samples = ()
-    itl_ms_p95: Samples = ()
-    dropped_frames: Samples = ()
-    last: Frame | None = None
-
-    def after(self, frame: Frame) -> History:
-        """The history with one more frame; it starts anew when the daemon did."""
-        last = self.last
-        if last is not None and (last.pid != frame.pid or last.seq >= frame.seq):
-            return History().after(frame)
-        elapsed_s = frame.uptime_s - last.uptime_s if last else 0.0
-        handoffs = handoff_bytes = None
-        if last and elapsed_s > 0:
-            handoffs = (frame.totals.handoffs - last.totals.handoffs) / elapsed_s
-            handoff_bytes = (frame.totals.handoff_bytes - last.totals.handoff_bytes) / elapsed_s
-        return History(
-            _push(self.prefill_tokens_per_s, sum(w.prefill_tokens_per_s for w in frame.workers)),
-            _push(self.decode_tokens_per_s, sum(w.decode_tokens_per_s for w in frame.workers)),
-            _push(self.queued, frame.queue.queued),
-            _push(self.handoffs_per_s, handoffs),
-            _push(self.handoff_bytes_per_s, handoff_bytes),
-            _push(self.ttft_ms_p95, frame.latency.ttft_ms_p95),
-            _push(self.itl_ms_p95, frame.latency.itl_ms_p95),
-            _push(self.dropped_frames, frame.seq - last.seq - 1 if last else 0),
-            frame,
-        )
-
-    @property
-    def num_dropped_frames(self) -> int:
-        """Frames that never reached this console, among the last HISTORY_FRAMES."""
-        return round(sum(num or 0 for num in self.dropped_frames))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +37,25 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom the daemon takes this console for."""
+
+    name: str
+    role: str
+    """`viewer`, `user` or `operator`; `read-only` if the console shall change nothing."""
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether drain, roles and targets are theirs to change."""
+        return self.role == "operator"
+
+    def may_cancel(self, request: RequestFrame) -> bool:
+        """Operators may cancel anyone's requests, users their own."""
+        is_own = self.role == "user" and self.name == request.user
+        return request.phase != "finished" and (self.is_operator or is_own)
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """All that the panels may look at."""
 
@@ -85,20 +64,58 @@ class View:
     link: Link = Link("CONNECTING")
     paused_s: float | None = None
     """Age of the frame shown, by the daemon's clock; None unless paused."""
+    finished: tuple[RequestFrame, ...] = ()
+    """The newest finished requests, as far as somebody has asked for them."""
+    caller: Caller | None = None
+    """None until the daemon has said."""
+    listing: Listing = field(default_factory=Listing)
+    window_s: int = WINDOWS_S[0]
+    """Time that the graphs span; frames come once a second."""
 
     def after(self, frame: Frame) -> View:
-        """The live view of one more frame."""
-        return View(frame, self.history.after(frame), Link())
+        """The live view of one more frame; of a daemon that died nothing is kept."""
+        is_same = self.frame is not None and self.frame.pid == frame.pid
+        return replace(
+            self,
+            frame=frame,
+            history=self.history.after(frame),
+            link=Link(),
+            finished=self.finished if is_same else (),
+        )
 
     def over(self, link: Link) -> View:
         """The same reading over another state of the link."""
         return replace(self, link=link)
+
+    def held(self, reading: View) -> View:
+        """The settings of this view over an older reading, which says how old it is."""
+        if self.frame is None or reading.frame is None:
+            return self
+        return replace(
+            self,
+            frame=reading.frame,
+            history=reading.history,
+            finished=reading.finished,
+            paused_s=max(0.0, self.frame.uptime_s - reading.frame.uptime_s),
+        )
+
+    def recent(self, samples: Samples, num_cells: int) -> Samples:
+        """Samples of the graphs' window, spread over so many cells."""
+        return spread(samples, self.window_s, max(0, num_cells))
 
 
 def worker_for(frame: Frame, role: str) -> WorkerFrame | None:
     """The worker that plays a role: the one named after it, else the one that plays all."""
     by_name = {worker.name: worker for worker in frame.workers}
     return by_name.get(role) or by_name.get("colocated")
+
+
+def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame | None:
+    """The alert whose code begins so, about that subject, or about any."""
+    alerts: Sequence[AlertFrame] = frame.alerts
+    return next(
+        (a for a in alerts if a.code.startswith(code) and subject in (None, a.subject)), None
+    )
 
 
 def pool_counts(pool: PoolFrame) -> dict[str, int]:
@@ -111,14 +128,3 @@ def pool_counts(pool: PoolFrame) -> dict[str, int]:
         "quarantined": pool.quarantined,
         "free": pool.free,
     }
-
-
-def pool_used_ratio(pool: PoolFrame) -> float | None:
-    """Share of blocks that new work cannot take; cached ones count as available."""
-    if pool.num_blocks <= 0:
-        return None
-    return 1 - (pool.free + pool.cached) / pool.num_blocks
-
-
-def _push(samples: Samples, value: float | None) -> Samples:
-    return (*samples, value)[-HISTORY_FRAMES:]

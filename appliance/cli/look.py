@@ -87,6 +87,9 @@ def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
 def top(
     host: Host = None,
     once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: the frame.")] = False,
+    as_lines: Annotated[bool, typer.Option("--plain", help="Print lines, no screen.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing.")] = False,
     as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
     replay: Annotated[
         str | None, typer.Option(metavar="FILE", help="Show what `penstock record` has saved.")
@@ -94,7 +97,14 @@ def top(
     at: Annotated[str | None, typer.Option(help="Where the replay begins: 14:02:11, +5m.")] = None,
 ) -> None:
     """Open the live console, or a recording; into a pipe it prints lines."""
-    flags = [*(["--once"] if once else []), *(["--ascii"] if as_ascii else [])]
+    wanted = {
+        "--once": once,
+        "--json": as_json,
+        "--plain": as_lines,
+        "--read-only": read_only,
+        "--ascii": as_ascii,
+    }
+    flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
     if replay is not None:
         flags += ["--at", at] if at else []
         os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", f"--replay={replay}", *flags])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,9 @@ class FakeDaemon:
         self.lines: list[bytes] = []
         self.requests: dict[str, RequestFrame] = {}
         self.cancelled: list[str] = []
+        self.caller: bytes = b'{"name": "ana", "role": "operator", "uid": 1001, "key": null}'
+        self.changes: list[tuple[str, bytes]] = []
+        """Paths and bodies of what it was asked to change."""
         self.num_streams = 0
         self._readers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -61,12 +65,21 @@ class FakeDaemon:
             await reader.read()  # until the console hangs up
             self._readers.discard(writer)
         else:
-            status, body = self._reply(method, target)
+            length = re.search(rb"content-length: (\d+)", head)
+            content = await reader.readexactly(int(length[1])) if length else b""
+            status, body = self._reply(method, target, content)
             head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             writer.write(head + body)
         writer.close()
 
-    def _reply(self, method: str, target: str) -> tuple[int, bytes]:
+    def _reply(self, method: str, target: str, content: bytes) -> tuple[int, bytes]:
+        if target == "/v1/penstock/whoami":
+            return 200, self.caller
+        if target == "/v1/requests":
+            return 200, msgspec.json.encode({"data": list(self.requests.values())})
+        if target.startswith("/v1/penstock/"):
+            self.changes.append((target, content))
+            return 200, b"{}"
         request_id = target.removeprefix("/v1/requests/").removesuffix("/cancel")
         if method == "POST" and request_id in self.requests:
             self.cancelled.append(request_id)

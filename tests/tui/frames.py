@@ -11,20 +11,27 @@ import msgspec
 
 from appliance.protocol import (
     FRAME_VERSION,
+    AlertFrame,
     DeviceFrame,
+    EnergyFrame,
     EventFrame,
     Frame,
+    HandoffFrame,
     HostFrame,
     LatencyFrame,
+    OwnerFrame,
     PoolFrame,
     QueueFrame,
     RequestFrame,
     TotalsFrame,
     WorkerFrame,
 )
-from tui.view import View
+from tui.view import Caller, View
 
 GIB = 1 << 30
+OPERATOR = Caller("ana", "operator")
+STALLED_SEQS = (151, 152)
+"""Of busy(): decode stands still behind a prompt."""
 
 
 def request(number: int = 1, phase: str = "decoding", **changes: Any) -> RequestFrame:
@@ -59,6 +66,11 @@ def request(number: int = 1, phase: str = "decoding", **changes: Any) -> Request
         first_itl_ms=13.4 if rank >= 3 else None,
         tpot_ms=11.8 if rank >= 3 else None,
         handoff_bytes=0 if rank >= 3 else None,
+        route="move" if rank >= 1 else None,
+        route_reason="decode is free sooner" if rank >= 1 else None,
+        prefill_j=6.0 + number if rank >= 2 else None,
+        decode_j=2.5 * number if rank >= 3 else None,
+        slow_because="it waited behind 31k prompt tokens" if number % 5 == 4 else None,
     )
     return msgspec.structs.replace(frame, **changes)
 
@@ -85,11 +97,12 @@ def worker(name: str, **changes: Any) -> WorkerFrame:
         num_restarts=0,
         loaded_bytes=270 << 20,
         total_bytes=270 << 20,
+        cpus_used=[core],
     )
     return msgspec.structs.replace(frame, **changes)
 
 
-def pool(name: str = "kv", **counts: int) -> PoolFrame:
+def pool(name: str = "kv", owners: list[OwnerFrame] | None = None, **counts: int) -> PoolFrame:
     """A pool of 1,024 blocks; what the counts leave is free."""
     states = {"reserved": 0, "active": 0, "cached": 0, "draining": 0, "quarantined": 0, **counts}
     return PoolFrame(
@@ -99,7 +112,20 @@ def pool(name: str = "kv", **counts: int) -> PoolFrame:
         block_bytes=2 << 20,
         free=1024 - sum(states.values()),
         **states,
+        owners=owners or [],
     )
+
+
+def finished(number: int, **changes: Any) -> RequestFrame:
+    """A request that has ended by itself."""
+    values = {"finish_reason": "stop", "handoff_ms": 0.9, "decode_wait_ms": 1.1,
+              "decode_ms": 894.5, "tpot_ms": 11.8, "decode_j": 40.0,
+              "output_tokens": 77}  # fmt: skip
+    whole = request(number, "finished", **{**values, **changes})
+    stages = (whole.tokenize_ms, whole.queue_ms, whole.prefill_ms, whole.handoff_ms,
+              whole.decode_wait_ms, whole.decode_ms)  # fmt: skip
+    e2e_ms = sum(value for value in stages if value is not None) + 0.5
+    return msgspec.structs.replace(whole, e2e_ms=changes.get("e2e_ms", e2e_ms))
 
 
 def idle(seq: int = 160, **changes: Any) -> Frame:
@@ -134,32 +160,54 @@ def idle(seq: int = 160, **changes: Any) -> Frame:
     return msgspec.structs.replace(frame, **changes)
 
 
+OWNERS = [OwnerFrame("ana", 301, 8), OwnerFrame("svc-rag", 160, 14), OwnerFrame("bo", 57, 4)]
+
+
+def alert(code: str = "kv.occupancy", **changes: Any) -> AlertFrame:
+    """Something that has been wrong for 41 s at the time of the sample frames."""
+    made = AlertFrame(code, "warning", "KV kv 97% in use", "2026-11-21T14:01:30.004Z", "kv")
+    return msgspec.structs.replace(made, **changes)
+
+
 def busy(seq: int = 160, **changes: Any) -> Frame:
     """Thirty requests in all phases; its rates swing with `seq`."""
     swing = math.sin(seq / 4) + math.sin(seq / 1.7) / 2
+    decode_share = 0.1 if seq in STALLED_SEQS else 1.0
     queued = max(0, round(4 + 3 * swing))
     requests = [request(number) for number in range(30, 7, -1)]
     requests += [request(7, "handing_off"), request(6, "prefilling"), request(5, "prefilling")]
     requests += [request(number, "queued") for number in range(4, 0, -1)]
     frame = idle(
         seq,
-        queue=QueueFrame(queued, 2, 1, 23, 64, 1312.0),
+        queue=QueueFrame(queued, 2, 1, 23, 64, 1312.0, 3, 9_800, 262_144),
         workers=[
             worker("prefill", prefill_tokens_per_s=4100 + 700 * swing, steps_per_s=2.4,
                    busy_ratio=0.98, step_ms_p50=402.0, step_ms_max=410.0,
+                   batch_size_mean=1.2, last_step_age_ms=180.0,
                    cpu_percent=99.2, rss_bytes=1310 << 20),
-            worker("decode", decode_tokens_per_s=1900 + 60 * swing, steps_per_s=84.2,
+            worker("decode", decode_tokens_per_s=decode_share * (1900 + 60 * swing),
+                   steps_per_s=84.2,
                    busy_ratio=0.96, step_ms_p50=11.4, step_ms_max=14.2,
+                   batch_size_mean=22.6, last_step_age_ms=4.0,
                    cpu_percent=97.0, rss_bytes=1288 << 20),
         ],
-        pools=[pool(active=398, reserved=120, cached=96, draining=9)],
+        pools=[pool(active=398, reserved=120, cached=96, draining=9, owners=OWNERS)],
         latency=LatencyFrame(
-            60.0, 142, 204.0, 412.0 + 20 * swing, 690.0, 11.6, 14.8, 31.0, 0.9, 2.4),
-        totals=TotalsFrame(1274, 1204, 2, 31, 0, 2_412_333, 281_002, 1240 + 2 * seq, 0, 3, 0, 0),
+            60.0, 142, 204.0, 412.0 + 20 * swing, 690.0, 11.6, 14.8, 31.0, 0.9, 2.4,
+            655.0, 24.0, 3100.0, 7200.0, 9900.0, 61.0, 142.0, 0.971, 0.998, 2),
+        totals=TotalsFrame(1274, 1204, 2, 31, 0, 2_412_333, 281_002, 1240 + 2 * seq, 0, 3, 0, 0,
+                            {"move cheapest": 1190, "decode prefill is busy": 84}),
         host=HostFrame(97.6, 9 * GIB, 23 * GIB, 1.2, 80 << 20),
         devices=[
-            DeviceFrame("package-0", "cpu", power_w=96.4, power_limit_w=125.0, temperature_c=61.0)
+            DeviceFrame("package-0", "cpu", power_w=96.4, power_limit_w=125.0, temperature_c=61.0,
+                        power_source="rapl", energy_j=812_000.0)
         ],
+        handoff=HandoffFrame("alias", 1, 2.0, 0.0),
+        energy=EnergyFrame(812_000.0, 256_000.0, 367_000.0, 189_000.0, 60.0, 96.4, 0.0106, 0.0412,
+                           "rapl, divided by the workers' shares of each step"),
+        limit="prefill limits: 4 prompts wait, decode has room",
+        slo_ttft_ms=500,
+        slo_itl_ms=20,
         requests=requests,
         num_requests=len(requests),
         events=[
@@ -186,16 +234,17 @@ def loading() -> Frame:
     )
 
 
-def draining() -> Frame:
+def draining(**changes: Any) -> Frame:
     """SIGTERM came; three requests are left."""
     requests = [request(number) for number in (3, 2, 1)]
-    return busy(
+    frame = busy(
         state="draining",
         state_reason="3 requests left, 27s to go",
         requests=requests,
         num_requests=3,
         queue=QueueFrame(0, 0, 0, 3, 64, None),
     )
+    return msgspec.structs.replace(frame, **changes)
 
 
 def colocated() -> Frame:
@@ -223,9 +272,76 @@ def three_pools() -> Frame:
     )
 
 
+def kv_critical(seq: int = 160) -> Frame:
+    """Blocks run out on the decode side, and the targets are missed."""
+    return busy(
+        seq,
+        transport="shm",
+        pools=[
+            pool("prefill", active=610, reserved=90, cached=40, owners=OWNERS),
+            pool("decode", active=min(830, 300 + 4 * seq), reserved=181, draining=4, owners=OWNERS),
+        ],
+        handoff=HandoffFrame("shm", 1, 2.0, 1e6 * seq, 9.7e9, 1),
+        alerts=[
+            alert(severity="error", message="KV decode 99% in use", subject="decode"),
+            alert("slo.missed", subject="ttft", message="2.9% of the first tokens are late"),
+        ],
+        limit="decode's KV is full: 4 sequences wait for 181 blocks",
+    )
+
+
+def worker_dead() -> Frame:
+    """The decode worker is coming back; its sequences wait."""
+    return busy(
+        state="degraded",
+        state_reason="worker decode is down",
+        workers=[
+            worker("prefill", prefill_tokens_per_s=4100.0, steps_per_s=2.4, busy_ratio=0.98),
+            worker("decode", state="restarting", pid=None, num_restarts=1, cpu_percent=None,
+                   rss_bytes=None, attention=None),
+        ],
+        alerts=[
+            alert("worker.down", severity="error", message="worker decode is restarting",
+                  subject="decode", since="2026-11-21T14:02:08.004Z"),
+        ],
+        limit="decode is restarting",
+    )  # fmt: skip
+
+
+def no_gpu() -> Frame:
+    """Nothing meters power."""
+    unreported = EnergyFrame(None, None, None, None, 60.0, None, None, None, "not reported")
+    requests = [msgspec.structs.replace(r, prefill_j=None, decode_j=None) for r in busy().requests]
+    return busy(devices=[], energy=unreported, requests=requests)
+
+
+def mig() -> Frame:
+    """One GPU in two slices, whose power is the GPU's, and a second one that throttles."""
+    gpu = DeviceFrame(
+        "gpu0", "gpu", 512.0, 700.0, 61.0, 1980.0, None, 61 * GIB, 80 * GIB,
+        model="H100 SXM", uuid="GPU-8f1c7b52", energy_j=4.1e6, power_source="energy counter",
+        power_instant_w=540.0, memory_clock_mhz=2619.0, throttle_reasons=[],
+        pcie_rx_bytes_per_s=2e9, pcie_tx_bytes_per_s=1e9,
+    )  # fmt: skip
+    slices = [
+        DeviceFrame("gpu0/1", "gpu", memory_used_bytes=30 * GIB, memory_total_bytes=40 * GIB,
+                    parent="gpu0", uuid="MIG-1a", sm_ratio=0.81, tensor_ratio=0.44,
+                    memory_bandwidth_ratio=0.38),
+        DeviceFrame("gpu0/2", "gpu", memory_used_bytes=31 * GIB, memory_total_bytes=40 * GIB,
+                    parent="gpu0", uuid="MIG-2b"),
+    ]  # fmt: skip
+    hot = DeviceFrame(
+        "gpu1", "gpu", 688.0, 700.0, 84.0, 1410.0, 0.64, 74 * GIB, 80 * GIB,
+        throttle_reasons=["power cap"], nvlink_rx_bytes_per_s=3e9, nvlink_tx_bytes_per_s=1e8,
+        last_xid=79,
+    )  # fmt: skip
+    throttles = alert("device.throttled", message="gpu1 throttles: power cap", subject="gpu1")
+    return busy(devices=[gpu, *slices, hot], alerts=[throttles])
+
+
 def view_of(frame: Frame, before: Callable[[int], Frame] = busy, num_frames: int = 60) -> View:
-    """A view with a full history behind it, one frame a second."""
-    view = View()
+    """An operator's view with a minute of history behind it, one frame a second."""
+    view = View(caller=OPERATOR)
     for num_before in range(num_frames - 1, 0, -1):
         past = before(frame.seq - num_before)
         past.uptime_s = frame.uptime_s - num_before

@@ -26,6 +26,12 @@ def grid(console: Console) -> str:
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
 
 
+def show(console: Console, view: View) -> None:
+    """Put a view on screen that no daemon has sent."""
+    console._latest = view
+    console._show()
+
+
 @asynccontextmanager
 async def console_at(
     width: int,
@@ -35,11 +41,17 @@ async def console_at(
     socket_path: Path = Path("/nowhere"),
     follow: Callable[..., Any] = no_feed,
     is_ascii: bool = False,
+    is_read_only: bool = False,
     clock: FakeClock | None = None,
 ) -> AsyncIterator[tuple[Console, Pilot[None]]]:
     """A console that has drawn the view."""
     console = Console(
-        str(socket_path), is_ascii=is_ascii, follow=follow, now_s=clock or FakeClock(), view=view
+        str(socket_path),
+        is_ascii=is_ascii,
+        is_read_only=is_read_only,
+        follow=follow,
+        now_s=clock or FakeClock(),
+        view=view,
     )
     async with console.run_test(size=(width, height), notifications=True) as pilot:
         await pilot.pause()

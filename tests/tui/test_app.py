@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from textual.binding import Binding
 from textual.events import MouseScrollDown, MouseScrollUp
 
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed
-from tui.app import Console
-from tui.messages import FrameArrived, LinkLost
-from tui.widgets.dialogs import Confirm, Detail, Help
-from tui.widgets.request_table import RequestTable
+from tui.messages import FinishedArrived, FrameArrived, LinkLost
+from tui.widgets.dialogs import Confirm, Detail
 
 
 @pytest.fixture
@@ -45,16 +44,51 @@ async def test_it_reconnects_when_the_daemon_dies_and_returns(socket_path):
         await until(pilot, lambda: "LIVE" in header_of(console))
         await daemon.die()
         await until(pilot, lambda: "DISCONNECTED" in header_of(console))
-        assert console.overview.has_class("-stale")
+        assert console.main.has_class("-stale")
         assert len(ids_on_screen(console)) == 7, "the last reading stays on screen"
         daemon.lines = []
         socket_path.unlink()
         daemon.send(frames.busy(8))
         await daemon.start()
         await until(pilot, lambda: "LIVE" in header_of(console))
-        assert not console.overview.has_class("-stale")
+        assert not console.main.has_class("-stale")
         assert len(set(ids_on_screen(console))) == len(ids_on_screen(console)) == 7
         await daemon.die()
+
+
+async def test_requests_and_events_are_not_doubled_by_a_restart(socket_path):
+    daemon = FakeDaemon(socket_path)
+    ended = [frames.finished(number) for number in (41, 42, 43)]
+    daemon.requests = {request.id: request for request in ended}
+    async with console_at(120, 40, socket_path=socket_path, follow=feed.follow) as (console, pilot):
+        await pilot.press("2")
+        for pid in (500, 501):
+            daemon.send(frames.draining(pid=pid, seq=10))
+            await daemon.start()
+            await until(
+                pilot, lambda: "LIVE" in header_of(console) and "3 finished" in grid(console)
+            )
+            await pilot.pause()
+            rows = [line[4:12] for line in grid(console).splitlines() if "2048 " in line]
+            assert len(rows) == len(set(rows)) == 6
+            await pilot.press("6")
+            await pilot.pause()
+            assert grid(console).count("request.cancelled") == 1
+            await daemon.die()
+            await until(pilot, lambda: "DISCONNECTED" in header_of(console))
+            daemon.lines = []
+            socket_path.unlink()
+            await pilot.press("2")
+
+
+async def test_a_request_that_ended_between_two_questions_is_shown_once(busy):
+    live = busy.frame.requests[0]
+    both = dataclasses.replace(busy, finished=(frames.finished(30, id=live.id),))
+    async with console_at(120, 40, both) as (console, pilot):
+        await pilot.press("2")
+        await pilot.pause()
+        assert console.main.table.num_rows == 30
+        assert console.main.table.selected.phase == "decoding"
 
 
 async def test_a_message_that_comes_while_it_closes_is_harmless(busy):
@@ -95,7 +129,7 @@ async def test_x_then_y_cancels_the_selected_request(socket_path):
         async with console_at(80, 24, view, socket_path=socket_path) as (console, pilot):
             await pilot.press("j", "x")
             assert isinstance(console.screen, Confirm)
-            chosen = console.overview.table.selected.id
+            chosen = console.main.table.selected.id
             await pilot.pause()
             assert chosen in grid(console)
             await pilot.press("y")
@@ -123,35 +157,13 @@ async def test_a_cancel_that_fails_is_said(busy):
 async def test_keys_without_a_request_do_nothing():
     view = frames.view_of(frames.idle(), frames.idle)
     async with console_at(80, 24, view) as (console, pilot):
-        await pilot.press("x", "e", "enter", "j", "k", "pagedown", "s", "end")
-        assert console.screen is console.overview
-
-
-async def test_pause_holds_the_screen_and_says_for_how_long(busy):
-    async with console_at(80, 24, busy) as (console, pilot):
-        await pilot.press("p")
-        before = grid(console).splitlines()[2:]
-        console.post_message(FrameArrived(frames.busy(172)))
-        await pilot.pause()
-        assert "PAUSED +12s" in header_of(console)
-        assert grid(console).splitlines()[2:] == before
-        await pilot.press("p")
-        await pilot.pause()
-        assert "LIVE" in header_of(console)
-        assert grid(console).splitlines()[2:] != before
-
-
-async def test_s_goes_through_the_orders(busy):
-    async with console_at(80, 24, busy) as (console, pilot):
-        for sort in ("in", "out", "ttft", "age"):
-            await pilot.press("s")
-            await pilot.pause()
-            assert f"by {sort}" in grid(console)
+        await pilot.press("x", "y", "enter", "j", "k", "pagedown", "s", "end")
+        assert console.screen is console.main
 
 
 async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
     async with console_at(80, 24, busy) as (console, pilot):
-        table = console.overview.table
+        table = console.main.table
         oldest = [request.id for request in busy.frame.requests]
         await pilot.press("j", "down", "j", "k")
         assert table.selected.id == oldest[2]
@@ -167,9 +179,9 @@ async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
 
 async def test_the_mouse_chooses_a_request(busy):
     async with console_at(80, 24, busy) as (console, pilot):
-        table = console.overview.table
+        table = console.main.table
         ids = [request.id for request in busy.frame.requests]
-        await pilot.click(RequestTable, offset=(5, 4))
+        await pilot.click(table, offset=(5, 4))
         assert table.selected.id == ids[4]
         table.post_message(wheel(MouseScrollDown, table))
         table.post_message(wheel(MouseScrollDown, table))
@@ -185,16 +197,30 @@ def wheel(event, table):
 async def test_the_cursor_stays_on_its_request(busy):
     async with console_at(80, 24, busy) as (console, pilot):
         await pilot.press("j", "j", "j")
-        chosen = console.overview.table.selected.id
+        chosen = console.main.table.selected.id
         later = frames.busy(161)
         console.post_message(
             FrameArrived(frames.busy(161, requests=later.requests[2:], num_requests=28))
         )
         await pilot.pause()
-        assert console.overview.table.selected.id == chosen
+        assert console.main.table.selected.id == chosen
         console.post_message(FrameArrived(frames.idle(162)))
         await pilot.pause()
-        assert console.overview.table.selected is None
+        assert console.main.table.selected is None
+
+
+async def test_the_cursor_does_not_follow_a_request_that_ends(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        await pilot.press("2", "j")
+        ended = console.main.table.selected
+        requests = [request for request in busy.frame.requests if request is not ended]
+        console.post_message(FrameArrived(frames.busy(161, requests=requests)))
+        finished = frames.finished(30, id=ended.id)
+        console.post_message(FinishedArrived((finished,)))
+        await pilot.pause()
+        assert console.main.table.selected.id == requests[1].id
+        await pilot.press("end")
+        assert console.main.table.selected.id == ended.id
 
 
 async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):
@@ -202,7 +228,7 @@ async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):
         FakeDaemon(socket_path) as daemon,
         console_at(80, 24, busy, socket_path=socket_path) as (console, pilot),
     ):
-        await pilot.press("e")
+        await pilot.press("enter")
         await pilot.pause()
         assert isinstance(console.screen, Detail)
         assert "decoding…" in grid(console)
@@ -213,18 +239,7 @@ async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):
         console.post_message(FrameArrived(frames.idle(161)))
         await until(pilot, lambda: "residual" in grid(console))
         await pilot.press("escape")
-        assert console.screen is console.overview
-
-
-async def test_help_lists_every_binding(busy):
-    async with console_at(80, 24, busy) as (console, pilot):
-        await pilot.press("question_mark")
-        await pilot.pause()
-        assert isinstance(console.screen, Help)
-        shown = grid(console)
-        for binding in [*Console.BINDINGS, *RequestTable.BINDINGS]:
-            assert isinstance(binding, Binding)
-            assert binding.description in shown
+        assert console.screen is console.main
 
 
 async def test_frames_keep_coming_under_a_dialog(busy):
@@ -234,13 +249,6 @@ async def test_frames_keep_coming_under_a_dialog(busy):
         await pilot.press("escape")
         await pilot.pause()
         assert console.view.frame.seq == 161
-
-
-async def test_q_quits(busy):
-    async with console_at(80, 24, busy) as (console, pilot):
-        await pilot.press("q")
-        await pilot.pause()
-        assert not console.is_running or console._exit
 
 
 async def test_a_live_resize_lays_the_screen_out_anew(busy):
@@ -272,8 +280,7 @@ HOSTILE = "[bold red]x[/]\x1b[31m\n\x9b2J\u202e[@click=app.quit()]y"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-@pytest.mark.parametrize("keys", [[], ["e"], ["x"], ["x", "y"]])
-async def test_hostile_names_are_shown_as_plain_text(size, keys):
+async def test_hostile_names_are_shown_as_plain_text(size):
     request = frames.request(1, id=f"cmpl-{HOSTILE}", user=HOSTILE, worker=HOSTILE, error=HOSTILE)
     frame = frames.busy(
         model=HOSTILE,
@@ -281,17 +288,19 @@ async def test_hostile_names_are_shown_as_plain_text(size, keys):
         state_reason=HOSTILE,
         state="draining",
         transport=HOSTILE,
+        limit=HOSTILE,
+        alerts=[frames.alert(HOSTILE, message=HOSTILE, subject=HOSTILE, since=HOSTILE)],
         workers=[frames.worker("prefill", device=HOSTILE), frames.worker(HOSTILE, state=HOSTILE)],
-        pools=[frames.pool(HOSTILE)],
+        pools=[frames.pool(HOSTILE, [frames.OwnerFrame(HOSTILE, 1, 1)])],
         requests=[request],
         num_requests=1,
         events=[frames.EventFrame(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
     )
     async with console_at(*size, frames.view_of(frame)) as (console, pilot):
-        if keys:
-            await pilot.press(*keys)
-            await pilot.pause(0.1)
-        shown = grid(console)
-        assert all(line.isprintable() for line in shown.split("\n"))
-        assert "[bold red]" in shown
+        for key in ("1", "2", "3", "4", "5", "6", "1", "enter", "escape", "x", "y"):
+            await pilot.press(key)
+            await pilot.pause()
+            shown = grid(console)
+            assert all(line.isprintable() for line in shown.split("\n"))
+            assert "[bold red]" in shown
         assert console.is_running

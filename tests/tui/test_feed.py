@@ -132,3 +132,28 @@ async def test_a_finished_request_can_be_fetched(socket_path):
             1, "finished"
         )
         assert await feed.fetch_request(str(socket_path), "cmpl-2") is None
+
+
+async def test_the_caller_and_what_has_finished_can_be_fetched(socket_path):
+    async with FakeDaemon(socket_path) as daemon:
+        live, ended = frames.request(1), frames.finished(2)
+        daemon.requests = {request.id: request for request in (live, ended)}
+        assert await feed.fetch_finished(str(socket_path)) == (ended,)
+        caller = await feed.fetch_caller(str(socket_path))
+        assert (caller.name, caller.role, caller.is_operator) == ("ana", "operator", True)
+        daemon.caller = b'{"role": 7}'
+        assert "cannot be read" in str(await lost(feed.fetch_caller(str(socket_path))))
+
+
+async def test_changes_say_what_has_changed(socket_path):
+    async with FakeDaemon(socket_path) as daemon:
+        assert "nothing new" in await feed.drain(str(socket_path))
+        assert "new work" in await feed.resume(str(socket_path))
+        change = {"roles": "static", "slo_ttft_ms": 500}
+        assert await feed.switch_roles(str(socket_path), change) == (
+            "set: roles static, slo_ttft_ms 500"
+        )
+        assert daemon.changes[-1] == (
+            "/v1/penstock/roles",
+            b'{"roles":"static","slo_ttft_ms":500}',
+        )

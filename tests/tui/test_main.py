@@ -13,8 +13,10 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from appliance.protocol import Frame
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tui.__main__ import can_draw_blocks
@@ -145,6 +147,34 @@ async def test_once_prints_one_reading(daemon):
     assert "penstock-starter-random-1 (random weights)" in out
     assert out.count("decoding") == 23
     assert "\x1b" not in out
+
+
+async def test_once_as_json_is_the_frame_and_nothing_else(daemon):
+    code, out, err = await run_piped(daemon, "--once", "--json")
+    assert (code, err) == (0, "")
+    assert msgspec.json.decode(out, type=Frame) == frames.busy(1)
+    assert out.count("\n") == 1
+
+
+async def test_json_without_once_is_refused(daemon):
+    code, out, err = await run_piped(daemon, "--json")
+    assert (code, out) == (2, "")
+    assert "--once" in err
+
+
+async def test_plain_gives_lines_on_a_terminal_too(daemon):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, "--plain", env=environ())
+        await terminal.until(lambda output: b"live 30" in output)
+        assert b"\x1b" not in terminal.output
+
+
+async def test_read_only_hides_what_changes_something(daemon):
+    async with Terminal() as terminal:
+        await terminal.run(daemon, "--read-only", env=environ())
+        await terminal.until(lambda output: b"ana read-only" in output)
+        assert b"drain" not in terminal.output
+        assert await terminal.quit() == 0
 
 
 async def test_once_in_ascii(daemon):

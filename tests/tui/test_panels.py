@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.protocol import PHASES, LatencyFrame, QueueFrame, RequestFrame
+from appliance.protocol import PHASES, LatencyFrame, RequestFrame
 from tests.tui import frames
 from tui.lines import text_of, width_of
-from tui.panels import gauges, header, lanes, requests, waterfall
+from tui.listing import Listing
+from tui.panels import gauges, header, lanes, latency, log, pages, requests, waterfall
+from tui.panels.glossary import GLOSSARY, glossary
 from tui.view import Link, View
 
 MAKERS = [
@@ -20,15 +21,19 @@ MAKERS = [
     frames.draining,
     frames.colocated,
     frames.three_pools,
+    frames.kv_critical,
+    frames.worker_dead,
+    frames.no_gpu,
+    frames.mig,
 ]
 PANELS = [
     lanes.prefill,
     lanes.handoff,
     lanes.decode,
     gauges.kv,
-    gauges.latency,
+    latency.latency,
     gauges.machine,
-    header.events,
+    log.events,
 ]
 
 
@@ -64,41 +69,42 @@ def test_all_is_well_is_said_in_words():
     assert "ok" in text_of(header.alert_line(View().after(frames.idle()), 80))
 
 
-@pytest.mark.parametrize(
-    ("num_active", "severity"), [(900, None), (930, "warning"), (1010, "error")]
-)
-def test_a_full_pool_raises_an_alert(num_active, severity):
-    view = View().after(frames.idle(pools=[frames.pool(active=num_active)]))
-    assert [alert.severity for alert in header.alerts(view)] == ([severity] if severity else [])
+def test_alerts_are_the_daemons_and_its_marks_stand_at_their_readings():
+    view = View().after(frames.kv_critical())
+    assert [alert.severity for alert in header.alerts(view)] == ["error", "warning"]
+    assert "99%■" in text(gauges.kv(view, 60, 4))
+    assert "68% " in text(gauges.kv(view, 60, 4))
+    assert "97.1%▲" in text(latency.latency(view, 60, 4))
+
+
+def test_no_reading_is_judged_here():
+    full = frames.busy(pools=[frames.pool(active=1020)])
+    assert header.alerts(View().after(full)) == []
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"state": "draining"},
-        {"state": "degraded", "state_reason": "decode is coming back"},
-        {"workers": [frames.worker("decode", state="restarting")]},
-        {"pools": [frames.pool(quarantined=1)]},
-        {"queue": QueueFrame(32, 0, 0, 0, 64, 1000.0)},
-        {"totals": msgspec.structs.replace(frames.idle().totals, log_rows_lost=1)},
-    ],
+    ("change", "severity"),
+    [({"state": "draining"}, "warning"), ({"state": "degraded", "state_reason": "x"}, "error")],
 )
-def test_what_is_wrong_raises_an_alert(change):
-    assert header.alerts(View().after(frames.idle(**change)))
+def test_a_state_that_is_not_ready_is_said_with_the_alerts(change, severity):
+    view = View().after(frames.idle(**change))
+    assert [alert.severity for alert in header.alerts(view)] == [severity]
 
 
 def test_the_worst_alert_comes_first_and_the_others_are_counted():
-    view = View().after(
-        frames.busy(
-            state="draining",
-            workers=[frames.worker("decode", state="restarting")],
-            pools=[frames.pool("prefill", active=950), frames.pool("decode", active=950)],
-        )
-    )
-    line = text_of(header.alert_line(view, 80))
-    assert line.startswith(" ■ ERROR worker decode is restarting")
+    alerts = [frames.alert(message=f"pool {number} is full") for number in range(3)]
+    alerts.append(frames.alert("worker.down", severity="error", message="worker decode is down"))
+    line = text_of(header.alert_line(View().after(frames.busy(alerts=alerts)), 80))
+    assert line.startswith(" ■ ERROR worker decode is down for 41s")
     assert line.endswith("more)")
     assert len(line) <= 80
+
+
+def test_what_limits_the_appliance_stands_beside_the_alerts_if_it_fits():
+    view = View().after(frames.kv_critical())
+    assert "4 sequences wait" not in text_of(header.alert_line(view, 80))
+    assert "4 sequences wait" in text_of(header.alert_line(view, 200))
+    assert "4 prompts wait" in text_of(header.alert_line(View().after(frames.busy()), 80))
 
 
 def test_missed_frames_are_said():
@@ -107,7 +113,7 @@ def test_missed_frames_are_said():
 
 
 def test_events_come_newest_first():
-    lines = header.events(View().after(frames.busy()), 120, 2)
+    lines = log.events(View().after(frames.busy()), 120, 2)
     assert "queue.high" in text_of(lines[0])
     assert "request.cancelled" in text_of(lines[1])
 
@@ -125,7 +131,7 @@ def test_a_missing_power_reading_is_said_and_not_zero():
 
 def test_power_domains_that_do_not_fit_are_summed():
     view = View().after(frames.three_pools())
-    assert "996 W over 3 devices" in text(gauges.machine(view, 36, 5))
+    assert "996/1525 W over 3 devices 61C" in text(gauges.machine(view, 36, 5))
     assert "512/700 W" in text(gauges.machine(view, 36, 12))
 
 
@@ -134,20 +140,20 @@ def test_a_loading_worker_shows_how_far_it_is():
 
 
 def test_quantiles_that_are_not_reported_are_dashes():
-    lines = gauges.latency(View().after(frames.idle()), 36, 4)
-    assert [text_of(line).split()[1:] for line in lines[1:]] == [["-", "-", "-"]] * 3
+    lines = latency.latency(View().after(frames.idle()), 36, 4)
+    assert [text_of(line).split()[1:] for line in lines[1:]] == [["-", "-", "-", "-"]] * 3
 
 
 def test_the_latency_title_names_the_window():
     frame = frames.idle(latency=LatencyFrame(30.0, 12, *[None] * 8))
-    assert gauges.latency_title(View().after(frame)) == "LATENCY  last 30s, 12 requests"
+    assert latency.title(View().after(frame)) == "LATENCY  last 30s, 12 requests"
 
 
 @given(st.integers(40, 220), st.sampled_from(PHASES))
 def test_a_row_is_as_wide_as_its_heading_and_fits(width, phase):
     columns = requests.columns_for(width)
     row = requests.row(frames.request(3, phase), columns, is_selected=True)
-    assert width_of(row) == width_of(requests.heading(columns, "age")) <= width
+    assert width_of(row) == width_of(requests.heading(columns, Listing())) <= width
 
 
 def test_the_most_important_columns_stay_when_it_gets_narrow():
@@ -156,13 +162,6 @@ def test_the_most_important_columns_stay_when_it_gets_narrow():
     assert {column.title for column in requests.COLUMNS} == {
         column.title for column in requests.columns_for(230)
     }
-
-
-def test_sorting_is_stable_and_puts_the_unreported_last():
-    rows = [frames.request(number, ttft_ms=value) for number, value in enumerate((None, 5.0, 9.0))]
-    rows.append(frames.request(9, ttft_ms=9.0))
-    assert [row.ttft_ms for row in requests.ordered(rows, "ttft")] == [9.0, 9.0, 5.0, None]
-    assert requests.ordered(rows, "ttft")[0] is rows[2]
 
 
 def test_prefill_progress_is_shown_in_percent():
@@ -215,3 +214,74 @@ def test_waterfall_bars_stay_in_order_and_inside(values, e2e_ms, width):
 def test_the_detail_names_the_error():
     lines = waterfall.detail(finished(finish_reason="error", error="worker gone\x1b[2J"), 70)
     assert "worker gone?[2J" in text(lines)
+
+
+@pytest.mark.parametrize("page", ["kv", "handoff", "power"])
+@given(st.sampled_from(MAKERS), st.integers(60, 220))
+def test_bars_and_rules_of_a_page_fit(page, make, width):
+    drawn = [
+        line
+        for line in pages.LINED[page](View().after(make()), width, 40)
+        if set(text_of(line)) & set("█░▁─")
+    ]
+    assert drawn
+    assert all(width_of(line) <= width for line in drawn)
+
+
+@pytest.mark.parametrize("page", pages.LINED)
+def test_pages_are_empty_before_the_first_frame(page):
+    assert pages.LINED[page](View(), 78, 20) == []
+
+
+def test_energy_of_a_page_adds_up_and_says_its_method():
+    shown = text(pages.LINED["power"](View().after(frames.busy()), 78, 20))
+    energy = frames.busy().energy
+    assert energy.prefill_j + energy.decode_j + energy.unattributed_j == energy.total_j
+    assert energy.method in shown
+    assert "unattributed" in shown
+
+
+def test_no_meter_means_not_reported_everywhere():
+    view = View().after(frames.no_gpu())
+    assert text(pages.LINED["power"](view, 78, 20)).count("not reported") == 2
+    assert text(gauges.machine(view, 36, 5)).count("not reported") == 2
+    assert "energy not reported" in text(waterfall.detail(view.frame.requests[0], 70))
+
+
+def test_slices_stand_under_their_gpu_whatever_the_order():
+    frame = frames.mig()
+    frame.devices.reverse()
+    shown = text(pages.LINED["power"](View().after(frame), 118, 20)).splitlines()
+    rows = [line.split()[0].lstrip("▲") for line in shown if line.lstrip(" ▲").startswith("gpu")]
+    assert rows == ["gpu1", "gpu0", "gpu0/2", "gpu0/1"]
+
+
+def test_a_transport_without_a_measurement_is_said_to_be_unproven():
+    shm = frames.busy(transport="shm", handoff=frames.HandoffFrame("shm", 0, 0.0, 0.0))
+    assert "not measured" in text(pages.LINED["handoff"](View().after(shm), 78, 20))
+    assert "verified" in text(pages.LINED["handoff"](View().after(frames.kv_critical()), 78, 20))
+
+
+def test_what_is_not_built_is_said_once():
+    shown = text(pages.LINED["kv"](View().after(frames.busy()), 78, 20))
+    assert shown.count("not built in") == 1
+
+
+def test_the_log_says_since_when_an_alert_stands():
+    shown = text(pages.LINED["log"](View().after(frames.kv_critical()), 118, 20))
+    assert "kv.occupancy" in shown
+    assert "41s" in shown
+    assert len(frames.busy().events) == sum("Z " in line for line in shown.splitlines())
+
+
+def test_every_page_has_a_glossary():
+    assert set(GLOSSARY) == set(pages.NAMES)
+    for page in pages.NAMES:
+        assert all(width_of(line) <= 60 for line in glossary(page, 60))
+
+
+def test_the_detail_says_route_energy_and_what_held_it_up():
+    shown = text(waterfall.detail(frames.request(14), 60))
+    assert "route move: decode is free sooner" in shown
+    assert "energy 55 J = prefill 20 J + decode 35 J" in shown
+    assert "slow because it waited behind 31k prompt tokens" in shown

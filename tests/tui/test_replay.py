@@ -12,8 +12,9 @@ from appliance.protocol import MAX_FRAME_REQUESTS
 from appliance.recording import RecordingError
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row
 from tests.tui import frames
+from tui.history import HISTORY_FRAMES
 from tui.replay import Replay, open_at
-from tui.view import HISTORY_FRAMES, View
+from tui.view import View
 
 
 def view_at(replay: Replay, second: float) -> View:

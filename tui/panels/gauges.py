@@ -1,17 +1,18 @@
-"""KV occupancy, latency and the machine.
+"""KV occupancy and the machine.
 
-Owns: nothing; pure. Called by: app and plain.
-Invariant: cells of a KV bar add up to its width; every quantile stands under its window.
+Owns: nothing; pure. Called by: the overview, pages and plain.
+Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
 Never: shows 0 for what is not reported.
 """
 
 from __future__ import annotations
 
-from appliance.protocol import DeviceFrame, PoolFrame
+from appliance.protocol import DeviceFrame, Frame, PoolFrame
 from tui import format as fmt
-from tui.lines import STATE_CELLS, Line, Span, Tone, gauge, pairs, sparkline, state_bar, width_of
-from tui.panels.header import KV_CRIT_RATIO, KV_WARN_RATIO
-from tui.view import View, pool_counts, pool_used_ratio
+from tui.history import pool_used_ratio, total_power_w
+from tui.lines import STATE_CELLS, Line, Span, Tone, gauge, pairs, state_bar, width_of
+from tui.panels.header import mark_of
+from tui.view import View, alert_of, pool_counts
 
 _BLOCK_ROWS = 4
 """From here on a pool has its numbers with their states' names."""
@@ -21,7 +22,8 @@ _SHORT_STATES = {"reserved": "resvd", "draining": "drain", "quarantined": "quar"
 _NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
-_QUANTILE_WIDTH = 8
+_MACHINE_ROWS = 4
+"""From here on everything has a line of its own."""
 
 
 def kv_title(view: View, width: int, height: int) -> str:
@@ -41,16 +43,19 @@ def _shown_states(view: View) -> list[str]:
 
 def kv(view: View, width: int, height: int) -> list[Line]:
     """Each pool as a bar by state with its numbers; more detail where there is room."""
-    pools = view.frame.pools if view.frame else []
+    frame = view.frame
+    if frame is None:
+        return []
+    pools = frame.pools
     if not pools:
-        return [[Span("no pool yet", Tone.MUTED)]] if view.frame else []
+        return [[Span("no pool yet", Tone.MUTED)]]
     rows = height // len(pools)
     if rows >= _BLOCK_ROWS:
-        return [line for pool in pools for line in _pool_block(pool, width, rows)]
+        return [line for pool in pools for line in _pool_block(frame, pool, width, rows)]
     if rows >= 2:
-        lines = [line for pool in pools for line in _pool_pair(pool, width)]
+        lines = [line for pool in pools for line in _pool_pair(frame, pool, width)]
     else:
-        lines = [_pool_row(pool, width) for pool in pools]
+        lines = [_pool_row(frame, pool, width) for pool in pools]
     if width < _LEGEND_WIDTH:
         legend = " ".join(
             STATE_CELLS[state] + _SHORT_STATES.get(state, state) for state in _shown_states(view)
@@ -59,15 +64,14 @@ def kv(view: View, width: int, height: int) -> list[Line]:
     return lines[:height]
 
 
-def _used_span(pool: PoolFrame) -> Span:
-    used = pool_used_ratio(pool)
-    tone = Tone.STRONG
-    if used is not None and used >= KV_WARN_RATIO:
-        tone = Tone.BAD if used >= KV_CRIT_RATIO else Tone.WARN
-    return Span(fmt.pad(fmt.ratio(used), 4, right=True) + " ", tone)
+def used_spans(frame: Frame, pool: PoolFrame) -> Line:
+    """`93%▲`: occupancy with the mark and the tone of its alert."""
+    mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
+    tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
+    return [Span(fmt.pad(fmt.ratio(pool_used_ratio(pool)), 4, right=True), tone), mark]
 
 
-def _pool_block(pool: PoolFrame, width: int, rows: int) -> list[Line]:
+def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
     counts = pool_counts(pool)
     shown = [state for state in STATE_CELLS if state != "quarantined" or counts[state]]
     cells = [(f"{STATE_CELLS[state]} {state}", fmt.count(counts[state])) for state in shown]
@@ -75,7 +79,7 @@ def _pool_block(pool: PoolFrame, width: int, rows: int) -> list[Line]:
     lines: list[Line] = [
         [
             Span(fmt.pad(pool.name, _NAME_WIDTH)),
-            _used_span(pool),
+            *used_spans(frame, pool),
             Span(f"of {fmt.count(pool.num_blocks)} blocks", Tone.MUTED),
         ],
         [Span(state_bar(counts, width), Tone.ACCENT)],
@@ -84,17 +88,17 @@ def _pool_block(pool: PoolFrame, width: int, rows: int) -> list[Line]:
     return lines[:rows]
 
 
-def _pool_pair(pool: PoolFrame, width: int) -> list[Line]:
+def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
     counts = pool_counts(pool)
-    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), _used_span(pool)]
+    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     return [
         [*head, *_numbers(pool, width - width_of(head))],
         [Span(state_bar(counts, width), Tone.ACCENT)],
     ]
 
 
-def _pool_row(pool: PoolFrame, width: int) -> Line:
-    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), _used_span(pool)]
+def _pool_row(frame: Frame, pool: PoolFrame, width: int) -> Line:
+    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     numbers = _numbers(pool, width // 2)
     room = width - width_of(head) - width_of(numbers) - 1
     bar = Span(state_bar(pool_counts(pool), room) + " ", Tone.ACCENT)
@@ -114,71 +118,35 @@ def _numbers(pool: PoolFrame, room: int) -> Line:
     return line
 
 
-def latency_title(view: View) -> str:
-    """`LATENCY  last 60s, 34 requests`."""
-    if view.frame is None:
-        return "LATENCY"
-    latency = view.frame.latency
-    word = "request" if latency.num_requests == 1 else "requests"
-    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} {word}"
-
-
-def latency(view: View, width: int, height: int) -> list[Line]:
-    """Quantiles of the first token, the gaps and the handoff, in milliseconds."""
-    if view.frame is None:
-        return []
-    now = view.frame.latency
-    rows = [
-        ("ttft", now.ttft_ms_p50, now.ttft_ms_p95, now.ttft_ms_max, view.history.ttft_ms_p95),
-        ("gap", now.itl_ms_p50, now.itl_ms_p95, now.itl_ms_max, view.history.itl_ms_p95),
-        ("handoff", now.handoff_ms_p50, now.handoff_ms_p95, None, ()),
-    ]
-    numbers_width = _NAME_WIDTH + 3 * _QUANTILE_WIDTH
-    trend_width = width - numbers_width - 2 if width >= 60 else 0
-    head = fmt.pad("ms", _NAME_WIDTH) + "".join(
-        fmt.pad(name, _QUANTILE_WIDTH, right=True) for name in ("p50", "p95", "max")
-    )
-    lines: list[Line] = [[Span(head + ("  p95 over time" if trend_width else ""), Tone.MUTED)]]
-    for name, *quantiles, samples in rows:
-        line = [Span(fmt.pad(name, _NAME_WIDTH), Tone.MUTED)]
-        line += [
-            Span(fmt.pad(fmt.millis(value), _QUANTILE_WIDTH, right=True), Tone.STRONG)
-            for value in quantiles
-        ]
-        if trend_width and samples:
-            line.append(Span("  " + sparkline(samples, trend_width), Tone.ACCENT))
-        lines.append(line)
-    if not trend_width:
-        graph = sparkline(view.history.ttft_ms_p95, width - _NAME_WIDTH - 5)
-        lines.append(
-            [Span(fmt.pad("ttft p95", _NAME_WIDTH + 5), Tone.MUTED), Span(graph, Tone.ACCENT)]
-        )
-    return lines[:height]
-
-
 def machine(view: View, width: int, height: int) -> list[Line]:
-    """CPU, memory, power and the daemon itself."""
+    """CPU, memory, power, J/token and the daemon itself."""
     if view.frame is None:
         return []
     host, devices = view.frame.host, view.frame.devices
     memory = fmt.part(host.memory_used_bytes, host.memory_total_bytes)
+    energy = _energy_line(view.frame)
+    if height < _MACHINE_ROWS:
+        cpu = fmt.percent(host.cpu_percent)
+        return [pairs(width, ("cpu", cpu), ("mem", memory)), _power_line(view.frame), energy][
+            :height
+        ]
     lines = [
         _meter("cpu", fmt.percent(host.cpu_percent), _share(host.cpu_percent, 100), "", width),
         _meter(
             "memory", memory, _share(host.memory_used_bytes, host.memory_total_bytes), "", width
         ),
     ]
-    if devices and len(devices) <= max(1, height - len(lines) - 1):
-        lines += [_device_row(device, width) for device in devices]
+    if devices and len(devices) <= height - len(lines) - 2:
+        lines += [device_row(device, width) for device in devices]
     else:
-        lines.append(_power_total(devices))
+        lines.append(_power_line(view.frame))
     daemon = [
         Span(fmt.pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
         Span(fmt.percent(host.daemon_cpu_percent), Tone.STRONG),
         Span(" of a core, ", Tone.MUTED),
         Span(fmt.size(host.daemon_rss_bytes), Tone.STRONG),
     ]
-    return [*lines, daemon][:height]
+    return [*lines, energy, daemon][:height]
 
 
 def _share(value: float | None, whole: float | None) -> float | None:
@@ -196,23 +164,47 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
     ]
 
 
-def _power_total(devices: list[DeviceFrame]) -> Line:
-    readings = [device.power_w for device in devices if device.power_w is not None]
-    name = Span(fmt.pad("power", _DEVICE_WIDTH), Tone.MUTED)
-    if not readings:
-        return [name, Span("not reported", Tone.MUTED)]
-    over = "" if len(readings) == 1 else f" over {len(readings)} devices"
-    return [name, Span(f"{sum(readings):.0f} W", Tone.STRONG), Span(over, Tone.MUTED)]
+def _power_line(frame: Frame) -> Line:
+    """All devices in one line: power, and the hottest."""
+    power_w = total_power_w(frame)
+    line = [Span(fmt.pad("power", _DEVICE_WIDTH), Tone.MUTED)]
+    if power_w is None:
+        return [*line, Span("not reported", Tone.MUTED)]
+    devices = [device for device in frame.devices if device.power_w is not None]
+    limits_w = [device.power_limit_w for device in devices]
+    known_w = [limit_w for limit_w in limits_w if limit_w is not None]
+    limit_w = sum(known_w) if len(known_w) == len(devices) else None
+    line.append(Span(fmt.watts(power_w, limit_w), Tone.STRONG))
+    if len(devices) > 1:
+        line.append(Span(f" over {len(devices)} devices", Tone.MUTED))
+    degrees = [device.temperature_c for device in devices if device.temperature_c is not None]
+    return [*line, Span(f" {max(degrees):.0f}C" if degrees else "", Tone.MUTED)]
 
 
-def _device_row(device: DeviceFrame, width: int) -> Line:
+def _energy_line(frame: Frame) -> Line:
+    """Joules a token costs in each phase."""
+    line = [Span(fmt.pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
+    energy = frame.energy
+    if energy is None or energy.total_j is None:
+        return [*line, Span("not reported", Tone.MUTED)]
+    return [
+        *line,
+        Span(f"in {per_token(energy.prefill_j_per_token)}", Tone.STRONG),
+        Span(f"  out {per_token(energy.decode_j_per_token)}", Tone.STRONG),
+    ]
+
+
+def per_token(value_j: float | None) -> str:
+    """`0.106`, `12.3`."""
+    return fmt.ABSENT if value_j is None else f"{value_j:.3f}" if value_j < 1 else f"{value_j:.2f}"
+
+
+def device_row(device: DeviceFrame, width: int) -> Line:
     """`gpu0  512/700 W  ████░  73% 61C`, what it reports of it."""
     if device.power_w is None:
         power = "no power" if width < 60 else "power not reported"
-    elif device.power_limit_w is None:
-        power = f"{device.power_w:.0f} W"
     else:
-        power = f"{device.power_w:.0f}/{device.power_limit_w:.0f} W"
+        power = fmt.watts(device.power_w, device.power_limit_w)
     extras = [
         "" if device.utilization_ratio is None else fmt.ratio(device.utilization_ratio),
         "" if device.temperature_c is None else f"{device.temperature_c:.0f}C",

@@ -1,8 +1,8 @@
-"""The lines above and below the panels: header, alerts, events and keys.
+"""The lines above and below the pages: header, alerts and keys.
 
-Owns: nothing; pure. Called by: app and plain.
+Owns: how severity looks. Called by: the main screen, plain and the panels.
 Invariant: the state, the link and the worst alert are shown at every width.
-Never: hides an alert behind a colour; each has a word and a mark.
+Never: judges a reading; thresholds are the daemon's, and here are only its words and the link's.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from appliance.protocol import FRAME_VERSION, EventFrame, Frame
+from appliance.protocol import FRAME_VERSION, AlertFrame, Frame
 from tui import format as fmt
+from tui.history import pool_used_ratio
 from tui.lines import Line, Span, Tone, width_of
-from tui.view import REPLAY, View, pool_used_ratio
-
-KV_WARN_RATIO, KV_CRIT_RATIO = 0.90, 0.98
-QUEUE_WARN_RATIO, QUEUE_CRIT_RATIO = 0.50, 0.90
+from tui.view import REPLAY, View
 
 STATE_TONES = {"ready": Tone.GOOD, "loading": Tone.WARN, "draining": Tone.WARN}
-_SEVERITIES = {
+SEVERITIES = {
     "error": ("■ ERROR", Tone.BAD),
     "warning": ("▲ WARN", Tone.WARN),
     "info": ("● INFO", Tone.MUTED),
+}
+_PAGES_FROM = 72
+_SHORT_PAGES = {
+    "overview": "over",
+    "requests": "req",
+    "kv": "kv",
+    "power": "power",
+    "handoff": "hand",
+    "log": "log",
 }
 
 
@@ -38,6 +45,7 @@ def header(view: View, width: int) -> Line:
     """Name, model, state and link; what matters least goes first when it gets narrow."""
     frame = view.frame
     link = _link_span(view)
+    who = f"{fmt.clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
     if frame is None:
         return _compose([(0, Span("penstock", Tone.ACCENT))], [(0, link)], width)
     note = f" ({_note_parts(frame)[0]})" if frame.model_note else ""
@@ -54,6 +62,7 @@ def header(view: View, width: int) -> Line:
     ]
     right = [
         (8, Span(f"pid {frame.pid}", Tone.MUTED)),
+        (6, Span(who, Tone.MUTED)),
         (5, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
         (4, Span("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
         (0, link),
@@ -99,48 +108,37 @@ def _compose(left: list[tuple[int, Span]], right: list[tuple[int, Span]], width:
 
 def alerts(view: View) -> list[Alert]:
     """All that is wrong now, the worst first."""
-    found = []
+    frame = view.frame
+    theirs = [Alert(a.severity, alert_text(a, frame.at)) for a in frame.alerts] if frame else []
+    return sorted([*own_alerts(view), *theirs], key=lambda alert: alert.severity != "error")
+
+
+def own_alerts(view: View) -> list[Alert]:
+    """What no alert of the daemon says: the link, and why its state is not `ready`."""
+    frame, found = view.frame, []
     if view.link.why:
         found.append(Alert("error", view.link.why))
-    if view.frame is not None:
-        found += _frame_alerts(view.frame)
-    if view.history.num_dropped_frames:
-        found.append(Alert("warning", f"{view.history.num_dropped_frames} frames missed"))
-    return sorted(found, key=lambda alert: alert.severity != "error")
-
-
-def _frame_alerts(frame: Frame) -> list[Alert]:
-    found = []
-    if frame.state != "ready":
+    is_told = frame is not None and any(alert.severity == "error" for alert in frame.alerts)
+    if frame is not None and frame.state != "ready" and not (frame.state == "degraded" and is_told):
         reason = f": {frame.state_reason}" if frame.state_reason else ""
         severity = "error" if frame.state == "degraded" else "warning"
         found.append(Alert(severity, f"{frame.state}{reason}"))
-    found += [
-        Alert("error", f"worker {worker.name} is restarting")
-        for worker in frame.workers
-        if worker.state == "restarting"
-    ]
-    for pool in frame.pools:
-        used = pool_used_ratio(pool) or 0.0
-        text = f"KV {pool.name} {fmt.ratio(used)} in use"
-        found += _graded(used, KV_WARN_RATIO, KV_CRIT_RATIO, text)
-        if pool.quarantined:
-            found.append(Alert("warning", f"KV {pool.name} {pool.quarantined} blocks quarantined"))
-    queue = frame.queue
-    if queue.max_queued:
-        text = f"queue {queue.queued} of {queue.max_queued}"
-        if queue.oldest_queued_ms is not None:
-            text += f", oldest {fmt.seconds(queue.oldest_queued_ms / 1000)}"
-        found += _graded(queue.queued / queue.max_queued, QUEUE_WARN_RATIO, QUEUE_CRIT_RATIO, text)
-    if frame.totals.log_rows_lost:
-        found.append(Alert("error", f"{frame.totals.log_rows_lost} rows of the request log lost"))
+    if view.history.num_dropped_frames:
+        found.append(Alert("warning", f"{view.history.num_dropped_frames} frames missed"))
     return found
 
 
-def _graded(value: float, warn: float, crit: float, text: str) -> list[Alert]:
-    if value < warn:
-        return []
-    return [Alert("error" if value >= crit else "warning", text)]
+def alert_text(alert: AlertFrame, now: str) -> str:
+    """The daemon's words, and for how long it has been so."""
+    return f"{alert.message} for {fmt.since(alert.since, now)}"
+
+
+def mark_of(alert: AlertFrame | None) -> Span:
+    """The mark that stands at a reading with an alert; a blank without one."""
+    if alert is None:
+        return Span(" ")
+    word, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
+    return Span(word[0], tone)
 
 
 def _note_parts(frame: Frame) -> tuple[str, str]:
@@ -150,15 +148,21 @@ def _note_parts(frame: Frame) -> tuple[str, str]:
 
 
 def alert_line(view: View, width: int) -> Line:
-    """The worst alerts that fit, and how many more there are."""
+    """The worst alerts that fit and how many more there are, then what limits the appliance."""
     found = alerts(view)
+    limit = view.frame.limit if view.frame else ""
     if not found:
         rest = _note_parts(view.frame)[1] if view.frame else ""
-        text = f"  no alerts   the model: {rest}" if rest else "  no alerts"
-        return [Span(" "), Span("● ok", Tone.GOOD), Span(text, Tone.MUTED)]
+        text = limit or (f"the model: {rest}" if rest else "")
+        return [
+            Span(" "),
+            Span("● ok", Tone.GOOD),
+            Span("  no alerts   ", Tone.MUTED),
+            Span(text, Tone.PLAIN if limit else Tone.MUTED),
+        ]
     line: Line = []
     for index, alert in enumerate(found):
-        mark, tone = _SEVERITIES[alert.severity]
+        mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
         item = [Span("   " if line else " "), Span(mark, tone), Span(f" {alert.text}")]
         num_left = len(found) - index
         room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
@@ -166,33 +170,22 @@ def alert_line(view: View, width: int) -> Line:
             line.append(Span(f"  (+{num_left} more)", Tone.MUTED))
             break
         line += item
+    if limit and width_of(line) + len(limit) + 4 <= width:
+        line += [Span(" │ ", Tone.MUTED), Span(limit)]
     return line
 
 
-def events(view: View, width: int, height: int) -> list[Line]:
-    """The newest events, the newest at the top."""
-    recorded = view.frame.events if view.frame else []
-    if not recorded:
-        return [[Span("no events", Tone.MUTED)]]
-    return [_event_line(event, width) for event in recorded[: -height - 1 : -1]]
-
-
-def _event_line(event: EventFrame, width: int) -> Line:
-    mark, tone = _SEVERITIES.get(event.severity, _SEVERITIES["info"])
-    code_width = 22 if width >= 100 else len(event.code)
-    return [
-        Span(f"{fmt.clock(event.at)} ", Tone.MUTED),
-        Span(fmt.pad(mark, 8), tone),
-        Span(fmt.pad(event.code, code_width) + " ", Tone.MUTED),
-        Span(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
-    ]
-
-
-def key_hints(hints: Sequence[tuple[str, str]], width: int) -> Line:
-    """Keys and what they do, as many as fit."""
-    line: Line = []
+def key_hints(hints: Sequence[tuple[str, str]], page: str, width: int) -> Line:
+    """The pages, then keys and what they do, as many as fit."""
+    line: Line = [Span(" 1-6 ", Tone.ACCENT), Span(f"{page} ", Tone.STRONG)]
+    if width >= _PAGES_FROM:
+        line = [Span(" ")]
+        for number, (name, short) in enumerate(_SHORT_PAGES.items(), start=1):
+            tone = Tone.STRONG if name == page else Tone.MUTED
+            line += [Span(f"{number} ", Tone.ACCENT), Span(f"{short} ", tone)]
+    line.append(Span("│", Tone.MUTED))
     for key, label in hints:
-        item = [Span(f" {key} ", Tone.ACCENT), Span(f"{label} ", Tone.MUTED)]
+        item = [Span(f" {key} ", Tone.ACCENT), Span(label, Tone.MUTED)]
         if width_of(line) + width_of(item) > width:
             break
         line += item
@@ -216,8 +209,9 @@ def summary(view: View) -> str:
         *(f"kv {pool.name} {fmt.ratio(pool_used_ratio(pool))}" for pool in frame.pools),
         f"ttft p50 {fmt.millis_unit(frame.latency.ttft_ms_p50)}",
         f"gap p50 {fmt.millis_unit(frame.latency.itl_ms_p50)}",
+        *(f"{SEVERITIES[alert.severity][0]} {alert.text}" for alert in alerts(view)[:1]),
     ]
-    return fmt.clean("  ".join(parts))
+    return fmt.clean("  ".join(filter(None, parts)))
 
 
 def version_problem(version: int) -> str | None:

@@ -7,10 +7,11 @@ Never: shows a number that the frame does not report.
 
 from __future__ import annotations
 
-from appliance.protocol import WorkerFrame
+from appliance.protocol import Frame, WorkerFrame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, gauge, pairs, sparkline, width_of
-from tui.view import Samples, View, worker_for
+from tui.history import Samples
+from tui.lines import Line, Span, Tone, gauge, marked, pairs, sparkline, width_of
+from tui.view import View, worker_for
 
 _LABEL_WIDTH = 13
 
@@ -47,22 +48,23 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
     queue = frame.queue
     waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
     oldest_s = None if queue.oldest_queued_ms is None else queue.oldest_queued_ms / 1000
+    tokens = f"{fmt.short_count(queue.queued_tokens)}/{fmt.short_count(queue.max_queued_tokens)}"
     return [
         _not_ready(worker, width)
         or pairs(width, ("running", fmt.count(queue.prefilling)), ("queued", waiting)),
-        _trend(view.history.prefill_tokens_per_s, "tok/s", width),
+        _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
         _steps(worker, width),
-        _labelled("queue", sparkline(view.history.queued, width - _LABEL_WIDTH)),
-        pairs(
-            width,
-            ("oldest", fmt.seconds(oldest_s)),
-            ("cpu", fmt.percent(worker.cpu_percent if worker else None)),
-        ),
+        [
+            Span(fmt.pad("queue", _LABEL_WIDTH), Tone.MUTED),
+            Span(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
+        ],
+        pairs(width, ("oldest", fmt.seconds(oldest_s)), ("owners", fmt.count(queue.num_owners))),
         pairs(
             width,
             ("in", f"{fmt.short_count(frame.totals.prompt_tokens)} tok"),
-            ("rss", fmt.size(worker.rss_bytes if worker else None)),
+            ("waiting", tokens if queue.max_queued_tokens else fmt.ABSENT),
         ),
+        *_process(worker, width),
     ][:height]
 
 
@@ -75,13 +77,14 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
         return [[Span("one worker does both", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
     moved = fmt.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
+    num_failed = frame.handoff.num_failed if frame.handoff else None
     return [
         pairs(
             width,
             ("moving", fmt.count(frame.queue.handing_off)),
             ("done", fmt.count(totals.handoffs)),
         ),
-        _trend(history.handoffs_per_s, "/s", width),
+        _trend(view, history.handoffs_per_s, "/s", width),
         pairs(
             width,
             ("p50", fmt.millis_unit(latency.handoff_ms_p50)),
@@ -95,16 +98,32 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
             ("moved", fmt.size(totals.handoff_bytes)),
             ("stale", fmt.count(totals.stale_messages)),
         ),
-        pairs(width, ("recovered", fmt.count(totals.recovered_sequences))),
+        pairs(
+            width,
+            ("recovered", fmt.count(totals.recovered_sequences)),
+            ("failed", fmt.count(num_failed)),
+        ),
+        [],
+        *([Span(line, Tone.MUTED)] for line in routes(frame)),
     ][:height]
 
 
+def routes(frame: Frame) -> list[str]:
+    """`1,204 move cheapest` for each way that sequences have gone, the commonest first."""
+    ranked = sorted(frame.totals.routes.items(), key=lambda item: -item[1])
+    return [f"{fmt.count(num)} {route}" for route, num in ranked]
+
+
 def decode(view: View, width: int, height: int) -> list[Line]:
-    """Outputs: how many run, how fast tokens come."""
+    """Outputs: how many run, how fast tokens come; a tick where they stalled behind a prompt."""
     frame = view.frame
     if frame is None:
         return []
     worker = worker_for(frame, "decode")
+    history = view.history
+    graph = _trend(view, history.decode_tokens_per_s, "tok/s", width)
+    stalls = view.recent(history.stalls, len(graph[-1].text))
+    batch = worker.batch_size_mean if worker else None
     return [
         _not_ready(worker, width)
         or pairs(
@@ -112,24 +131,46 @@ def decode(view: View, width: int, height: int) -> list[Line]:
             ("running", fmt.count(frame.queue.decoding)),
             ("steps", f"{fmt.rate(worker.steps_per_s if worker else None)}/s"),
         ),
-        _trend(view.history.decode_tokens_per_s, "tok/s", width),
+        [*graph[:-1], *marked(graph[-1].text, stalls)],
         _steps(worker, width),
         pairs(
             width,
             ("max", fmt.millis_unit(worker.step_ms_max if worker else None)),
-            ("restarts", fmt.count(worker.num_restarts if worker else None)),
+            ("batch", fmt.ABSENT if batch is None else f"{batch:.1f}"),
         ),
         pairs(
             width,
             ("attn", (worker and worker.attention) or fmt.ABSENT),
-            ("cpu", fmt.percent(worker.cpu_percent if worker else None)),
+            ("restarts", fmt.count(worker.num_restarts if worker else None)),
         ),
         pairs(
             width,
             ("out", f"{fmt.short_count(frame.totals.output_tokens)} tok"),
-            ("rss", fmt.size(worker.rss_bytes if worker else None)),
+            ("stalls", fmt.count(frame.latency.num_stalls)),
         ),
+        *_process(worker, width),
     ][:height]
+
+
+def _process(worker: WorkerFrame | None, width: int) -> list[Line]:
+    """What it is to the machine."""
+    if worker is None:
+        return []
+    own, used = (",".join(map(str, cpus)) for cpus in (worker.cpus, worker.cpus_used))
+    return [
+        pairs(width, ("cpu", fmt.percent(worker.cpu_percent)), ("rss", fmt.size(worker.rss_bytes))),
+        pairs(width, ("cores", own or fmt.ABSENT), ("used", used or fmt.ABSENT)),
+        pairs(
+            width,
+            ("pid", fmt.ABSENT if worker.pid is None else str(worker.pid)),
+            ("last step", fmt.millis_unit(worker.last_step_age_ms)),
+        ),
+        pairs(
+            width,
+            ("admitted", fmt.count(worker.num_sequences)),
+            ("weights", fmt.part(worker.loaded_bytes, worker.total_bytes)),
+        ),
+    ]
 
 
 def _steps(worker: WorkerFrame | None, width: int) -> Line:
@@ -140,7 +181,12 @@ def _steps(worker: WorkerFrame | None, width: int) -> Line:
     )
 
 
-def _trend(samples: Samples, unit: str, width: int) -> Line:
+def _graph(view: View, samples: Samples, width: int) -> str:
+    """The window's run of samples; one alone is no trend."""
+    return sparkline(view.recent(samples, width) if len(samples) > 1 else (), width)
+
+
+def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
     """The newest value and the run up to it."""
     value = fmt.rate(samples[-1] if samples else None)
     label = [Span(value, Tone.STRONG), Span(f" {unit} ", Tone.MUTED)]
@@ -148,12 +194,8 @@ def _trend(samples: Samples, unit: str, width: int) -> Line:
     return [
         *label,
         Span(" " * (room - width_of(label))),
-        Span(sparkline(samples, width - room), Tone.ACCENT),
+        Span(_graph(view, samples, width - room), Tone.ACCENT),
     ]
-
-
-def _labelled(label: str, graph: str) -> Line:
-    return [Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED), Span(graph, Tone.ACCENT)]
 
 
 def _not_ready(worker: WorkerFrame | None, width: int) -> Line | None:

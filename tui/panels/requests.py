@@ -1,7 +1,7 @@
-"""The table of live requests: its columns, its order and its rows.
+"""The table of requests, live and finished: its columns and its rows.
 
-Owns: which columns a width gets. Called by: the request table and plain.
-Invariant: a row takes exactly the width asked for; sorting is stable.
+Owns: which columns a width gets. Called by: the request tables and plain.
+Invariant: a row takes exactly the width asked for.
 Never: shows text of a prompt; frames carry none.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from appliance.protocol import RequestFrame
 from tui import format as fmt
+from tui.filter import energy_j
 from tui.lines import Line, Span, Tone
+from tui.listing import Listing
 from tui.rebuild import PastRequest
 from tui.view import REPLAY, View
 
-SORTS = ("age", "in", "out", "ttft")
 _MARGIN = 2
 _ROOMY = 100
 """From here on columns stand two cells apart, below it one."""
@@ -27,12 +28,6 @@ _PHASE_TONES = {
     "prefilling": Tone.WARN,
     "handing_off": Tone.ACCENT,
     "decoding": Tone.GOOD,
-}
-_SORT_KEYS: dict[str, Callable[[RequestFrame], float]] = {
-    "age": lambda request: request.age_ms,
-    "in": lambda request: request.prompt_tokens,
-    "out": lambda request: request.output_tokens,
-    "ttft": lambda request: -1.0 if request.ttft_ms is None else request.ttft_ms,
 }
 
 
@@ -55,7 +50,9 @@ class Column:
 
 
 def phase_text(request: RequestFrame) -> str:
-    """`prefilling 62%`, `handing off`, `decoding`."""
+    """`prefilling 62%`, `handing off`, `decoding`; of a finished one how it ended."""
+    if request.phase == "finished":
+        return fmt.clean(request.finish_reason or request.phase)
     text = fmt.clean(request.phase.replace("_", " "))
     if request.phase == "prefilling" and request.prompt_tokens:
         share = fmt.ratio(min(1.0, request.computed_tokens / request.prompt_tokens))
@@ -90,9 +87,18 @@ COLUMNS = (
     Column("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
     Column("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
     Column("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
+    Column("E2E", 6, 18, lambda r: fmt.millis(r.e2e_ms)),
     Column("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fmt.short_count(r.num_blocks)),
     Column("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
+    Column("J", 7, 8, lambda r: _joules(r)),
+    Column("ROUTE", 8, 19, lambda r: r.route or fmt.ABSENT, is_right=False),
 )
+
+
+def _joules(request: RequestFrame) -> str:
+    """Its energy without the unit."""
+    value_j = energy_j(request)
+    return fmt.short_count(value_j) if value_j is None or value_j >= 100 else f"{value_j:.1f}"
 
 
 def columns_for(width: int) -> list[Column]:
@@ -121,16 +127,11 @@ def _with_whole_id(column: Column) -> Column:
     return replace(column, text=lambda request: request.id, grows_to=44)
 
 
-def ordered(requests: Sequence[RequestFrame], sort: str) -> list[RequestFrame]:
-    """The highest first; requests that report nothing come last."""
-    return sorted(requests, key=_SORT_KEYS[sort], reverse=True)
-
-
-def heading(columns: Sequence[Column], sort: str) -> Line:
-    """The line above the rows; the sorted column is marked."""
+def heading(columns: Sequence[Column], listing: Listing) -> Line:
+    """The line above the rows; the sorted column stands out."""
     line: Line = [Span("  ")]
     for column in columns:
-        tone = Tone.ACCENT if column.title.lower() == sort else Tone.MUTED
+        tone = Tone.ACCENT if column.title.lower() == listing.sort else Tone.MUTED
         line.append(Span(column.cell(column.title), tone))
     return line
 
@@ -138,21 +139,26 @@ def heading(columns: Sequence[Column], sort: str) -> Line:
 def row(request: RequestFrame, columns: Sequence[Column], *, is_selected: bool) -> Line:
     """One request."""
     line: Line = [Span("> " if is_selected else "  ", Tone.ACCENT)]
-    tones = {"ID": Tone.STRONG, "PHASE": _PHASE_TONES.get(request.phase, Tone.MUTED)}
+    phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
+    tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}
     for column in columns:
         text = column.cell(column.text(request))
         line.append(Span(text, tones.get(column.title, Tone.PLAIN)))
     return line
 
 
-def title(view: View, sort: str, first: int, last: int) -> str:
-    """`REQUESTS  30 live, 1-8 by age`, and what became of the others."""
-    frame = view.frame
+def title(view: View, num_shown: int, first: int, last: int) -> str:
+    """`REQUESTS  30 live, 1-8 by age v`, the filter, and what became of the others."""
+    frame, listing = view.frame, view.listing
     if frame is None:
         return "REQUESTS"
     text = f"REQUESTS  {fmt.count(frame.num_requests)} live"
-    if frame.requests:
-        text += f", {first}-{last} by {sort}"
+    if num_shown > len(frame.requests):
+        text += f", {fmt.count(num_shown - len(frame.requests))} finished"
+    if num_shown:
+        text += f", {first}-{last} by {listing.sort} {'^' if listing.is_reversed else 'v'}"
+    if listing.filter.text:
+        text += f" │ filter {listing.filter.text}"
     totals = frame.totals
     counts = (
         (totals.finished, "done"),
@@ -160,8 +166,7 @@ def title(view: View, sort: str, first: int, last: int) -> str:
         (totals.failed, "failed"),
         (totals.refused, "refused"),
     )
-    text += " │ " + ", ".join(f"{fmt.short_count(num)} {word}" for num, word in counts)
-    return text
+    return text + " │ " + ", ".join(f"{fmt.short_count(num)} {word}" for num, word in counts)
 
 
 def placeholder(view: View) -> Line:
@@ -170,6 +175,8 @@ def placeholder(view: View) -> Line:
         return [Span("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None:
         return [Span("  waiting for the first frame", Tone.MUTED)]
+    if view.listing.filter.text:
+        return [Span("  no request passes the filter; / changes it", Tone.MUTED)]
     if view.link.word == REPLAY:
         return [Span("  no live requests that the log knows of", Tone.MUTED)]
     return [Span('  no live requests; send one with: penstock run "Hello"', Tone.MUTED)]

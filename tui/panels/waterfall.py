@@ -1,6 +1,6 @@
 """One request in detail: its facts, and where its time went, stage by stage.
 
-Owns: nothing; pure. Called by: the detail dialog.
+Owns: nothing; pure. Called by: the detail dialog, the tables' side pane.
 Invariant: stages are drawn in the order in which they happen; what they leave unexplained of the
 whole is printed as the residual, never hidden.
 Never: invents a stage that is not reported.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from appliance.protocol import RequestFrame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, pairs
+from tui.filter import energy_j
+from tui.lines import Line, Span, Tone, pairs, wrap
 from tui.panels.requests import phase_text
 
 _STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
@@ -52,11 +53,34 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
         pairs(
             width, ("first gap", fmt.millis_unit(request.first_itl_ms)), ("moved", _moved(request))
         ),
+        pairs(width, ("model", request.model), ("stream", "yes" if request.stream else "no")),
+        [Span("energy ", Tone.MUTED), Span(_energy(request))],
+        *_because(request, width),
         [],
         *waterfall(request, width),
     ]
     if request.error:
         lines += [[], [Span("error ", Tone.BAD), Span(fmt.clip(request.error, width - 6))]]
+    return lines
+
+
+def _energy(request: RequestFrame) -> str:
+    """`161 J = prefill 78 + decode 83`, as far as it is known."""
+    prefill_j, decode_j = request.prefill_j, request.decode_j
+    if prefill_j is None and decode_j is None:
+        return "not reported"
+    parts = f"prefill {fmt.joules(prefill_j)} + decode {fmt.joules(decode_j)}"
+    return f"{fmt.joules(energy_j(request))} = {parts}"
+
+
+def _because(request: RequestFrame, width: int) -> list[Line]:
+    """Which way it went and why, and what held it up."""
+    lines: list[Line] = []
+    if request.route:
+        reason = f": {request.route_reason}" if request.route_reason else ""
+        lines += wrap(f"route {request.route}{reason}", width)
+    if request.slow_because:
+        lines += wrap(f"slow because {request.slow_because}", width, 0, Tone.STRONG)
     return lines
 
 

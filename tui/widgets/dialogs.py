@@ -1,8 +1,8 @@
-"""Dialogs over the overview: help, one request in detail, and the question before a cancel.
+"""Dialogs over the pages: something to read, a question, a choice, a line to type.
 
 Owns: nothing that outlives it. Called by: app.
-Invariant: each says which key leaves it.
-Never: acts; a question is answered to the app.
+Invariant: each says which key leaves it; what is answered is a text, None is no answer.
+Never: acts; an answer goes to the app.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
+from textual.widgets import Input
 
 from appliance.protocol import RequestFrame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone
+from tui.lines import Line, Span, Tone, wrap
+from tui.panels.glossary import glossary
 from tui.panels.waterfall import detail
-from tui.widgets.panel import Panel, entitle
+from tui.widgets.panel import Page, Panel, entitle
+
+YES = "yes"
+_KEY_WIDTH = 20
+_NAME_WIDTH = 20
+_WIDTH = 72
+"""Lines inside the frame are at most so long, and are counted at this length."""
 
 
-class Dialog(ModalScreen[bool]):
-    """A framed panel in the middle."""
+class Dialog(ModalScreen[str]):
+    """A framed page in the middle."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,e,question_mark,ctrl+c", "dismiss(False)", "close", show=False)
+        Binding("escape,ctrl+c", "dismiss", "close", show=False)
     ]
 
     def __init__(self, title: str, paint: Callable[[int], list[Line]], *, is_ascii: bool) -> None:
@@ -34,36 +42,57 @@ class Dialog(ModalScreen[bool]):
         self._paint = paint
 
     def compose(self) -> ComposeResult:
-        """One panel."""
-        yield Panel(lambda width, height: self._paint(width), id="dialog")
+        """One page."""
+        yield Page(lambda width, height: self._paint(width), id="dialog")
 
     def on_mount(self) -> None:
-        """As high as its lines, as far as the terminal goes."""
-        panel = self.query_one(Panel)
-        entitle(panel, self._title)
-        panel.styles.height = len(self._paint(72)) + 2
+        """Framed and as high as its lines."""
+        entitle(self.query_one("#dialog"), self._title)
+        self.repaint()
 
     def on_resize(self) -> None:
         """Lines depend on the width."""
         self.repaint()
 
     def repaint(self) -> None:
-        """Draw what changed."""
-        self.query_one(Panel).repaint()
+        """Draw what changed, as high as its lines, as far as the terminal goes."""
+        page = self.query_one(Panel)
+        page.styles.height = len(self._paint(min(_WIDTH, self.size.width - 4))) + self.frame_height
+        page.repaint()
+
+    @property
+    def frame_height(self) -> int:
+        """Rows of the page that are not lines."""
+        return 2
 
 
-class Help(Dialog):
+class Reader(Dialog):
+    """Something to read; the keys that open one close it, too."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,enter,e,question_mark", "dismiss", "close", show=False)
+    ]
+
+
+class Help(Reader):
     """All keys, from the bindings themselves."""
 
     def __init__(self, keys: Sequence[tuple[str, str]], *, is_ascii: bool) -> None:
         lines: list[Line] = [
-            [Span(fmt.pad(key, 20), Tone.ACCENT), Span(what)] for key, what in keys
+            [Span(fmt.pad(key, _KEY_WIDTH), Tone.ACCENT), Span(what)] for key, what in keys
         ]
-        lines += [[], [Span("gap: time between two tokens; ttft: time to first token", Tone.MUTED)]]
         super().__init__("KEYS  esc closes", lambda width: lines, is_ascii=is_ascii)
 
 
-class Detail(Dialog):
+class Explain(Reader):
+    """The glossary of a page."""
+
+    def __init__(self, page: str, *, is_ascii: bool) -> None:
+        title = f"EXPLAIN {page}  esc closes"
+        super().__init__(title, lambda width: glossary(page, width), is_ascii=is_ascii)
+
+
+class Detail(Reader):
     """One request and where its time went."""
 
     def __init__(self, request: RequestFrame, *, is_ascii: bool) -> None:
@@ -75,7 +104,6 @@ class Detail(Dialog):
     def show(self, request: RequestFrame) -> None:
         """A newer reading of the same request."""
         self.request = request
-        self.query_one(Panel).styles.height = len(detail(request, 72)) + 2
         self.repaint()
 
 
@@ -83,13 +111,119 @@ class Confirm(Dialog):
     """A question; only `y` is a yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "dismiss(True)", "yes", show=False),
-        Binding("n", "dismiss(False)", "no", show=False),
+        Binding("y", f"dismiss('{YES}')", "yes", show=False),
+        Binding("n,q,enter", "dismiss", "no", show=False),
     ]
 
     def __init__(self, question: str, *, is_ascii: bool) -> None:
-        lines: list[Line] = [
-            [Span(question)],
-            [Span("y", Tone.ACCENT), Span(" yes   "), Span("N", Tone.ACCENT), Span(" no")],
+        answers: Line = [
+            Span("y", Tone.ACCENT),
+            Span(" yes   "),
+            Span("N", Tone.ACCENT),
+            Span(" no"),
         ]
-        super().__init__("CONFIRM", lambda width: lines, is_ascii=is_ascii)
+        super().__init__(
+            "CONFIRM", lambda width: [*wrap(question, width), answers], is_ascii=is_ascii
+        )
+
+
+class Ask(Dialog):
+    """A line to type; what is wrong with it is said while it is typed."""
+
+    def __init__(
+        self, title: str, hint: str, value: str, check: Callable[[str], str], *, is_ascii: bool
+    ) -> None:
+        self._value = value
+        self._check = check
+        self._hint = hint
+        super().__init__(f"{title}  enter sets, esc leaves", self._lines, is_ascii=is_ascii)
+
+    def compose(self) -> ComposeResult:
+        """The line above what there is to say about it."""
+        with Panel(lambda width, height: [[], *self._paint(width)], id="dialog"):
+            yield Input(self._value, compact=True, select_on_focus=False)
+
+    def _lines(self, width: int) -> list[Line]:
+        problem = self._check(self._value)
+        return wrap(problem, width, 0, Tone.WARN) if problem else wrap(self._hint, width, 0)
+
+    @property
+    def frame_height(self) -> int:
+        """The line itself has a row, too."""
+        return 3
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Look at every letter."""
+        self._value = event.value
+        self.repaint()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Only a line without a problem is an answer."""
+        if not self._check(event.value):
+            self.dismiss(event.value)
+
+
+class Choose(Dialog):
+    """Options, narrowed by typing; up and down choose among them."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "move(1)", "next", show=False),
+        Binding("up", "move(-1)", "previous", show=False),
+    ]
+
+    def __init__(self, title: str, options: Sequence[tuple[str, str]], *, is_ascii: bool) -> None:
+        self._options = options
+        self._text = ""
+        self._cursor = 0
+        super().__init__(f"{title}  enter takes, esc leaves", self._lines, is_ascii=is_ascii)
+
+    def compose(self) -> ComposeResult:
+        """What is typed above the options."""
+        with Panel(lambda width, height: [[], *self._around(width, height - 1)], id="dialog"):
+            yield Input(placeholder="type to narrow", compact=True)
+
+    @property
+    def frame_height(self) -> int:
+        """The line itself has a row, too."""
+        return 3
+
+    @property
+    def _matches(self) -> list[tuple[str, str]]:
+        words = self._text.lower().split()
+        return [
+            (name, what)
+            for name, what in self._options
+            if all(word in f"{name} {what}".lower() for word in words)
+        ]
+
+    def _lines(self, width: int) -> list[Line]:
+        rows: list[Line] = [
+            [
+                Span("> " if index == self._cursor else "  ", Tone.ACCENT),
+                Span(fmt.pad(name, _NAME_WIDTH), Tone.STRONG),
+                Span(what, Tone.MUTED),
+            ]
+            for index, (name, what) in enumerate(self._matches)
+        ]
+        return rows or [[Span("nothing matches", Tone.MUTED)]]
+
+    def _around(self, width: int, height: int) -> list[Line]:
+        """The options around the cursor, if not all can be shown."""
+        top = max(0, self._cursor - height + 1)
+        return self._paint(width)[top : top + height]
+
+    def action_move(self, num_rows: int) -> None:
+        """Move the cursor."""
+        self._cursor = max(0, min(self._cursor + num_rows, len(self._matches) - 1))
+        self.repaint()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Fewer or more options match."""
+        self._text, self._cursor = event.value, 0
+        self.repaint()
+
+    def on_input_submitted(self) -> None:
+        """Take the option at the cursor, if there is one."""
+        matches = self._matches
+        if matches:
+            self.dismiss(matches[self._cursor][0])

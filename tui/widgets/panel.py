@@ -1,6 +1,6 @@
-"""A widget that shows lines: the one place where tones become terminal styles.
+"""Widgets that show lines: the one place where tones become terminal styles.
 
-Owns: the lines on screen. Called by: app and the dialogs.
+Owns: the lines on screen. Called by: the main screen, the pages and the dialogs.
 Invariant: only rows whose line changed are drawn again.
 Never: decides what to show; its painter does, from a view and a size.
 """
@@ -8,9 +8,12 @@ Never: decides what to show; its painter does, from a view and a size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from rich.segment import Segment
+from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -52,11 +55,15 @@ class Panel(Toned):
     def repaint(self) -> None:
         """Ask the painter again and draw the rows that changed."""
         width, height = self.size
-        lines = self._painter(width, height) if width and height else []
+        lines = self.shown(self._painter(width, height), height) if width and height else []
         old, self._lines = self._lines, lines
         for y in range(min(height, max(len(lines), len(old)))):
             if lines[y : y + 1] != old[y : y + 1]:
                 self.refresh(Region(0, y, width, 1))
+
+    def shown(self, lines: list[Line], height: int) -> list[Line]:
+        """Of all lines those that stand in the panel."""
+        return lines
 
     def on_resize(self) -> None:
         """Lines depend on the size."""
@@ -66,6 +73,51 @@ class Panel(Toned):
         """Textual's question for one row."""
         line = self._lines[y] if y < len(self._lines) else []
         return self.strip_of(line, self.size.width)
+
+
+class Page(Panel, can_focus=True):
+    """Lines that may be more than there is room for."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down,j", "scroll_lines(1)", "one line down", show=False),
+        Binding("up,k", "scroll_lines(-1)", "one line up", show=False),
+        Binding("pagedown", "scroll_pages(1)", "one page down", show=False),
+        Binding("pageup", "scroll_pages(-1)", "one page up", show=False),
+        Binding("home", "scroll_lines(-1000000)", "to the top", show=False),
+        Binding("end", "scroll_lines(1000000)", "to the end", show=False),
+    ]
+
+    def __init__(self, painter: Painter, *, id: str | None = None, classes: str = "") -> None:
+        super().__init__(painter, id=id, classes=classes)
+        self._top = 0
+
+    def shown(self, lines: list[Line], height: int) -> list[Line]:
+        """From the line scrolled to; the last row says how many there are below it."""
+        self._top = max(0, min(self._top, len(lines) - height))
+        num_below = len(lines) - self._top - height
+        if num_below <= 0:
+            return lines[self._top :]
+        more = [Span(f"▼ {num_below + 1} more lines", Tone.MUTED)]
+        return [*lines[self._top : self._top + height - 1], more]
+
+    def action_scroll_lines(self, num_lines: int) -> None:
+        """Move by lines, as far as there are any."""
+        self._top = max(0, self._top + num_lines)
+        self.repaint()
+
+    def action_scroll_pages(self, num_pages: int) -> None:
+        """Move by as many lines as are on screen."""
+        self.action_scroll_lines(num_pages * max(1, self.size.height - 2))
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """As the key."""
+        event.prevent_default().stop()
+        self.action_scroll_lines(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """As the key."""
+        event.prevent_default().stop()
+        self.action_scroll_lines(-1)
 
 
 def entitle(widget: Widget, title: str) -> None:

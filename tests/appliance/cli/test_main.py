@@ -146,6 +146,9 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
     environ["PYTHONPATH"] = f"{tmp_path / 'path'}:{ROOT}"
     ended = penstock(environ, "top", "--ascii", "--socket", "/s.sock")
     assert ended.stdout == "['--socket', '/s.sock', '--ascii']\n"
+    every = ("--once", "--json", "--plain", "--read-only", "--ascii")
+    ended = penstock(environ, "top", *every, "--socket", "/s.sock")
+    assert ended.stdout == f"{['--socket', '/s.sock', *every]}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""The commands that make captures and measure the console still work."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from tests.benchmarks import console_captures, console_cost
+from tests.tui import frames
+from tui.panels import pages
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_captures_of_recorded_frames_are_written_as_text_svg_and_png(tmp_path):
+    recorded = tmp_path / "frames"
+    lines = [msgspec.json.encode(frames.busy(seq)) for seq in (159, 160)]
+    recorded.write_bytes(b"\n".join(lines))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.benchmarks.console_captures",
+        str(tmp_path / "out"), "--frames", str(recorded),
+        cwd=ROOT, stdout=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    assert await process.wait() == 0
+    suffixes = {".txt", ".svg", *([".png"] if find_spec("resvg_py") else [])}
+    written = list((tmp_path / "out").iterdir())
+    assert len(written) == len(suffixes) * len(pages.NAMES) * len(console_captures.SIZES)
+    assert {path.suffix for path in written} == suffixes
+    for path in written:
+        start = path.read_bytes()[:4]
+        assert start == {".svg": b"<svg", ".png": b"\x89PNG", ".txt": b" pen"}[path.suffix]
+
+
+async def test_the_cost_of_a_console_is_counted():
+    cost = await console_cost.measure(80, 24, 1, "2")
+    assert cost.num_bytes > 0
+    assert cost.rss_bytes > 1 << 20
+    assert min(cost.tick_ms) > 0
+    assert "worst tick" in console_cost.table(cost, 1)

@@ -1,0 +1,123 @@
+"""Every field of a frame is shown somewhere, or listed here as one that is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.protocol import Frame
+from tests.tui import frames
+from tui.lines import text_of
+from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
+from tui.view import View
+
+INTERNAL = {
+    "version": "checked before anything is read",
+    "seq": "a gap in it is told as frames missed",
+    "totals.accepted": "the sum of what is shown",
+    "totals.log_rows_lost": "an alert of the daemon when it is not 0",
+    "requests.computed_tokens": "as a share while it is prefilled",
+    "devices.parent": "places a slice under its GPU",
+    "devices.kind": "decides which readings there could be",
+}
+"""Fields that a change of their value need not show, and why."""
+
+
+def rich() -> Frame:
+    """A frame in which every optional field has a value."""
+    device = frames.DeviceFrame(
+        "gpu0", "gpu", 512.0, 700.0, 61.0, 1980.0, 0.5, 61 << 30, 80 << 30, "H100", "GPU-1", None,
+        4e6, "energy counter", 540.0, 2619.0, ["thermal"], 0.3, 0.4, 0.6, 1e9, 2e9, 3e9, 4e9, 79,
+    )  # fmt: skip
+    request = msgspec.structs.replace(
+        frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode"
+    )
+    frame = frames.kv_critical()
+    frame.workers = [
+        msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)
+        for worker in frames.busy().workers
+    ]
+    return msgspec.structs.replace(
+        frame,
+        devices=[device],
+        requests=[request],
+        num_requests=1,
+        state="draining",
+        state_reason="x",
+    )
+
+
+def shown(frame: Frame) -> str:
+    """All panels and pages, at a size at which they hide nothing."""
+    view = View().after(frame)
+    painters = [
+        lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, latency.latency, gauges.machine,
+        *pages.LINED.values(),
+    ]  # fmt: skip
+    lines = [line for paint in painters for line in paint(view, 120, 40)]
+    lines += [header.header(view, 240), header.alert_line(view, 400)]
+    titles = [lanes.prefill_title(view), lanes.decode_title(view), lanes.handoff_title(view),
+              gauges.kv_title(view, 40, 9), latency.title(view),
+              requests.title(view, 1, 1, 1)]  # fmt: skip
+    for request in frame.requests:
+        lines.append(requests.row(request, requests.columns_for(300), is_selected=False))
+        lines += waterfall.detail(request, 120)
+    return "\n".join([*titles, *map(text_of, lines)])
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind, far enough away to look different."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return "2026-11-21T01:02:03.004Z" if value.endswith("Z") and "T" in value else "qqq"
+    if isinstance(value, int | float):
+        return type(value)(value * 1.7 + 3)
+    if isinstance(value, list):
+        return [other(value[0])] if value else ["qqq"]
+    if isinstance(value, dict):
+        return {"qqq": 1}
+    raise TypeError(type(value))
+
+
+def leaves(struct: msgspec.Struct, prefix: str = "") -> list[str]:
+    found = []
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, msgspec.Struct):
+            found += leaves(inner, f"{prefix}{name}.")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+def changed(path: str) -> Frame:
+    """The rich frame with another value at every struct of the path."""
+    frame = copy.deepcopy(rich())
+    *outer, last = path.split(".")
+    reached: list[Any] = [frame]
+    for name in outer:
+        values = [getattr(struct, name) for struct in reached]
+        reached = [item for v in values for item in (v if isinstance(v, list) else [v])]
+    for struct in reached:
+        value = getattr(struct, last)
+        setattr(struct, last, other(value if value is not None else 7))
+    return frame
+
+
+@pytest.fixture(scope="module")
+def unchanged() -> str:
+    return shown(rich())
+
+
+@pytest.mark.parametrize("path", [path for path in leaves(rich()) if path not in INTERNAL])
+def test_another_value_looks_different(path, unchanged):
+    assert shown(changed(path)) != unchanged
+
+
+def test_the_list_of_internal_fields_names_fields_that_exist():
+    assert set(INTERNAL) <= set(leaves(rich()))

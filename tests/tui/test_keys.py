@@ -1,0 +1,339 @@
+"""Every key, as a person presses it; a key without a test here fails the last test."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from textual.binding import Binding
+
+from tests.tui import frames
+from tests.tui.daemon import FakeDaemon
+from tests.tui.screen import console_at, grid, until
+from tui import feed, keys
+from tui.app import Console
+from tui.messages import CallerKnown, FrameArrived
+from tui.panels import pages
+from tui.view import Caller
+from tui.widgets.dialogs import Ask, Choose, Confirm, Detail, Explain, Help
+from tui.widgets.panel import Page
+from tui.widgets.request_table import RequestTable
+from tui.widgets.themes import THEMES
+
+COVERED: set[str] = set()
+
+
+def covers(*names):
+    """Says of a test which keys it is about."""
+    COVERED.update(names)
+    return lambda test: test
+
+
+@pytest.fixture
+def busy():
+    return frames.view_of(frames.busy())
+
+
+@pytest.fixture
+async def daemon(tmp_path, busy):
+    async with FakeDaemon(tmp_path / "penstock.sock") as daemon:
+        daemon.requests = {request.id: request for request in busy.frame.requests}
+        yield daemon
+
+
+async def press(pilot, *names):
+    await pilot.press(*names)
+    await pilot.pause()
+
+
+@pytest.mark.parametrize(("number", "page"), list(enumerate(pages.NAMES, start=1)))
+@covers("1", "2", "3", "4", "5", "6")
+async def test_a_digit_puts_its_page_on_screen(busy, number, page):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "4" if number != 4 else "1", str(number))
+        assert console.main.page == page
+        assert "LIVE" in grid(console).splitlines()[0]
+        if page in pages.LINED:
+            titles = [line for line in grid(console).splitlines() if line.startswith(" ─ ")]
+            assert titles
+
+
+@covers("question_mark")
+async def test_help_lists_every_key_that_works_now(busy):
+    async with console_at(80, 40, busy) as (console, pilot):
+        await press(pilot, "question_mark")
+        assert isinstance(console.screen, Help)
+        shown = grid(console)
+        for key in [
+            *keys.allowed(keys.KEYS, console.view, console.selected),
+            *RequestTable.BINDINGS,
+        ]:
+            assert keys.label(key, console.view) in shown
+            assert " ".join(keys.signs(key)) in shown
+        assert "clear filter" not in shown
+        await press(pilot, "end")
+        await press(pilot, "escape")
+        assert console.screen is console.main
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+@covers("q", "ctrl+c")
+async def test_quitting(busy, key):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, key)
+        assert not console.is_running or console._exit
+
+
+@covers("enter")
+async def test_enter_opens_the_selected_request(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "j", "enter")
+        assert isinstance(console.screen, Detail)
+        assert console.screen.request.id == busy.frame.requests[1].id
+
+
+@covers("x")
+async def test_x_cancels_after_a_yes(busy, daemon):
+    async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
+        await press(pilot, "x")
+        assert isinstance(console.screen, Confirm)
+        await pilot.press("y")
+        await until(pilot, lambda: daemon.cancelled == [busy.frame.requests[0].id])
+
+
+@covers("slash", "escape")
+async def test_a_filter_is_typed_and_cleared(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "slash")
+        assert isinstance(console.screen, Ask)
+        await pilot.press(*"user", "colon", *"ana")
+        await pilot.press("enter")
+        await pilot.pause()
+        assert {line.split()[2] for line in rows(console)} == {"ana"}
+        assert "filter user:ana" in grid(console)
+        await press(pilot, "escape")
+        assert "filter" not in grid(console).splitlines()[11]
+        assert console.main.table.num_rows == 30
+
+
+async def test_a_wrong_filter_is_said_while_it_is_typed_and_not_taken(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "slash", "n", "o", "colon", "x", "enter")
+        assert isinstance(console.screen, Ask)
+        assert "no no: to look in" in grid(console)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert console.main.table.num_rows == 30
+
+
+def rows(console):
+    phases = ("queued", "prefilling", "handing", "decoding")
+    lines = grid(console).splitlines()
+    return [line[2:] for line in lines if line[11:].startswith(phases)]
+
+
+@covers("s", "S")
+async def test_s_goes_through_the_orders_and_upper_s_turns_them_round(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        for sort in ("in", "out", "ttft", "tpot", "blocks", "j", "age"):
+            await press(pilot, "s")
+            assert f"by {sort} v" in grid(console)
+        oldest = rows(console)[0]
+        await press(pilot, "S")
+        assert "by age ^" in grid(console)
+        assert rows(console)[0] != oldest
+
+
+@pytest.mark.parametrize("key", ["p", "space"])
+@covers("p", "space")
+async def test_pause_holds_the_screen_and_says_for_how_long(busy, key):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, key)
+        before = grid(console).splitlines()[2:]
+        console.post_message(FrameArrived(frames.busy(172)))
+        await pilot.pause()
+        assert "PAUSED +12s" in grid(console).splitlines()[0]
+        assert grid(console).splitlines()[2:] == before
+        await press(pilot, key)
+        assert "LIVE" in grid(console).splitlines()[0]
+        assert grid(console).splitlines()[2:] != before
+
+
+@pytest.mark.parametrize("page", pages.NAMES)
+@covers("e")
+async def test_e_explains_the_page(busy, page):
+    async with console_at(80, 24, busy) as (console, pilot):
+        console.main.go_to(page)
+        await press(pilot, "e")
+        assert isinstance(console.screen, Explain)
+        assert f"EXPLAIN {page}" in grid(console)
+        await press(pilot, "e")
+        assert console.screen is console.main
+
+
+@covers("D")
+async def test_upper_d_drains_and_then_resumes(busy, daemon):
+    async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
+        await press(pilot, "D")
+        assert "30 live requests go on" in grid(console)
+        await pilot.press("y")
+        await until(pilot, lambda: "nothing new is taken" in grid(console))
+        console.post_message(FrameArrived(frames.draining()))
+        await pilot.pause()
+        await press(pilot, "D", "y")
+        await until(pilot, lambda: "new work is taken" in grid(console))
+        assert daemon.changes == [("/v1/penstock/drain", b""), ("/v1/penstock/resume", b"")]
+
+
+@covers("r")
+async def test_roles_are_chosen_and_confirmed(busy, daemon):
+    async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
+        await press(pilot, "r")
+        assert isinstance(console.screen, Choose)
+        await pilot.press(*"coloc", "enter")
+        await pilot.pause()
+        assert "from static to colocated?" in grid(console)
+        await pilot.press("y")
+        await until(pilot, lambda: "set: roles colocated" in grid(console))
+        assert daemon.changes == [("/v1/penstock/roles", b'{"roles":"colocated"}')]
+
+
+@covers("T")
+async def test_targets_are_typed_and_confirmed(busy, daemon):
+    async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
+        await press(pilot, "T")
+        assert isinstance(console.screen, Ask)
+        await pilot.press("end", *["backspace"] * 6, *"900", "space", "x", "enter")
+        await pilot.pause()
+        assert "two whole numbers" in grid(console)
+        await pilot.press("backspace", *"30", "enter")
+        await pilot.pause()
+        assert "first token 900 ms, gap 30 ms?" in grid(console)
+        await pilot.press("y")
+        await until(pilot, lambda: "slo_itl_ms 30" in grid(console))
+        assert daemon.changes == [("/v1/penstock/roles", b'{"slo_ttft_ms":900,"slo_itl_ms":30}')]
+
+
+@covers("w")
+async def test_w_changes_what_the_graphs_span(busy):
+    async with console_at(200, 60, busy) as (console, pilot):
+        await press(pilot, "3")
+        assert "last 60s" in grid(console)
+        await press(pilot, "w")
+        assert "last 5m00s" in grid(console)
+        assert "graphs 5m00s" in grid(console).splitlines()[-1]
+
+
+@covers("y")
+async def test_y_copies_the_id(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "y")
+        assert console.clipboard == busy.frame.requests[0].id
+
+
+@covers("t")
+async def test_t_goes_through_the_themes_and_back(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        looks = []
+        for _ in THEMES:
+            looks.append(console.main.table.get_component_rich_style("tone--bad"))
+            await press(pilot, "t")
+        assert console.main.table.get_component_rich_style("tone--bad") == looks[0]
+        assert len({str(look) for look in looks}) > 2
+
+
+@covers("ctrl+p")
+async def test_commands_are_narrowed_chosen_and_run(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "ctrl+p")
+        assert isinstance(console.screen, Choose)
+        await pilot.press(*"power", "enter")
+        await pilot.pause()
+        assert console.main.page == "power"
+        await press(pilot, "ctrl+p", "down", "down", "up", "enter")
+        assert not console.is_running or console._exit, "the second one is quit"
+
+
+@covers("j", "down", "k", "up", "pagedown", "pageup", "home", "end")
+async def test_moving_in_the_table(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        table, ids = console.main.table, [request.id for request in busy.frame.requests]
+        await press(pilot, "j", "down", "j", "k")
+        assert table.selected.id == ids[2]
+        await press(pilot, "up", "pagedown")
+        assert table.selected.id == ids[7]
+        await press(pilot, "end")
+        assert table.selected.id == ids[-1]
+        await press(pilot, "pageup", "home")
+        assert table.selected.id == ids[0]
+
+
+@covers("j", "down", "k", "up", "pagedown", "pageup", "home", "end")
+async def test_scrolling_a_page_that_is_too_long():
+    async with console_at(80, 14, frames.view_of(frames.kv_critical())) as (console, pilot):
+        await press(pilot, "3")
+        assert "POOLS" in grid(console).splitlines()[2]
+        assert "more lines" in grid(console)
+        await press(pilot, "j", "down", "k", "up", "pagedown")
+        assert "POOLS" not in grid(console)
+        await press(pilot, "end")
+        assert "not built in" in grid(console)
+        assert "more lines" not in grid(console)
+        await press(pilot, "pageup", "home")
+        assert "POOLS" in grid(console).splitlines()[2]
+
+
+def hinted(console):
+    return {key.action for key in keys.allowed(keys.KEYS, console.view, console.selected)}
+
+
+@pytest.mark.parametrize(
+    ("caller", "missing"),
+    [
+        (None, {"cancel", "drain", "roles", "targets"}),
+        (Caller("ana", "viewer"), {"cancel", "drain", "roles", "targets"}),
+        (Caller("zoe", "user"), {"cancel", "drain", "roles", "targets"}),
+        (Caller("bo", "user"), {"drain", "roles", "targets"}),
+        (Caller("zoe", "operator"), set()),
+    ],
+)
+async def test_what_a_caller_may_not_do_has_no_key_and_no_hint(busy, daemon, caller, missing):
+    view = dataclasses.replace(busy, caller=caller)
+    async with console_at(200, 60, view, socket_path=daemon.socket_path) as (console, pilot):
+        assert {"cancel", "drain", "roles", "targets"} - hinted(console) == missing
+        for key, action in (("x", "cancel"), ("D", "drain"), ("r", "roles"), ("T", "targets")):
+            await pilot.press(key)
+            await pilot.pause()
+            assert (console.screen is console.main) == (action in missing)
+            await pilot.press("escape")
+            await pilot.pause()
+            assert (f" {key} {action}" in grid(console).splitlines()[-1]) != (action in missing)
+        assert daemon.changes == daemon.cancelled == []
+
+
+async def test_the_daemon_says_who_asks_when_it_is_reached(busy, daemon):
+    daemon.caller = b'{"name": "bo", "role": "user", "uid": 7, "key": null}'
+    daemon.send(busy.frame)
+    following = {"socket_path": daemon.socket_path, "follow": feed.follow}
+    async with console_at(120, 40, **following) as (console, pilot):
+        await until(pilot, lambda: "bo user" in grid(console))
+        assert "drain" not in hinted(console)
+
+
+async def test_read_only_offers_nothing_that_changes_anything(busy, daemon):
+    async with console_at(120, 40, busy, is_read_only=True) as (console, pilot):
+        console.post_message(CallerKnown(Caller("ana", "operator")))
+        await pilot.pause()
+        assert "ana read-only" in grid(console)
+        assert not {"cancel", "drain", "roles", "targets"} & hinted(console)
+
+
+def test_every_key_has_a_test():
+    bindings = [*Console.BINDINGS, *RequestTable.BINDINGS, *Page.BINDINGS]
+    names = {
+        name
+        for binding in bindings
+        if isinstance(binding, Binding)
+        for name in binding.key.split(",")
+    }
+    assert names == COVERED

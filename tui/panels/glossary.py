@@ -1,0 +1,112 @@
+"""What the words on each page mean, where they come from, and what to do about them.
+
+Owns: the glossary. Called by: the explain dialog.
+Invariant: every page has entries; each says what the word is, its source, and what helps.
+Never: repeats a number; thresholds are the daemon's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tui.lines import Line, Span, Tone, wrap
+
+
+class Entry(NamedTuple):
+    """One word."""
+
+    word: str
+    what: str
+    source: str
+    remedy: str
+
+
+_QUEUED = Entry(
+    "queued", "sequences accepted but not yet placed, of the most that may wait",
+    "router queue", "long and growing: more than the machine can do; see what limits it",
+)  # fmt: skip
+_TTFT = Entry(
+    "ttft", "time to first token: tokenize + queue + prefill",
+    "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
+)  # fmt: skip
+_USED = Entry(
+    "used", "blocks that new work cannot take; cached ones it can",
+    "the ledger", "near full: shorter max_tokens, fewer requests, more --kv-memory",
+)  # fmt: skip
+
+GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
+    {
+        "overview": (
+            _QUEUED,
+            Entry("busy", "share of the last second that the worker spent in steps",
+                  "worker's step times", "both near 100%: the machine is full"),
+            Entry("!", "a tick: decode fell below a quarter of its median while a prompt ran",
+                  "this console, from frames", "elastic roles or a gap target keep prompts away"),
+            Entry("gap", "time between two tokens of a reply",
+                  "daemon's clock, exact over the window", "grows with the batch and stalls"),
+            _TTFT,
+            Entry("ok", "share of first tokens or gaps within their target",
+                  "daemon, over the window", "set targets with T; alerts follow them"),
+            _USED,
+            Entry("J/token", "energy of a phase's steps by its tokens",
+                  "device meters, shared by step time", "larger batches cost less a token"),
+        ),
+        "requests": (
+            Entry("phase", "queued, prefilling, handing off, decoding; then how it ended",
+                  "the least advanced sequence", "enter shows where its time went"),
+            _TTFT,
+            Entry("tpot", "mean time per output token after the first",
+                  "daemon's clock", "compare with the gap's quantiles"),
+            Entry("blocks", "KV blocks held, reserved for prompt and max_tokens",
+                  "the ledger", "ask for smaller max_tokens"),
+            Entry("J", "energy of its share of the steps",
+                  "device meters", "- means that no device reports power"),
+        ),
+        "kv": (
+            _USED,
+            Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
+            Entry("reserved", "blocks kept for tokens that may still come",
+                  "the ledger", "large: replies end long before max_tokens"),
+            Entry("draining", "freed, but a command that names them is unanswered",
+                  "the ledger", "large for long: a worker is stuck"),
+            Entry("quarantined", "kept from use after a worker's death",
+                  "the ledger", "read the log"),
+        ),
+        "power": (
+            Entry("throttle", "why the device runs below its clock",
+                  "driver", "power: raise the limit; thermal: cooling"),
+            Entry("unattributed", "energy outside steps: idle power, the rest of the machine",
+                  "total less both phases", "large: the machine idles"),
+            Entry("method", "how energy was read and divided", "daemon", "-"),
+        ),
+        "handoff": (
+            Entry("alias", "both workers map one pool; a handoff changes owners only",
+                  "probed at start", "nothing to tune"),
+            Entry("shm", "blocks are copied through a ring in shared memory",
+                  "probed at start with a checksum", "rate below the probe's: memory bus is busy"),
+            Entry("stale", "messages about what had moved on meanwhile", "router", "harmless"),
+            Entry("recovered", "sequences that went on after a worker's death", "router",
+                  "growing: read the log"),
+            Entry("routes", "which way sequences went, and why", "router", "roles: r"),
+        ),
+        "log": (
+            Entry("alert", "a reading beyond its threshold for long enough",
+                  "daemon's table of thresholds", "status --check exits by the same"),
+            Entry("limit", "what holds the appliance up now", "daemon", "start there"),
+            Entry("event", "something that happened once", "daemon; all in: penstock events", "-"),
+        ),
+    }
+)  # fmt: skip
+
+
+def glossary(page: str, width: int) -> list[Line]:
+    """The entries of a page."""
+    lines: list[Line] = []
+    for entry in GLOSSARY[page]:
+        lines += [[Span(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]
+        lines += wrap(f"from {entry.source}", width, 2, Tone.MUTED)
+        if entry.remedy != "-":
+            lines += wrap(f"> {entry.remedy}", width, 2)
+    return lines

@@ -1,0 +1,132 @@
+"""The handoff page: how KV goes from prefill to decode, that it really does, and how fast.
+
+Owns: nothing; pure. Called by: pages.
+Invariant: a transport is shown with what proves it, or with the word that nothing does.
+Never: infers a rate; all are the daemon's.
+"""
+
+from __future__ import annotations
+
+from appliance.protocol import Frame, HandoffFrame, PoolFrame, RequestFrame
+from tui import format as fmt
+from tui.history import Samples
+from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar
+from tui.panels.lanes import routes
+from tui.view import View, pool_counts
+
+_LABEL_WIDTH = 16
+_RING = "ring"
+
+
+def page(view: View, width: int, height: int) -> list[Line]:
+    """Path, rates, latency, what is on its way, routes."""
+    frame = view.frame
+    if frame is None:
+        return []
+    if frame.transport is None:
+        note = "one worker does both: nothing is handed over"
+        return [rule("PATH", width), [Span(note, Tone.MUTED)], *_routes(frame, width)]
+    return [
+        *_path(frame, width),
+        *_rates(view, frame, width),
+        *_latency(frame, width),
+        *_in_flight(frame, width),
+        *_routes(frame, width),
+    ]
+
+
+def _path(frame: Frame, width: int) -> list[Line]:
+    handoff = frame.handoff
+    transport = (handoff.transport if handoff else None) or frame.transport or fmt.ABSENT
+    lines = [rule("PATH", width), [Span(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
+    ring = next((pool for pool in frame.pools if pool.name == _RING), None)
+    return lines if ring is None else [*lines, _ring(ring, width)]
+
+
+def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
+    if frame.transport == "alias":
+        return [Span("both workers map the same pool: blocks change owner, no byte moves")]
+    if handoff is None or handoff.probe_bytes_per_s is None:
+        return [Span("▲ not measured at start", Tone.WARN)]
+    return [
+        Span("● verified ", Tone.GOOD),
+        Span(f"by checksum at start, {fmt.size(handoff.probe_bytes_per_s)}/s"),
+    ]
+
+
+def _ring(ring: PoolFrame, width: int) -> Line:
+    free = f" {fmt.count(ring.free)} of {fmt.count(ring.num_blocks)} slots free"
+    room = width - _LABEL_WIDTH - len(free)
+    return [
+        Span(fmt.pad(_RING, _LABEL_WIDTH), Tone.MUTED),
+        Span(state_bar(pool_counts(ring), room), Tone.ACCENT),
+        Span(free),
+    ]
+
+
+def _rates(view: View, frame: Frame, width: int) -> list[Line]:
+    history, totals, handoff = view.history, frame.totals, frame.handoff
+    mean = totals.handoff_bytes / totals.handoffs if totals.handoffs else None
+    newest = history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None
+    lines = [
+        rule("RATES", width, f"last {fmt.whole_seconds(view.window_s)}"),
+        _graph(view, "handoffs", history.handoffs_per_s, f"{_newest(history.handoffs_per_s)}/s",
+               width),
+    ]  # fmt: skip
+    if frame.transport != "alias":
+        rate = f"{fmt.size(newest)}/s"
+        lines.append(_graph(view, "bytes", history.handoff_bytes_per_s, rate, width))
+    counts = [
+        ("done", fmt.count(totals.handoffs)),
+        ("moved", fmt.size(totals.handoff_bytes)),
+        ("mean", fmt.size(mean)),
+        ("failed", fmt.count(handoff.num_failed if handoff else None)),
+        ("stale", fmt.count(totals.stale_messages)),
+        ("recovered", fmt.count(totals.recovered_sequences)),
+    ]
+    return [*lines, *facts(width, counts)]
+
+
+def _newest(samples: Samples) -> str:
+    return fmt.rate(samples[-1] if samples else None)
+
+
+def _graph(view: View, label: str, samples: Samples, reading: str, width: int) -> Line:
+    room = width - _LABEL_WIDTH - 12
+    return [
+        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Span(fmt.pad(reading, 12), Tone.STRONG),
+        Span(sparkline(view.recent(samples, room), room), Tone.ACCENT),
+    ]
+
+
+def _latency(frame: Frame, width: int) -> list[Line]:
+    now = frame.latency
+    quantiles = [
+        ("p50", fmt.millis_unit(now.handoff_ms_p50)),
+        ("p95", fmt.millis_unit(now.handoff_ms_p95)),
+    ]
+    note = f"of requests finished in the last {now.window_s:.0f}s"
+    return [rule("LATENCY", width, note), *facts(width, quantiles)]
+
+
+def _in_flight(frame: Frame, width: int) -> list[Line]:
+    num = frame.handoff.num_in_flight if frame.handoff else frame.queue.handing_off
+    moving = [request for request in frame.requests if request.phase == "handing_off"]
+    lines = [rule(f"IN FLIGHT {fmt.count(num)}", width)]
+    return [*lines, *(_row(request) for request in moving)] if moving else lines
+
+
+def _row(request: RequestFrame) -> Line:
+    return [
+        Span(fmt.pad(fmt.short_id(request.id), 10), Tone.STRONG),
+        Span(fmt.pad(request.user or fmt.ABSENT, 12)),
+        Span(f"{fmt.count(request.num_blocks)} blocks", Tone.MUTED),
+        Span(f"   {fmt.size(request.handoff_bytes)}   age {fmt.seconds(request.age_ms / 1000)}"),
+    ]
+
+
+def _routes(frame: Frame, width: int) -> list[Line]:
+    ways = [("", route) for route in routes(frame)]
+    none: list[Line] = [[Span("no sequence placed yet", Tone.MUTED)]]
+    return [rule("ROUTES", width, "since the daemon started"), *(facts(width, ways) or none)]

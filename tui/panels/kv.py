@@ -1,0 +1,166 @@
+"""The KV page: pools by state, a map of their blocks, who holds them, and occupancy over time.
+
+Owns: nothing; pure. Called by: pages.
+Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
+Never: shows a tier or a cache that this appliance does not have.
+"""
+
+from __future__ import annotations
+
+from appliance.protocol import Frame, PoolFrame
+from tui import format as fmt
+from tui.lines import (
+    STATE_CELLS,
+    Line,
+    Span,
+    Tone,
+    beside,
+    facts,
+    gauge,
+    rule,
+    sparkline,
+    state_bar,
+)
+from tui.panels.gauges import kv, used_spans
+from tui.view import View, pool_counts
+
+_WIDE = 110
+"""From here on two columns."""
+_NARROW = 76
+"""Below this width pools have no table."""
+_NAME_WIDTH = 10
+_NUMBER_WIDTH = 8
+_MAP_ROWS = 2
+_TALL_MAP_ROWS = 6
+_TALL = 32
+"""From this height on a map has more rows."""
+_MAX_OWNERS = 8
+_MAX_HOLDERS = 8
+NOT_BUILT = "not built in: tiers in DRAM or on SSD, prefix cache"
+
+
+def page(view: View, width: int, height: int) -> list[Line]:
+    """Pools and their maps; owners, the largest requests and the history beside or below."""
+    frame = view.frame
+    if frame is None:
+        return []
+    if not frame.pools:
+        return [rule("POOLS", width), [Span("no pool yet", Tone.MUTED)]]
+    if width < _WIDE:
+        return [
+            *_pools(view, frame, width),
+            *_maps(frame, width, _MAP_ROWS),
+            *_history(view, width),
+            *_owners(frame, width),
+            *_holders(frame, width),
+            _absent(),
+        ]
+    rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
+    left = (width - 2) * 3 // 5
+    right = width - 2 - left
+    maps = [*_maps(frame, left, rows), *_history(view, left)]
+    return [
+        *_pools(view, frame, width),
+        *beside(maps, [*_owners(frame, right), *_holders(frame, right)], left),
+        _absent(),
+    ]
+
+
+def _absent() -> Line:
+    return [Span(NOT_BUILT, Tone.MUTED)]
+
+
+def _pools(view: View, frame: Frame, width: int) -> list[Line]:
+    """A row for each pool: occupancy, size, blocks by state."""
+    columns = ["blocks", "size", *(state for state in STATE_CELLS)]
+    head = fmt.pad("pool", _NAME_WIDTH) + fmt.pad("used", 5, right=True)
+    cut = {"quarantined": "quar"}
+    head += "".join(fmt.pad(cut.get(c, c), _cell(c), right=True) for c in columns)
+    pool = frame.pools[0]
+    note = f"{pool.block_size} tokens, {fmt.size(pool.block_bytes)} a block"
+    if width < _NARROW:
+        return [rule("POOLS", width, note), *kv(view, width, 2 * len(frame.pools))]
+    lines: list[Line] = [rule("POOLS", width, note), [Span(head, Tone.MUTED)]]
+    for pool in frame.pools:
+        counts = pool_counts(pool)
+        cells = [
+            (fmt.short_count(pool.num_blocks), "blocks"),
+            (fmt.size(pool.num_blocks * pool.block_bytes), "size"),
+            *((fmt.short_count(counts[state]), state) for state in STATE_CELLS),
+        ]
+        row = "".join(fmt.pad(text, _cell(column), right=True) for text, column in cells)
+        name = Span(fmt.pad(pool.name, _NAME_WIDTH), Tone.STRONG)
+        lines.append([name, *used_spans(frame, pool), Span(row)])
+    return lines
+
+
+def _cell(column: str) -> int:
+    return 9 if column in ("reserved", "draining", "size") else _NUMBER_WIDTH - 1
+
+
+def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
+    """Each pool as rows of cells by state."""
+    legend = " ".join(f"{cell}{state}" for state, cell in STATE_CELLS.items())
+    lines: list[Line] = []
+    for pool in frame.pools:
+        cells = state_bar(pool_counts(pool), width * rows)
+        per_cell = pool.num_blocks / len(cells) if cells else 0
+        note = f"a cell is {per_cell:.1f} blocks"
+        lines.append(rule(f"MAP {pool.name}", width, note))
+        lines += [
+            [Span(cells[start : start + width], Tone.ACCENT)]
+            for start in range(0, len(cells), width)
+        ]
+    return [*lines, [Span(legend, Tone.MUTED)]]
+
+
+def _history(view: View, width: int) -> list[Line]:
+    """Occupancy of each pool over the window, on a scale from empty to the highest."""
+    room = width - _NAME_WIDTH - 6
+    lines: list[Line] = [rule("OCCUPANCY", width, f"last {fmt.whole_seconds(view.window_s)}")]
+    for name, samples in view.history.kv_used_ratio.items():
+        known = [value for value in samples[-view.window_s :] if value is not None]
+        top = f"{fmt.ratio(max(known, default=None))} "
+        graph = sparkline(view.recent(samples, room), room)
+        lines.append(
+            [
+                Span(fmt.pad(name, _NAME_WIDTH), Tone.MUTED),
+                Span(fmt.pad(top, 6, right=True), Tone.STRONG),
+                Span(graph, Tone.ACCENT),
+            ]
+        )
+    return lines
+
+
+def _owners(frame: Frame, width: int) -> list[Line]:
+    """Who holds blocks, pool by pool."""
+    lines: list[Line] = [rule("OWNERS", width, "blocks and requests")]
+    for pool in frame.pools:
+        lines += _pool_owners(pool, width)
+    return lines if len(lines) > 1 else [*lines, [Span("nobody holds a block", Tone.MUTED)]]
+
+
+def _pool_owners(pool: PoolFrame, width: int) -> list[Line]:
+    room = max(0, width - 2 * _NAME_WIDTH - 17)
+    return [
+        [
+            Span(fmt.pad(pool.name, _NAME_WIDTH), Tone.MUTED),
+            Span(fmt.pad(owner.user, _NAME_WIDTH), Tone.STRONG),
+            Span(fmt.pad(fmt.short_count(owner.num_blocks), 7, right=True)),
+            Span(fmt.pad(f"{fmt.count(owner.num_requests)} req ", 10, right=True), Tone.MUTED),
+            Span(gauge(owner.num_blocks / max(1, pool.num_blocks), room), Tone.ACCENT),
+        ]
+        for owner in pool.owners[:_MAX_OWNERS]
+    ]
+
+
+def _holders(frame: Frame, width: int) -> list[Line]:
+    """The live requests with most blocks."""
+    ranked = sorted(frame.requests, key=lambda request: -request.num_blocks)
+    items = [
+        (fmt.short_id(request.id), fmt.count(request.num_blocks))
+        for request in ranked[:_MAX_HOLDERS]
+        if request.num_blocks
+    ]
+    lines = facts(width, items) or [[Span("none", Tone.MUTED)]]
+    return [rule("LARGEST REQUESTS", width, "blocks"), *lines]

@@ -1,0 +1,137 @@
+"""The power page: what each device draws and may draw, and where the joules went.
+
+Owns: nothing; pure. Called by: pages.
+Invariant: prefill, decode and the unattributed rest stand together, and add up to the total.
+Never: shows 0 for what is not reported; a MIG slice stands under its GPU, whose power it shares.
+"""
+
+from __future__ import annotations
+
+from appliance.protocol import DeviceFrame, EnergyFrame, Frame
+from tui import format as fmt
+from tui.lines import Line, Span, Tone, facts, gauge, rule, sparkline
+from tui.panels.gauges import device_row, per_token
+from tui.panels.header import mark_of
+from tui.view import View, alert_of
+
+_LABEL_WIDTH = 14
+_INDENT = 2
+
+
+def page(view: View, width: int, height: int) -> list[Line]:
+    """Devices, power over time, energy."""
+    frame = view.frame
+    if frame is None:
+        return []
+    lines: list[Line] = [rule("DEVICES", width, "power/limit, utilisation, temperature, memory")]
+    for device in _in_families(frame.devices):
+        lines += _device(frame, device, width)
+    if not frame.devices:
+        lines.append([Span("power not reported: no device has a meter here", Tone.MUTED)])
+    else:
+        graph = sparkline(view.recent(view.history.power_w, width), width)
+        lines.append(rule("POWER", width, f"all devices, last {fmt.whole_seconds(view.window_s)}"))
+        lines.append([Span(graph, Tone.ACCENT)])
+    return [*lines, *_energy(frame.energy, width)]
+
+
+def _in_families(devices: list[DeviceFrame]) -> list[DeviceFrame]:
+    """Slices after the GPU that they are part of."""
+    parents = [device for device in devices if device.parent is None]
+    names = {device.name for device in parents}
+    ordered = []
+    for parent in parents:
+        ordered += [parent, *(d for d in devices if d.parent == parent.name)]
+    return ordered + [d for d in devices if d.parent is not None and d.parent not in names]
+
+
+def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
+    """A row with its bar, then what else it reports, and what it does not."""
+    mark = mark_of(alert_of(frame, "", device.name))
+    if device.parent is None:
+        head = device_row(device, width - 1)
+    else:
+        slice_of = f"{device.name}  slice of {device.parent}, which meters power"
+        head = [Span(fmt.clip(slice_of, width - 1), Tone.STRONG)]
+    readings = _readings(device)
+    known = [(label, text) for label, text in readings if text != fmt.ABSENT]
+    unknown = [label for label, text in readings if text == fmt.ABSENT]
+    lines = [[mark, *head], *facts(width, known, indent=_INDENT)]
+    if unknown and device.parent is None:
+        text = f"not reported: {', '.join(unknown)}"
+        lines.append([Span(" " * _INDENT), Span(text, Tone.MUTED)])
+    return lines
+
+
+def _readings(device: DeviceFrame) -> list[tuple[str, str]]:
+    """Every other reading, `-` for what is not reported."""
+    throttle = device.throttle_reasons
+    readings = [
+        ("model", device.model or fmt.ABSENT),
+        ("throttle", fmt.ABSENT if throttle is None else ", ".join(throttle) or "none"),
+        ("clock", _megahertz(device.clock_mhz)),
+        ("energy", fmt.joules(device.energy_j)),
+        ("source", device.power_source or fmt.ABSENT),
+    ]
+    if device.kind == "gpu":
+        readings += [
+            ("util", fmt.ratio(device.utilization_ratio)),
+            ("memory", fmt.part(device.memory_used_bytes, device.memory_total_bytes)),
+            ("instant", fmt.watts(device.power_instant_w)),
+            ("memory clock", _megahertz(device.memory_clock_mhz)),
+            ("sm", fmt.ratio(device.sm_ratio)),
+            ("tensor", fmt.ratio(device.tensor_ratio)),
+            ("memory bandwidth", fmt.ratio(device.memory_bandwidth_ratio)),
+            ("pcie in/out", _both(device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s)),
+            ("nvlink in/out", _both(device.nvlink_rx_bytes_per_s, device.nvlink_tx_bytes_per_s)),
+            ("last xid", fmt.ABSENT if device.last_xid is None else str(device.last_xid)),
+            ("uuid", device.uuid or fmt.ABSENT),
+        ]
+    return readings
+
+
+def _megahertz(value: float | None) -> str:
+    return fmt.ABSENT if value is None else f"{value:.0f} MHz"
+
+
+def _both(rx: float | None, tx: float | None) -> str:
+    if rx is None and tx is None:
+        return fmt.ABSENT
+    return f"{fmt.size(rx)}/s {fmt.size(tx)}/s"
+
+
+def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
+    """The ledger since the daemon started, and the price of a token now."""
+    if energy is None or energy.total_j is None:
+        method = energy.method if energy else "not reported"
+        text = "not reported" if method == "not reported" else f"not reported: {method}"
+        return [rule("ENERGY", width), [Span(text, Tone.MUTED)]]
+    shares = (
+        ("prefill", energy.prefill_j),
+        ("decode", energy.decode_j),
+        ("unattributed", energy.unattributed_j),
+    )
+    lines = [rule("ENERGY", width, "since the daemon started")]
+    lines += [_share(label, value_j, energy.total_j, width) for label, value_j in shares]
+    now = [
+        ("power", fmt.watts(energy.power_w)),
+        ("J/token in", per_token(energy.prefill_j_per_token)),
+        ("J/token out", per_token(energy.decode_j_per_token)),
+    ]
+    return [
+        *lines,
+        _share("total", energy.total_j, energy.total_j, width),
+        rule("PRICE", width, f"last {energy.window_s:.0f}s"),
+        *facts(width, now),
+        *facts(width, [("method", energy.method)]),
+    ]
+
+
+def _share(label: str, value_j: float | None, total_j: float, width: int) -> Line:
+    ratio = None if value_j is None or total_j <= 0 else value_j / total_j
+    return [
+        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Span(fmt.pad(fmt.joules(value_j), 9, right=True), Tone.STRONG),
+        Span(fmt.pad(fmt.ratio(ratio), 6, right=True) + " "),
+        Span(gauge(ratio, width - _LABEL_WIDTH - 16), Tone.ACCENT),
+    ]

@@ -1,0 +1,133 @@
+"""The screen under all dialogs: header, alerts, one page at a time, keys.
+
+Owns: which page is on screen, and the view being shown. Called by: app.
+Invariant: header, alerts and keys stand at every size and over every page; only the page on
+screen is drawn.
+Never: talks to the daemon.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher
+
+from tui.lines import Line, Span, Tone
+from tui.panels import header, pages
+from tui.view import View
+from tui.widgets.overview import Overview
+from tui.widgets.panel import Page, Panel
+from tui.widgets.request_table import RequestBox, RequestTable
+
+Hints = Callable[[], Sequence[tuple[str, str]]]
+"""The keys that work now, and what they do."""
+_MIN_WIDTH, _MIN_HEIGHT = 40, 10
+
+
+class MainScreen(Screen[None]):
+    """All that is not a dialog."""
+
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
+        (0, "-tiny"),
+        (_MIN_WIDTH, "-narrow"),
+        (80, "-normal"),
+        (110, "-wide"),
+        (160, "-broad"),
+    ]
+    VERTICAL_BREAKPOINTS = [  # noqa: RUF012
+        (0, "-tiny"),
+        (_MIN_HEIGHT, "-short-4"),
+        (14, "-short-3"),
+        (18, "-short-2"),
+        (22, "-short-1"),
+        (24, "-low"),
+        (36, "-tall"),
+        (50, "-high"),
+    ]
+
+    def __init__(self, view: View, hints: Hints, *, is_ascii: bool) -> None:
+        super().__init__(classes="-ascii" if is_ascii else "")
+        self._view = view
+        self._hints = hints
+        self.page = pages.NAMES[0]
+
+    def compose(self) -> ComposeResult:
+        """From top to bottom."""
+        yield self._line("header", lambda width: header.header(self._view, width))
+        yield self._line("alerts", lambda width: header.alert_line(self._view, width))
+        yield Panel(self._paint_tiny, id="tiny", classes="-fresh")
+        with ContentSwitcher(initial=_id(self.page)):
+            yield Overview(id=_id("overview"))
+            yield RequestBox(id=_id("requests"), with_finished=True)
+            for name in pages.LINED:
+                yield self._lined(name)
+        yield self._line("footer", lambda width: header.key_hints(self._hints(), self.page, width))
+
+    def _line(self, name: str, paint: Callable[[int], Line]) -> Panel:
+        """A line without a frame, that is never greyed."""
+        return Panel(lambda width, height: [paint(width)], id=name, classes="-fresh")
+
+    def _lined(self, name: str) -> Page:
+        paint = pages.LINED[name]
+        return Page(
+            lambda width, height: paint(self._view, width, height), id=_id(name), classes="page"
+        )
+
+    def on_mount(self) -> None:
+        """Keys go to the table."""
+        self.go_to(self.page)
+
+    def on_resize(self) -> None:
+        """Titles depend on the size, too."""
+        self.call_after_refresh(lambda: self.show(self._view))
+
+    @property
+    def table(self) -> RequestTable | None:
+        """The request table of the page, if it has one."""
+        return next(iter(self._current.query(RequestTable)), None)
+
+    @property
+    def _current(self) -> Overview | RequestBox | Page:
+        page = self.query_one(f"#{_id(self.page)}")
+        assert isinstance(page, Overview | RequestBox | Page)
+        return page
+
+    def go_to(self, page: str) -> None:
+        """Put another page on screen; keys go to it."""
+        self.page = page
+        self.query_one(ContentSwitcher).current = _id(page)
+        (self.table or self._current).focus()
+        self.show(self._view)
+        self.call_after_refresh(lambda: self.show(self._view))  # it has its size only then
+
+    def show(self, view: View) -> None:
+        """Show another view in one update of the terminal."""
+        self._view = view
+        if not self.is_mounted or not self.is_running:
+            return  # a daemon that is away is noticed sooner than that, and on_mount shows the view
+        is_stale = view.frame is not None and not view.link.is_live
+        with self.app.batch_update():
+            if self.has_class("-stale") != is_stale:
+                self.set_class(is_stale, "-stale")
+                for widget in (*self.query(Panel), *self.query(RequestTable)):
+                    widget.refresh()
+            for line in self.children:
+                if isinstance(line, Panel):
+                    line.repaint()
+            current = self._current
+            if isinstance(current, Page):
+                current.repaint()
+            else:
+                current.show(view)
+
+    def _paint_tiny(self, width: int, height: int) -> list[Line]:
+        need = f"need {_MIN_WIDTH}x{_MIN_HEIGHT}, have {self.size.width}x{self.size.height}"
+        words = textwrap.wrap(header.summary(self._view), width)
+        return [[Span(need, Tone.WARN)], *([Span(line)] for line in words)][:height]
+
+
+def _id(page: str) -> str:
+    return f"page-{page}"
