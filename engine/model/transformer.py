@@ -50,6 +50,7 @@ class Transformer:
         weights: complete and final; they are read in place.
         dtype: of weights, activations and the pool.
         max_model_len: the longest request's tokens; None: all that the model has positions for.
+        block_size: the pool's; None: what the attention backend likes best.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Transformer:
         weights: dict[str, torch.Tensor],
         dtype: str,
         max_model_len: int | None = None,
+        block_size: int | None = None,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -70,7 +72,7 @@ class Transformer:
         self._ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
-        self._backend = choose_backend(self._embedding.device.type, self.dtype)
+        self._backend = choose_backend(self._embedding.device, self.dtype, config, block_size)
         linears = choose_linears(self._embedding.device.type, self.dtype)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
@@ -114,9 +116,11 @@ class Transformer:
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > self._num_table_positions:
             size = max(_MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
-            self._tables = [
+            tables = [
                 rope_table(rope, size, self._max_model_len, self.dtype) for rope in self._ropes
             ]
+            device = self._embedding.device
+            self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
             self._num_table_positions = size
 
 

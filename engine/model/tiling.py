@@ -1,0 +1,79 @@
+"""How attention is cut into programs of a GPU: tiles of queries and keys, parts of a sequence.
+
+Owns: the numbers that kernels are launched with, chosen by shape and not by trial.
+Called by: triton_attention, cuda.
+Invariant: a choice depends on shapes and on what the device has, so that it is the same in every
+step of one shape, and a launch can be captured.
+Never: touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIN_KEYS_PER_PART = 128
+_MAX_PARTS = 64
+_PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What one program works on, and with how many warps."""
+
+    num_rows: int
+    """Queries times the heads that share a key head."""
+    num_keys: int
+    num_warps: int
+
+
+def several_queries_tiling(
+    group_size: int, head_dim: int, itemsize: int, shared_bytes: int
+) -> Tiling:
+    """Tiles for sequences with several queries.
+
+    Args:
+        group_size: query heads per key head.
+        head_dim: of a head.
+        itemsize: bytes of one value; tensor cores multiply those of 2.
+        shared_bytes: shared memory that one program may have.
+    """
+    rows = max(128 if itemsize == 2 else 32, next_power_of_2(group_size))
+    return Tiling(rows, _num_keys(rows, head_dim, itemsize, shared_bytes), 8)
+
+
+def single_query_tiling(group_size: int, head_dim: int, itemsize: int, shared_bytes: int) -> Tiling:
+    """Tiles for single queries: as few rows as tensor cores take, two programs to a processor."""
+    rows = max(16, next_power_of_2(group_size))
+    shared_bytes //= _PROGRAMS_PER_PROCESSOR
+    return Tiling(rows, _num_keys(rows, head_dim, itemsize, shared_bytes), 4)
+
+
+def _num_keys(num_rows: int, head_dim: int, itemsize: int, shared_bytes: int) -> int:
+    """As many as registers hold, if the queries and two tiles of keys and values fit."""
+    row_bytes = padded_dim(head_dim) * itemsize
+    keys = 64 if row_bytes <= 256 else 32
+    while (num_rows + 2 * 2 * keys) * row_bytes > shared_bytes and keys > 16:
+        keys //= 2
+    return keys
+
+
+def num_parts(
+    num_sequences: int, num_kv_heads: int, max_visible_keys: int, num_processors: int
+) -> int:
+    """In how many parts to cut each sequence's keys: enough programs, none with too few keys."""
+    programs = num_sequences * num_kv_heads
+    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // programs)
+    most = min(max_visible_keys // _MIN_KEYS_PER_PART, _MAX_PARTS)
+    if most <= 1:
+        return 1
+    return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def padded_dim(head_dim: int) -> int:
+    """How wide a head is in a tile."""
+    return max(16, next_power_of_2(head_dim))

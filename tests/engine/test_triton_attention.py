@@ -1,0 +1,15 @@
+"""Triton's attention is attention, whatever the tiles, parts and blocks; by its interpreter."""
+
+import pytest
+
+from engine.model.tiling import Tiling
+from tests.engine.kernel_cases import STEPS, check_attention
+
+SMALL, LARGE = Tiling(16, 16, 4), Tiling(32, 64, 4)
+pytestmark = pytest.mark.usefixtures("real_bfloat16")
+
+
+@pytest.mark.parametrize(("tiling", "parts"), [(SMALL, 4), (LARGE, 1)], ids=["small", "large"])
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_every_sequence_gets_what_it_would_get_alone(step, parts, tiling):
+    check_attention(step, "cpu", tiling, parts)
