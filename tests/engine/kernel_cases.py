@@ -8,8 +8,11 @@ from engine.model import triton_ops
 from engine.model.attention import StepBatch, reference_attention
 from engine.model.backend import TorchBackend
 from engine.model.paged import paged_step
+from engine.model.sampler import sample
 from engine.model.tiling import Tiling
 from engine.model.triton_attention import attend_several, attend_single
+from engine.model.triton_sampler import sample_rows
+from engine.sequence import SamplingParams
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCES = {
@@ -225,3 +228,40 @@ def check_place(rows: Rows, device: str, rotary_dim: int, block_size: int) -> No
     REFERENCE.place(theirs, rows.num_rows, rope_index, pools[1], LAYER, plan)
     torch.testing.assert_close(ours, theirs, **ROUNDED[rows.dtype], equal_nan=True)
     assert_rounded(*pools)
+
+
+def sample_on(device: str, logits: torch.Tensor, params: list[SamplingParams], indices: list[int]):
+    """One token for each row, drawn by the kernel."""
+
+    def column(values, dtype):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return sample_rows(
+        logits.to(device),
+        column([p.temperature for p in params], torch.float32),
+        column([p.min_p for p in params], torch.float32),
+        column([p.top_k for p in params], torch.int32),
+        column([p.top_p for p in params], torch.float32),
+        column([p.seed for p in params], torch.int64),
+        column(indices, torch.int64),
+    ).tolist()
+
+
+def check_draws(device: str, num_rows: int, vocab_size: int) -> None:
+    """A batch of all kinds of rows draws what the sampler that sorts draws for each."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 20},
+        {"temperature": 1.0, "min_p": 0.05, "top_p": 0.8, "top_k": 50},
+    ]
+    params = [
+        SamplingParams(max_tokens=8, seed=i * 7919, **kinds[i % len(kinds)])
+        for i in range(num_rows)
+    ]
+    indices = list(range(num_rows))
+    expected = [token_id for token_id, _ in sample(logits, params, indices)]
+    assert sample_on(device, logits, params, indices) == expected
