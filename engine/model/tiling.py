@@ -37,24 +37,26 @@ def several_queries_tiling(
         itemsize: bytes of one value; tensor cores multiply those of 2.
         shared_bytes: shared memory that one program may have.
     """
-    rows = max(128 if itemsize == 2 else 32, next_power_of_2(group_size))
-    return Tiling(rows, _num_keys(rows, head_dim, itemsize, shared_bytes), 8)
+    rows = 128 if itemsize == 2 else 32
+    return _fitting(rows, 8, group_size, padded_dim(head_dim) * itemsize, shared_bytes)
 
 
 def single_query_tiling(group_size: int, head_dim: int, itemsize: int, shared_bytes: int) -> Tiling:
     """Tiles for single queries: as few rows as tensor cores take, two programs to a processor."""
-    rows = max(16, next_power_of_2(group_size))
     shared_bytes //= _PROGRAMS_PER_PROCESSOR
-    return Tiling(rows, _num_keys(rows, head_dim, itemsize, shared_bytes), 4)
+    return _fitting(16, 4, group_size, padded_dim(head_dim) * itemsize, shared_bytes)
 
 
-def _num_keys(num_rows: int, head_dim: int, itemsize: int, shared_bytes: int) -> int:
-    """As many as registers hold, if the queries and two tiles of keys and values fit."""
-    row_bytes = padded_dim(head_dim) * itemsize
-    keys = 64 if row_bytes <= 256 else 32
-    while (num_rows + 2 * 2 * keys) * row_bytes > shared_bytes and keys > 16:
-        keys //= 2
-    return keys
+def _fitting(
+    num_rows: int, num_warps: int, group_size: int, row_bytes: int, shared_bytes: int
+) -> Tiling:
+    """As many keys as registers hold, and fewer until what is staged fits; then fewer rows."""
+    least_rows = max(16, next_power_of_2(group_size))
+    rows, keys = max(num_rows, least_rows), 64 if row_bytes <= 256 else 32
+    # queries, and two tiles of keys and of values
+    while (rows + 4 * keys) * row_bytes > shared_bytes and (keys > 16 or rows > least_rows):
+        keys, rows = (keys // 2, rows) if keys > 16 else (keys, rows // 2)
+    return Tiling(rows, keys, num_warps)
 
 
 def num_parts(

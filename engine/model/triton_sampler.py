@@ -20,7 +20,7 @@ import triton.language as tl
 _GREEDY_BELOW = tl.constexpr(1e-5)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _BELOW_ALL = tl.constexpr(-(2**31))
-_TILE = 16384
+_TILE = 8192
 
 
 def sample_rows(
@@ -59,7 +59,7 @@ def sample_rows(
             logits.stride(0),
             vocab_size,
             TILE=tile,
-            num_warps=max(4, min(32, tile // 512)),
+            num_warps=max(4, tile // 256),
         )
     return token_ids
 
@@ -100,24 +100,24 @@ def _load(row, start, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _weight(x, best, temperature, least):
+def _weight(x, best, sharpness, least):
     """Probability relative to the likeliest token, 0 if it is less than the least that counts."""
-    weight = tl.exp((x - best) / temperature)
+    weight = tl.exp((x - best) * sharpness)
     return tl.where(weight < least, 0.0, weight)
 
 
 @triton.jit
-def _mass(row, vocab_size, best, temperature, least, TILE: tl.constexpr):
+def _mass(row, vocab_size, best, sharpness, least, TILE: tl.constexpr):
     sums = tl.zeros([TILE], tl.float32)
     for start in range(0, vocab_size, TILE):
         _, x = _load(row, start, vocab_size, TILE)
-        sums += _weight(x, best, temperature, least)
+        sums += _weight(x, best, sharpness, least)
     return tl.sum(sums.to(tl.float64), 0)
 
 
 @triton.jit
 def _border(
-    row, vocab_size, best, temperature, least, target, COUNTS: tl.constexpr, TILE: tl.constexpr
+    row, vocab_size, best, sharpness, least, target, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
     """The least key above which tokens weigh, or count, no more than the target; and how much.
 
@@ -132,7 +132,7 @@ def _border(
         for start in range(0, vocab_size, TILE):
             _, x = _load(row, start, vocab_size, TILE)
             keys = _key(x)
-            measure = 1.0 if COUNTS else _weight(x, best, temperature, least)
+            measure = 1.0 if COUNTS else _weight(x, best, sharpness, least)
             sums += tl.where(keys > middle, measure, 0.0)
             floors = tl.maximum(floors, tl.where(keys > middle, low, keys))
             ceilings = tl.minimum(ceilings, tl.where(keys > middle, keys, high))
@@ -163,22 +163,23 @@ def _sample_kernel(
     if (temperature < _GREEDY_BELOW) | (best == -float("inf")):
         tl.store(token_ids + index, token_id.to(tl.int64))
         return
+    sharpness = 1.0 / temperature
     least, top_k = tl.load(min_ps + index), tl.load(top_ks + index)
     if (top_k > 0) & (top_k < vocab_size):
         target = (top_k - 1).to(tl.float64)
-        last, _ = _border(row, vocab_size, best, temperature, 0.0, target, True, TILE)
-        least = tl.maximum(least, tl.exp((_value(last) - best) / temperature))
-    kept = _mass(row, vocab_size, best, temperature, least, TILE)
+        last, _ = _border(row, vocab_size, best, sharpness, 0.0, target, True, TILE)
+        least = tl.maximum(least, _weight(_value(last), best, sharpness, 0.0))
+    kept = _mass(row, vocab_size, best, sharpness, least, TILE)
     top_p = tl.load(top_ps + index)
     if top_p < 1.0:
         target = top_p.to(tl.float64) * kept
-        last, above = _border(row, vocab_size, best, temperature, least, target, False, TILE)
-        weight = tl.exp((_value(last) - best) / temperature).to(tl.float64)
+        last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
+        weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
         kept = tl.minimum(kept, above + tl.ceil((target - above) / weight) * weight)
     u = _uniform(tl.load(seeds + index), tl.load(output_indices + index))
     target = tl.minimum(u, 1.0 - 2.0**-50) * kept  # never rounded up to the very end
-    last, above = _border(row, vocab_size, best, temperature, least, target, False, TILE)
-    weight = tl.exp((_value(last) - best) / temperature).to(tl.float64)
+    last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
+    weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
     rank = tl.floor((target - above) / weight).to(tl.int32) + 1
     count, token_id = 0, 0
     for start in range(0, vocab_size, TILE):

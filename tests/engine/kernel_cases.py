@@ -62,8 +62,8 @@ class Filled:
     expected: torch.Tensor
 
 
-MIXED = ((0, 1), (37, 1), (0, 23), (50, 9), (3, 40), (70, 1))
-SINGLES = ((0, 1), (299, 1), (64, 1), (7, 1))
+MIXED = ((0, 1), (37, 1), (0, 19), (44, 6), (3, 24))
+SINGLES = ((0, 1), (170, 1), (64, 1))
 STEPS = [
     Step(MIXED),
     Step(MIXED, heads=(6, 1), head_dim=80, block_size=7, dtype=torch.bfloat16),
@@ -146,6 +146,23 @@ def check_attention(step: Step, device: str, tiling: Tiling, parts: int) -> None
     assert out[is_single.to(device)].isnan().all()
     attend_single(out, case.q, case.kv, *how, tiling, parts)
     torch.testing.assert_close(out, case.expected, **TOLERANCES[step.dtype])
+
+
+def check_padding(device: str, tiling: Tiling, parts: int) -> None:
+    """Sequences of length 0, whose tables name the padding block, beside one that is there."""
+    case = filled(Step(((20, 1),), block_size=16), device)
+    paged = paged_step(case.batch, case.kv.device, 0)
+    tables = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    tables[1, :2] = paged.block_tables[0]
+    lengths = torch.tensor([0, 21, 0], dtype=torch.int32, device=device)
+    starts = torch.arange(4, dtype=torch.int32, device=device)
+    padded = replace(paged, block_tables=tables, seq_lens=lengths, query_starts=starts)
+    q = case.q.expand(3, -1, -1).contiguous()
+    out = torch.full_like(q, torch.nan)
+    attend_single(out, q, case.kv, LAYER, padded, 0.15, None, None, tiling, parts)
+    torch.testing.assert_close(out[1:2], case.expected, **TOLERANCES[torch.float32])
+    assert not out[0].any()
+    assert not out[2].any()
 
 
 REFERENCE = TorchBackend()

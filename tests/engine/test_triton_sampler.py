@@ -40,6 +40,10 @@ def test_rows_of_a_batch_draw_as_they_do_alone():
     check_draws("cpu", num_rows=6, vocab_size=300)
 
 
+def test_a_vocabulary_of_several_tiles_is_searched_to_its_end():
+    check_draws("cpu", num_rows=5, vocab_size=20_000)
+
+
 def test_equal_logits_are_drawn_in_the_order_of_their_ids():
     logits = torch.tensor([[0.0, 2.0, -1.0, 2.0, 2.0, 1.0]]).log_softmax(-1)
     probabilities = logits[0, [1, 3, 4, 5, 0, 2]].exp().cumsum(0)
