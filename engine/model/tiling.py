@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MIN_KEYS_PER_PART = 128
-_MAX_PARTS = 64
 _PROGRAMS_PER_PROCESSOR = 2
+MAX_PARTS = 64
+"""Of one sequence's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,7 @@ def num_parts(
     """In how many parts to cut each sequence's keys: enough programs, none with too few keys."""
     programs = num_sequences * num_kv_heads
     wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // programs)
-    most = min(max_visible_keys // _MIN_KEYS_PER_PART, _MAX_PARTS)
-    if most <= 1:
-        return 1
-    return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+    return max(1, min(wanted, max_visible_keys // _MIN_KEYS_PER_PART, MAX_PARTS))
 
 
 def next_power_of_2(number: int) -> int:

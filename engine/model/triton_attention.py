@@ -20,11 +20,17 @@ import triton
 import triton.language as tl
 
 from engine.model.paged import PagedStep
-from engine.model.tiling import Tiling, padded_dim
+from engine.model.tiling import MAX_PARTS, Tiling, padded_dim
 
 _LOG2_E = math.log2(math.e)
+_MAX_PARTS = tl.constexpr(MAX_PARTS)
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that is not seen: finite, so that a row may begin with a tile of them."""
+_kernel = triton.jit(
+    # these differ from step to step, and no step may wait for a compiler
+    do_not_specialize=["table_stride", "num_parts"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens", "query_tiles"],
+)
 
 
 def attend_several(
@@ -83,7 +89,7 @@ def attend_single(
 ) -> None:
     """The queries of all sequences that have one; arguments as in attend_several.
 
-    A power of two of programs, `parts`, share a sequence's keys.
+    `parts` programs share a sequence's keys, MAX_PARTS at most.
     """
     num_sequences, (num_heads, head_dim) = len(step.seq_lens), q.shape[1:]
     keys, values = kv[:, layer].unbind(1)
@@ -105,7 +111,7 @@ def attend_single(
         *_strides(out, q, keys, step.block_tables),
         *_scales(scale, softcap),
         window or 0,
-        NUM_PARTS=parts,
+        IS_PART=parts > 1,
         **_constants(q, kv, window, softcap, tiling),
     )
     if parts > 1:
@@ -115,10 +121,9 @@ def attend_single(
             sums,
             step.query_starts,
             out.stride(0),
+            parts,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
-            NUM_PARTS=parts,
-            num_warps=1 if parts * head_dim <= 1024 else 4,
         )
 
 
@@ -207,7 +212,7 @@ def _add_tile(
     return new_best, total, mixed
 
 
-@triton.jit
+@_kernel
 def _several_queries_kernel(
     out, q, keys, values, block_tables, query_starts, seq_lens, query_tiles,
     out_stride, q_stride, block_stride, token_stride, table_stride,
@@ -269,7 +274,7 @@ def _several_queries_kernel(
     tl.store(places, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_query)
 
 
-@triton.jit
+@_kernel
 def _single_query_kernel(
     out, part_mixed, part_sums, q, keys, values, block_tables, query_starts, seq_lens,
     out_stride, q_stride, block_stride, token_stride, table_stride,
@@ -277,10 +282,11 @@ def _single_query_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    IS_PART: tl.constexpr,
 ):  # fmt: skip
     """A program for each sequence, key head and part of the keys."""
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_parts = tl.num_programs(2)
     row = tl.load(query_starts + sequence)
     if tl.load(query_starts + sequence + 1) - row != 1:
         return
@@ -294,7 +300,7 @@ def _single_query_kernel(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(seq_len - window, 0) // NUM_KEYS * NUM_KEYS
-    part_len = tl.cdiv(tl.cdiv(seq_len - begin, NUM_KEYS), NUM_PARTS) * NUM_KEYS
+    part_len = tl.cdiv(tl.cdiv(seq_len - begin, NUM_KEYS), num_parts) * NUM_KEYS
     begin += part * part_len
     best = tl.full([NUM_ROWS], _HIDDEN, tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
@@ -308,35 +314,36 @@ def _single_query_kernel(
             block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM,
             BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, True,
         )  # fmt: skip
-    if NUM_PARTS == 1:
-        result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        places = out + row.to(tl.int64) * out_stride + own
-        tl.store(places, result.to(out.dtype.element_ty), mask=is_own)
-    else:
+    if IS_PART:
         num_heads = tl.num_programs(1) * GROUP_SIZE
-        parts = (sequence * num_heads + own_heads).to(tl.int64) * NUM_PARTS + part
+        parts = (sequence * num_heads + own_heads).to(tl.int64) * num_parts + part
         tl.store(part_mixed + parts[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_own)
         tl.store(part_sums + parts * 2, best, mask=rows < GROUP_SIZE)
         tl.store(part_sums + parts * 2 + 1, total, mask=rows < GROUP_SIZE)
+    else:
+        result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        places = out + row.to(tl.int64) * out_stride + own
+        tl.store(places, result.to(out.dtype.element_ty), mask=is_own)
 
 
-@triton.jit
+@_kernel
 def _join_kernel(
-    out, part_mixed, part_sums, query_starts, out_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
+    out, part_mixed, part_sums, query_starts, out_stride, num_parts,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """A program for each sequence and head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_starts + sequence)
     if tl.load(query_starts + sequence + 1) - row != 1:
         return
-    dims = tl.arange(0, PADDED_DIM)
-    parts = (sequence * tl.num_programs(1) + head).to(tl.int64) * NUM_PARTS
-    parts += tl.arange(0, NUM_PARTS)
-    best, total = tl.load(part_sums + parts * 2), tl.load(part_sums + parts * 2 + 1)
+    dims, part = tl.arange(0, PADDED_DIM), tl.arange(0, _MAX_PARTS)
+    parts = (sequence * tl.num_programs(1) + head).to(tl.int64) * num_parts + part
+    is_part = part < num_parts
+    best = tl.load(part_sums + parts * 2, mask=is_part, other=_HIDDEN)
+    total = tl.load(part_sums + parts * 2 + 1, mask=is_part, other=0.0)
     mixed = tl.load(
         part_mixed + parts[:, None] * HEAD_DIM + dims[None, :],
-        mask=(dims < HEAD_DIM)[None, :],
+        mask=is_part[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     )
     weights = tl.exp2(best - tl.max(best, 0))

@@ -200,7 +200,8 @@ def _put(qkv, pool, x, places, pool_places, is_there, is_stored):
     tl.store(pool + pool_places, x, mask=is_there & is_stored)
 
 
-@triton.jit
+# views of a step's tensors begin anywhere, and no step may wait for a compiler
+@triton.jit(do_not_specialize_on_alignment=["positions", "token_slots"])
 def _place_kernel(
     qkv, pool, cosines, sines, positions, token_slots, block_stride, plane_stride,
     num_heads, num_kv_heads,

@@ -144,7 +144,18 @@ def _border(
     return high, above
 
 
-@triton.jit
+# views of a step's tensors begin anywhere, and no step may wait for a compiler
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "token_ids",
+        "temperatures",
+        "min_ps",
+        "top_ks",
+        "top_ps",
+        "seeds",
+        "output_indices",
+    ]
+)
 def _sample_kernel(
     token_ids, logits, temperatures, min_ps, top_ks, top_ps, seeds, output_indices,
     stride, vocab_size, TILE: tl.constexpr,
