@@ -65,13 +65,13 @@ class AttentionPlan:
         num_layers, _, block_size = kv.shape[1:4]
         blocks = torch.div(batch.token_slots, block_size, rounding_mode="floor")
         first_rows = blocks * (num_layers * 2 * block_size) + batch.token_slots % block_size
-        planes = torch.arange(num_layers * 2).view(num_layers, 2, 1)
+        planes = torch.arange(num_layers * 2, device=kv.device).view(num_layers, 2, 1)
         self.write_rows = planes * block_size + first_rows
         """[num_layers, 2, num_tokens]: rows of the pool that the new keys and values go to."""
         self._batch = batch
         self._block_size = block_size
         self._num_layers = num_layers
-        self._dtype = kv.dtype
+        self._dtype, self._device = kv.dtype, kv.device
         self._groups: dict[int | None, list[Group]] = {}
 
     def groups(self, window: int | None) -> list[Group]:
@@ -118,9 +118,9 @@ class AttentionPlan:
             table = self._batch.block_tables[i][first : first + num_blocks]
             ids += table
             ids += [0] * (num_blocks - len(table))
-        first_halves = torch.tensor(ids) * (2 * self._num_layers)
+        first_halves = torch.tensor(ids, device=self._device) * (2 * self._num_layers)
         halves = torch.cat((first_halves, first_halves + 1))
-        return halves + torch.arange(0, 2 * self._num_layers, 2)[:, None]
+        return halves + torch.arange(0, 2 * self._num_layers, 2, device=self._device)[:, None]
 
     def _mask(
         self,
@@ -137,7 +137,8 @@ class AttentionPlan:
         is_hidden = ages < 0
         if window is not None:
             is_hidden |= ages >= window
-        return torch.zeros(ages.shape, dtype=self._dtype).masked_fill_(is_hidden, -torch.inf)
+        mask = torch.zeros(ages.shape, dtype=self._dtype).masked_fill_(is_hidden, -torch.inf)
+        return mask.to(self._device)
 
 
 def _members(batch: StepBatch) -> list[list[int]]:

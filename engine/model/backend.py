@@ -1,4 +1,4 @@
-"""What computes a step's small operations and its attention: compiled kernels, or torch.
+"""What computes a step's small operations and its attention: kernels, or torch.
 
 Owns: the interface between a step and what computes it, torch's side of it, and the choice.
 Called by: transformer.
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.attention_backends import Needs, choose_attention, this_machine
+from engine.config import ModelConfig
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels
@@ -149,7 +151,46 @@ class TorchBackend:
         return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap)
 
 
-def choose_backend(device: str, dtype: torch.dtype, take: Take = fresh) -> Backend:
-    """Compiled kernels where they were built and know the dtype, else torch, which says why."""
-    kernels, name = find_kernels(device, dtype)
+def choose_backend(
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    block_size: int | None = None,
+    take: Take = fresh,
+) -> Backend:
+    """Kernels where there are some for the device and the dtype, else torch, which says why.
+
+    Args:
+        device: where the model computes.
+        dtype: of what it computes on.
+        config: its shape.
+        block_size: the pool's; None: it will be what the chosen one likes.
+        take: where results lie.
+    """
+    if device.type == "cuda":
+        return _choose_cuda_backend(device, dtype, config, block_size)
+    kernels, name = find_kernels(device.type, dtype)
     return TorchBackend(name) if kernels is None else CompiledBackend(kernels, name, take)
+
+
+def _choose_cuda_backend(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int | None
+) -> Backend:
+    has_softcap = config.attention_softcap is not None
+    name = str(dtype).removeprefix("torch.")
+    needs = Needs(name, config.head_dim, has_softcap, block_size)
+    choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability(device)))
+    if choice.backend.name == "torch":
+        return TorchBackend(choice.title)
+    # only here is Triton known to be there
+    from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
+    from engine.model.flash import flash_attention, torch_varlen_attention
+
+    if choice.backend.name == "flash":
+        return CudaBackend(choice.title, flash_attention())
+    if choice.backend.name == "torch_varlen":
+        return CudaBackend(choice.title, torch_varlen_attention())
+    group_size = config.num_heads // config.num_kv_heads
+    limits = DeviceLimits.of(device)
+    attention = TritonAttention(group_size, config.head_dim, dtype.itemsize, limits)
+    return CudaBackend(choice.title, attention, attention.queries_per_tile)

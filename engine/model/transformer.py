@@ -23,6 +23,7 @@ from engine.config import ExpertsConfig, ModelConfig
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
+from engine.model.compiled import CompiledBackend
 from engine.model.layers import bend, rope_table
 from engine.model.linear import Linears, choose_linears
 from engine.model.tape import MAX_TOKENS, Tapes
@@ -52,6 +53,7 @@ class Transformer:
         weights: complete and final; they are read in place.
         dtype: of weights, activations and the pool.
         max_model_len: the longest request's tokens; None: all that the model has positions for.
+        block_size: the pool's; None: what the attention backend likes best.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Transformer:
         weights: dict[str, torch.Tensor],
         dtype: str,
         max_model_len: int | None = None,
+        block_size: int | None = None,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -73,8 +76,9 @@ class Transformer:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
         buffers = Buffers()
-        self._backend = choose_backend(self._embedding.device.type, self.dtype, buffers.take)
-        linears = choose_linears(self._embedding.device.type, self.dtype, take=buffers.take)
+        device = self._embedding.device
+        self._backend = choose_backend(device, self.dtype, config, block_size, buffers.take)
+        linears = choose_linears(device.type, self.dtype, take=buffers.take)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._branches: list[_Branch] = []
@@ -86,8 +90,9 @@ class Transformer:
         head = embedding if config.is_tied else f"{prefix}lm_head"
         self._head = linears.make(weights, [head], is_kept=True)
         self._tapes: Tapes | None = None
-        if linears.kernels is not None and all(b.is_all_kernels for b in self._branches):
-            self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
+        if isinstance(self._backend, CompiledBackend) and linears.kernels is not None:
+            if all(branch.is_all_kernels for branch in self._branches):
+                self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
 
     @property
     def attention_backend(self) -> str:
@@ -129,9 +134,11 @@ class Transformer:
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > self._num_table_positions:
             size = max(_MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
-            self._tables = [
+            tables = [
                 rope_table(rope, size, self._max_model_len, self.dtype) for rope in self._ropes
             ]
+            device = self._embedding.device
+            self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
             self._num_table_positions = size
 
 

@@ -94,7 +94,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     ring = None
     if setup.ring is not None:
         ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
-    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len)
+    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
     grammars = Grammars(
         lambda: GrammarTokenizer(
             Tokenizer.from_folder(checkpoint.folder), config.vocab_size, config.eos_token_ids

@@ -1,0 +1,74 @@
+"""What a kernel has to move and to multiply at least, from its shapes.
+
+Owns: the arithmetic of floors, against which a measured time is a fraction.
+Called by: engine.workers.kernel_bench.
+Invariant: bytes that must cross the device's memory once, no more; products and sums as two
+operations.
+Never: measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one call."""
+
+    num_bytes: int
+    num_flops: int = 0
+
+    def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The least time, on a device that reaches both rates at once."""
+        return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    window: int | None = None
+
+
+def attention_cost(heads: Heads, sequences: Sequence[tuple[int, int]]) -> Cost:
+    """Of sequences as (tokens before, new tokens): each visible key and value is read once."""
+    num_keys = num_pairs = num_queries = 0
+    for context, new in sequences:
+        window = heads.window or context + new
+        num_keys += min(context + new, window + new - 1)
+        num_pairs += sum(min(position + 1, window) for position in range(context, context + new))
+        num_queries += new
+    keys_and_values = 2 * num_keys * heads.num_kv_heads
+    queries_and_results = 2 * num_queries * heads.num_heads
+    return Cost(
+        (keys_and_values + queries_and_results) * heads.head_dim * heads.itemsize,
+        4 * num_pairs * heads.num_heads * heads.head_dim,
+    )
+
+
+def place_cost(heads: Heads, num_tokens: int) -> Cost:
+    """Of rotating in place and writing to the pool."""
+    read = heads.num_heads + 2 * heads.num_kv_heads
+    written = read + 2 * heads.num_kv_heads
+    return Cost((read + written) * num_tokens * heads.head_dim * heads.itemsize)
+
+
+def norm_cost(num_tokens: int, dim: int, itemsize: int) -> Cost:
+    """Of adding to the stream, keeping the sum, and its norm."""
+    return Cost(4 * num_tokens * dim * itemsize)
+
+
+def gated_cost(num_tokens: int, width: int, itemsize: int) -> Cost:
+    """Of both halves in, one out."""
+    return Cost(3 * num_tokens * width * itemsize)
+
+
+def sample_cost(num_rows: int, vocab_size: int) -> Cost:
+    """Of reading float32 logits once, as a greedy row does."""
+    return Cost(num_rows * vocab_size * 4)

@@ -1,0 +1,159 @@
+"""A step's small operations and its attention on a GPU.
+
+Owns: which kernels serve which part of a step, and the tensors that its layers share.
+Called by: backend (which chooses this or torch), through it transformer.
+Invariant: after plan, nothing is read from the device and no list is looked at, so that a step can
+be captured in a graph.
+Never: chooses blocks, keeps anything after the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.model import triton_ops
+from engine.model.attention import StepBatch
+from engine.model.flash import PagedAttention
+from engine.model.paged import PagedStep, paged_step
+from engine.model.tiling import num_parts, several_queries_tiling, single_query_tiling
+from engine.model.triton_attention import attend_several, attend_single
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """One step as the kernels read it."""
+
+    positions: torch.Tensor
+    """[num_tokens] int64, as token_slots."""
+    token_slots: torch.Tensor
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosine and signed sine of all positions, for each RoPE of the model."""
+    step: PagedStep
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What launches are cut to."""
+
+    num_processors: int
+    shared_bytes: int
+    """Shared memory that one program may have."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceLimits:
+        """Those of a CUDA device."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = triton.runtime.driver.active.utils.get_device_properties(index)
+        return cls(properties["multiprocessor_count"], properties["max_shared_mem"])
+
+
+class TritonAttention:
+    """Attention by kernels of our own: any block size, any head, any dtype.
+
+    Args:
+        group_size: query heads per key head.
+        head_dim: of a head.
+        itemsize: bytes of one value.
+        limits: of the device.
+    """
+
+    def __init__(self, group_size: int, head_dim: int, itemsize: int, limits: DeviceLimits) -> None:
+        shape = (group_size, head_dim, itemsize, limits.shared_bytes)
+        self._several, self._single = several_queries_tiling(*shape), single_query_tiling(*shape)
+        self._num_processors = limits.num_processors
+        self.queries_per_tile = self._several.num_rows // group_size
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        step: PagedStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        how = (layer, step, scale, window, softcap)
+        attend_several(out, q, kv, *how, self._several)
+        if step.has_single_queries:
+            visible = step.max_seq_len if window is None else min(window, step.max_seq_len)
+            parts = num_parts(len(step.seq_lens), kv.shape[4], visible, self._num_processors)
+            attend_single(out, q, kv, *how, self._single, parts)
+        return out
+
+
+class CudaBackend:
+    """A step's small operations by Triton, its attention by what was chosen.
+
+    Args:
+        name: what was chosen, and why not better.
+        attention: that.
+        queries_per_tile: what Triton's attention wants of a plan; 0: another was chosen.
+    """
+
+    def __init__(self, name: str, attention: PagedAttention, queries_per_tile: int = 0) -> None:
+        self.name = name
+        self._attention = attention
+        self._queries_per_tile = queries_per_tile
+
+    def plan(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        tables: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> CudaPlan:
+        """What the layers of one step share."""
+        step = paged_step(batch, kv.device, self._queries_per_tile)
+        return CudaPlan(batch.positions, batch.token_slots, tables, step)
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        added: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
+        return triton_ops.norm(x, weight, eps, added, scale)
+
+    def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
+        triton_ops.norm_rows(rows, weight, eps)
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up of the two halves of the last dimension."""
+        return triton_ops.gated(gate_up, activation)
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        rope_index: int | None,
+        kv: torch.Tensor,
+        layer: int,
+        plan: CudaPlan,
+    ) -> None:
+        """Rotate queries and keys in place, and write keys and values to the pool."""
+        angles = None if rope_index is None else plan.tables[rope_index]
+        triton_ops.place(qkv, num_heads, angles, kv, layer, plan.positions, plan.token_slots)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        kv: torch.Tensor,
+        layer: int,
+        plan: CudaPlan,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        q = qkv[:, :num_heads]
+        return self._attention(q, kv, layer, plan.step, scale, window, softcap)

@@ -1,0 +1,128 @@
+"""Paged attention by libraries: flash-attn 2, and the one that torch brings since 2.12.
+
+Both are given the pool as it lies: a layer's keys are pages of a block each, far apart. Both serve
+single queries by the same call as several: flash-attn's function for caches reads lengths back from
+the device since 2.8.4, which no graph can capture.
+Owns: the order and meaning of their arguments.
+Called by: cuda.
+Invariant: a block is a page, of a multiple of 256 tokens; nothing is copied but queries that a
+library wants copied.
+Never: chooses between them, imports either before it was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.model.paged import PagedStep
+
+_Function = Callable[..., torch.Tensor]
+
+
+class PagedAttention(Protocol):
+    """The queries of a step over the pool."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        step: PagedStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim], as q, whose tokens may lie apart."""
+
+
+def flash_attention(attend: _Function | None = None) -> PagedAttention:
+    """Attention by flash-attn 2.
+
+    Args:
+        attend: in place of its flash_attn_varlen_func.
+    """
+    call = attend or _flash_attn()
+
+    def flash(
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        step: PagedStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        keys, values = kv[:, layer].unbind(1)
+        return call(
+            q,
+            keys,
+            values,
+            step.query_starts,
+            step.key_starts,
+            step.max_query_len,
+            step.max_seq_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(window),
+            softcap=softcap or 0.0,
+            block_table=step.block_tables,
+        )
+
+    return flash
+
+
+def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
+    """Attention by torch.nn.attention.varlen.
+
+    Args:
+        attend: in place of its varlen_attn.
+    """
+    # it knows no softcap, and is not chosen where there is one
+    call = attend or _torch_varlen()
+
+    def varlen(
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        step: PagedStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        keys, values = kv[:, layer].unbind(1)
+        return call(
+            q,
+            keys,
+            values,
+            step.query_starts,
+            step.key_starts,
+            step.max_query_len,
+            step.max_seq_len,
+            scale=scale,
+            window_size=_window(window),
+            enable_gqa=True,
+            seqused_k=step.seq_lens,
+            block_table=step.block_tables,
+        )
+
+    return varlen
+
+
+def _flash_attn() -> _Function:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def _torch_varlen() -> _Function:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn  # type: ignore[return-value]  # a pair, if it is asked for more
+
+
+def _window(window: int | None) -> tuple[int, int]:
+    """How far a query sees to the left, besides itself, and to the right."""
+    return (-1 if window is None else window - 1, 0)

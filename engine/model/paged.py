@@ -1,0 +1,88 @@
+"""A step's sequences as device tensors, which every paged attention reads.
+
+Owns: the packing of block tables and lengths, in one copy to the device.
+Called by: cuda (once per step); a graph runner keeps the same tensors as static buffers.
+Invariant: int32, contiguous; query i of a sequence sees the keys at positions up to
+seq_len - query_len + i; a sequence of length 0 sees none, and its output is 0.
+Never: reads a device value back, depends on the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from engine.model.attention import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """Who attends to which blocks."""
+
+    block_tables: torch.Tensor
+    """[num_sequences, num_columns] int32, as all here; unused columns name block 0."""
+    query_starts: torch.Tensor
+    """[num_sequences + 1]: each sequence's first row in the step, and the end."""
+    key_starts: torch.Tensor
+    """[num_sequences + 1]: the sums of seq_lens, which flash-attn reads lengths from."""
+    seq_lens: torch.Tensor
+    """[num_sequences]: tokens with the new ones."""
+    query_tiles: torch.Tensor
+    """[num_tiles, 2]: sequence and first query of each run of queries that one program serves, the
+    longest work first; sequences with a single query have none."""
+    max_query_len: int
+    max_seq_len: int
+    """At least the longest: it chooses grids, and may be the bound of a captured graph."""
+    has_single_queries: bool
+
+
+def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) -> PagedStep:
+    """Pack a step's sequences.
+
+    Args:
+        batch: the step.
+        device: where attention runs.
+        queries_per_tile: of one program of the kernel for several queries; 0: no tiles are wanted.
+    """
+    num_sequences = len(batch.query_lens)
+    num_columns = max(map(len, batch.block_tables))
+    tiles = _query_tiles(batch.query_lens, batch.seq_lens, queries_per_tile)
+    parts = [
+        [i for table in batch.block_tables for i in (*table, *[0] * (num_columns - len(table)))],
+        list(accumulate(batch.query_lens, initial=0)),
+        list(accumulate(batch.seq_lens, initial=0)),
+        batch.seq_lens,
+        [i for tile in tiles for i in tile],
+    ]
+    values = [value for part in parts for value in part]
+    packed = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    tables, query_starts, key_starts, seq_lens, query_tiles = torch.split(
+        packed.to(device, non_blocking=True), [len(part) for part in parts]
+    )
+    return PagedStep(
+        tables.view(num_sequences, num_columns),
+        query_starts,
+        key_starts,
+        seq_lens,
+        query_tiles.view(-1, 2),
+        max(batch.query_lens),
+        max(batch.seq_lens),
+        1 in batch.query_lens,
+    )
+
+
+def _query_tiles(
+    query_lens: Sequence[int], seq_lens: Sequence[int], queries_per_tile: int
+) -> list[tuple[int, int]]:
+    """Longest work first, so that no program is left alone with it at the end."""
+
+    def tiles() -> Iterator[tuple[int, int, int]]:
+        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if query_len > 1 and queries_per_tile:
+                for first in range(0, query_len, queries_per_tile):
+                    yield query_len - first - seq_len, i, first
+
+    return [(i, first) for _, i, first in sorted(tiles())]

@@ -1,0 +1,20 @@
+"""Triton's attention is attention, whatever the tiles, parts and blocks; by its interpreter."""
+
+import pytest
+
+from engine.model.tiling import Tiling
+from tests.engine.kernel_cases import STEPS, check_attention, check_padding
+
+SMALL, LARGE = Tiling(16, 16, 4), Tiling(32, 64, 4)
+pytestmark = pytest.mark.usefixtures("real_bfloat16")
+
+
+@pytest.mark.parametrize(("tiling", "parts"), [(SMALL, 3), (LARGE, 1)], ids=["small", "large"])
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_every_sequence_gets_what_it_would_get_alone(step, parts, tiling):
+    check_attention(step, "cpu", tiling, parts)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_row_that_pads_a_graphs_batch_sees_nothing_and_yields_zeros(parts):
+    check_padding("cpu", SMALL, parts)
