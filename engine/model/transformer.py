@@ -90,9 +90,10 @@ class Transformer:
         head = embedding if config.is_tied else f"{prefix}lm_head"
         self._head = linears.make(weights, [head], is_kept=True)
         self._tapes: Tapes | None = None
-        if isinstance(self._backend, CompiledBackend) and linears.kernels is not None:
-            if all(branch.is_all_kernels for branch in self._branches):
-                self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
+        is_compiled = isinstance(self._backend, CompiledBackend)
+        is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
+        if is_compiled and linears.kernels is not None:
+            self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
 
     @property
     def attention_backend(self) -> str:
