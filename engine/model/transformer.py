@@ -64,14 +64,15 @@ class Transformer:
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
         self._embedding = weights[f"{embedding}.weight"]
+        self.device = self._embedding.device
         # rounded as transformers rounds it, where it keeps the factor as a tensor
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
-        self._backend = choose_backend(self._embedding.device.type, self.dtype)
-        linears = choose_linears(self._embedding.device.type, self.dtype)
+        self._backend = choose_backend(self.device.type, self.dtype)
+        linears = choose_linears(self.device.type, self.dtype)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._branches: list[_Branch] = []
@@ -81,6 +82,14 @@ class Transformer:
             self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm")
         self._head = linears.make(weights, [embedding if config.is_tied else f"{prefix}lm_head"])
+        if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
+            self._grow_tables(self._max_model_len)
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a step looks at no value on the device, so that a graph can replay it."""
+        layers = range(self.config.num_layers)
+        return all(self.config.experts_of(layer) is None for layer in layers)
 
     @property
     def attention_backend(self) -> str:
@@ -94,7 +103,7 @@ class Transformer:
         kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
         """
         config = self.config
-        self._grow_tables(max(batch.seq_lens))
+        self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
         step = _Step(kv, self._backend.plan(batch, kv, self._tables))
         x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
         if self._embedding_scale != 1:
@@ -104,7 +113,9 @@ class Transformer:
             added = branch(x, added, step)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
-        x = x[list(batch.logit_rows)]
+        if len(batch.logit_rows) < len(x):
+            rows = batch.device_logit_rows
+            x = x[list(batch.logit_rows) if rows is None else rows]
         x = self._backend.norm(x, self._norm_weight, config.rms_norm_eps)
         logits = self._head(x).float()
         if config.logit_divisor != 1:
@@ -115,7 +126,8 @@ class Transformer:
         if num_positions > self._num_table_positions:
             size = max(_MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
             self._tables = [
-                rope_table(rope, size, self._max_model_len, self.dtype) for rope in self._ropes
+                rope_table(rope, size, self._max_model_len, self.dtype, self.device)
+                for rope in self._ropes
             ]
             self._num_table_positions = size
 
