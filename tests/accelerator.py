@@ -9,7 +9,6 @@ import contextlib
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
@@ -66,6 +65,7 @@ class Accelerator(TorchDispatchMode):
         self.num_writes = 0
         """Copies of host tensors."""
         self._is_capturing = False
+        self._is_composite = {}
 
     @contextlib.contextmanager
     def on(self):
@@ -83,30 +83,42 @@ class Accelerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # what is made of other operations comes back as those
-        with torch._C.DisableTorchFunction(), self:
-            made = func.decompose(*args, **kwargs)
-        return self._compute(func, args, kwargs) if made is NotImplemented else made
+        if func not in self._is_composite:
+            self._is_composite[func] = func._can_decompose()
+        if self._is_composite[func]:  # the operations that it is made of come back here
+            with torch._C.DisableTorchFunction(), self:
+                return func.decompose(*args, **kwargs)
+        return self._compute(func, args, kwargs)
 
     def _compute(self, func, args, kwargs):
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        ours = [x for x in flat if isinstance(x, OnDevice)]
-        theirs = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice)]
+        ours, theirs = {}, []
         named = kwargs.get("device")
-        is_ours = bool(ours) if named is None else torch.device(named) == DEVICE
-        self._check(func, ours, theirs, is_ours, flat[0] if flat else None)
-        args, kwargs = pytree.tree_unflatten([_held(x) for x in flat], spec)
-        made = func(*args, **kwargs)
-        if not is_ours:
-            return made
-        known = {id(x.held): x for x in ours}
+
+        def held(x):
+            if isinstance(x, OnDevice):
+                ours[id(x.held)] = x
+                return x.held
+            if isinstance(x, torch.Tensor):
+                theirs.append(x)
+            elif isinstance(x, list | tuple):
+                return [held(each) for each in x]
+            return x
 
         def wrapped(x):
+            if isinstance(x, list | tuple):
+                return type(x)(wrapped(each) for each in x)
             if not isinstance(x, torch.Tensor):
                 return x
-            return known[id(x)] if id(x) in known else OnDevice(x)
+            return ours[id(x)] if id(x) in ours else OnDevice(x)
 
-        return pytree.tree_map(wrapped, made)
+        host_args = [held(x) for x in args]
+        host_kwargs = {name: held(x) for name, x in kwargs.items()}
+        is_ours = bool(ours) if named is None else torch.device(named) == DEVICE
+        if named is not None and is_ours:
+            host_kwargs["device"] = torch.device("cpu")
+        self._check(func, ours, theirs, is_ours, args[0] if args else None)
+        made = func(*host_args, **host_kwargs)
+        return wrapped(made) if is_ours else made
 
     def _check(self, func, ours, theirs, is_ours, first):
         is_copy = func in (_aten._to_copy.default, _aten.copy_.default)
@@ -120,14 +132,6 @@ class Accelerator(TorchDispatchMode):
         self.num_writes += is_write
         if self._is_capturing and (is_read or is_write):
             raise RuntimeError(f"{func} crosses between host and device in a captured step")
-
-
-def _held(x):
-    if isinstance(x, OnDevice):
-        return x.held
-    if isinstance(x, torch.device) and x == DEVICE:
-        return torch.device("cpu")
-    return x
 
 
 class FakeDevice:

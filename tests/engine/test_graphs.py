@@ -1,6 +1,7 @@
 """Graphs change nothing but the time: the same tokens as step by step, whoever comes and goes."""
 
 import contextlib
+import copy
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
 from tests.accelerator import DEVICE, FakeDevice
+from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE = 4
@@ -71,7 +73,7 @@ class Machine:
         self.entries = []
 
     def tell(self, *commands):
-        self.harness.tell(*commands)
+        self.harness.tell(*copy.deepcopy(commands))  # a worker goes on with an admit's own lists
 
     def step(self):
         with self.device.accelerator.on():
@@ -91,16 +93,25 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_llama):
-    return tiny_llama
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "one-layer"
+    return make_checkpoint(folder, num_hidden_layers=1)
 
 
-@pytest.fixture
-def machines(folder):
+@pytest.fixture(scope="module")
+def both(folder):
     made = [Machine(folder, has_graphs=True), Machine(folder, has_graphs=False)]
     yield made
     for machine in made:
         machine.close()
+
+
+@pytest.fixture
+def machines(both):
+    for machine in both:
+        machine.entries.clear()
+        machine.device.replayed.clear()
+    return both
 
 
 def admit(seq_id, num_prompt_tokens, num_outputs, **sampling):
@@ -130,23 +141,24 @@ KINDS = [
 
 
 def script(seed):
-    """What is admitted or dropped before each of some steps."""
+    """What is admitted or dropped before each of some steps: arrivals in bursts, then quiet."""
     rng = random.Random(seed)
     waiting, live, commands = list(range(1, NUM_SEQUENCES + 1)), [], []
-    for _ in range(60):
+    for step in range(48):
         now = []
-        if waiting and rng.random() < 0.3:
-            kind = KINDS[0 if rng.random() < 0.5 else rng.randrange(len(KINDS))]
-            seq_id = waiting.pop(0)
-            live.append(seq_id)
-            now.append(admit(seq_id, rng.randrange(1, 20), rng.randrange(1, 25), **kind))
+        if step % 12 == 0:
+            for seq_id in waiting[:3]:
+                kind = KINDS[0 if rng.random() < 0.5 else rng.randrange(len(KINDS))]
+                now.append(admit(seq_id, rng.randrange(1, 20), rng.randrange(4, 25), **kind))
+            live += waiting[:3]
+            del waiting[:3]
         if live and rng.random() < 0.05:
             now.append(Release(live.pop(rng.randrange(len(live))), 1))
         commands.append(now)
     return commands
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_sequences_that_come_and_go_get_the_tokens_that_they_get_without_graphs(machines, seed):
     with_graphs, eager = machines
     dropped = set()
@@ -157,7 +169,7 @@ def test_sequences_that_come_and_go_get_the_tokens_that_they_get_without_graphs(
             machine.step()
     for machine in machines:
         machine.run()
-    assert len(set(with_graphs.device.replayed)) > 6
+    assert len(set(with_graphs.device.replayed)) > 4
     assert not eager.device.replayed
     for seq_id in range(1, NUM_SEQUENCES + 1):
         ours, theirs = (machine.tokens(seq_id) for machine in machines)
