@@ -10,12 +10,41 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.protocol import DeviceFrame
 
 RAPL_ROOT = Path("/sys/class/powercap")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that could serve."""
+
+    name: str
+    """As its readings have it: `gpu0`."""
+    model: str
+    uuid: str
+    memory_bytes: int
+
+
+def list_gpus(nvml: Any | None = None) -> list[Gpu]:
+    """All that answer, in NVML's order; none without a driver."""
+    nvml = nvml if nvml is not None else _open_nvml()
+    gpus: list[Gpu] = []
+    if nvml is None:
+        return gpus
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            model, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError:
+            continue
+        gpus.append(Gpu(f"gpu{index}", model, uuid, memory.total))
+    return gpus
 
 
 class Devices:

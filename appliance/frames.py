@@ -61,7 +61,8 @@ class Frames:
         telemetry: Telemetry,
     ) -> None:
         self._plan = plan
-        self._model = model
+        self.model = model
+        """As it is served; a pool that turns out small shortens its requests."""
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
@@ -78,10 +79,10 @@ class Frames:
         self._frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,
-            model=self._model.model_id,
-            model_note=self._model.note,
+            model=self.model.model_id,
+            model_note=self.model.note,
             dtype=plan.dtype,
-            max_model_len=self._model.max_model_len,
+            max_model_len=self.model.max_model_len,
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
             workers=telemetry.workers(workers, self._router, now_ns),

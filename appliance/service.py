@@ -27,7 +27,7 @@ from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.messages import CoresUsed, Loaded, Report, Stepped
+from engine.messages import CoresUsed, Loaded, PoolMade, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -290,6 +290,11 @@ class Service:
             self._router.loaded(report, now_ns)
         elif isinstance(report, CoresUsed):
             self._router.cores_used(worker, report)
+        elif isinstance(report, PoolMade):
+            limit = self._router.ledger.resize(
+                self._router.topology.pool_of(worker), report.num_blocks
+            )
+            self._model = self._frames.model = self._model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""

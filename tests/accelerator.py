@@ -11,6 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.workers.device import Memory
+
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
 
@@ -69,9 +71,13 @@ class Accelerator(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self):
-        # wrappers of both modes do not mix, so all are made in the workers'
+        # wrappers of both modes do not mix, so all are made in the workers'; and threads, which
+        # operations as small as the tests' only wait for, have to be few
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         with torch.inference_mode(), _Literals(), self:
             yield self
+        torch.set_num_threads(num_threads)
 
     @contextlib.contextmanager
     def capturing(self):
@@ -145,6 +151,10 @@ class FakeDevice:
     def __init__(self):
         self.accelerator = Accelerator()
         self.num_captures = 0
+        self.memory_now = Memory(8 << 30, 8 << 30, 1 << 20, 2 << 20)
+        self.exported = []
+        """Memory that another process could map; to be shared by the devices of two workers."""
+        self.order = None
         self.replayed = []
         """Which capture each replay was of."""
 
@@ -154,6 +164,31 @@ class FakeDevice:
     def fetch(self, tensor):
         copied = tensor.clone()  # as the device's copy: of the values that are there now
         return lambda: copied.tolist()
+
+    def buffer(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def mark(self):
+        return lambda: None
+
+    def memory(self):
+        return self.memory_now
+
+    def forget_peak(self):
+        pass
+
+    def export(self, memory):
+        self.exported.append(memory)
+        return str(len(self.exported) - 1).encode()
+
+    def map(self, exported):
+        return self.exported[int(exported)].view(-1).view(torch.uint8)
+
+    def new_event(self):
+        return self.order.event()
+
+    def open_event(self, handle):
+        return self.order.opened(handle)
 
     def capture(self, step):
         number = self.num_captures

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from engine.errors import WorkerFailed
@@ -31,6 +32,18 @@ class Memory(NamedTuple):
     """Most that was allocated at once since forget_peak()."""
 
 
+class SharedEvent(Protocol):
+    """A point in the work of one process's device that another process's can wait for."""
+
+    handle: bytes
+
+    def record(self) -> None:
+        """The point is now: after all that this process has given the device."""
+
+    def wait(self) -> None:
+        """What this process gives the device from now on waits for the point recorded last."""
+
+
 class Device(Protocol):
     """What a worker needs of its accelerator; tests have one without hardware."""
 
@@ -38,6 +51,12 @@ class Device(Protocol):
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """A host tensor that the device can copy from while the host goes on."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on the host that the device can copy from while the host goes on."""
+
+    def mark(self) -> Callable[[], None]:
+        """Calling the result waits until the device has done all that it was given before."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Start to copy a tensor to the host; calling the result waits for its values."""
@@ -50,6 +69,18 @@ class Device(Protocol):
 
     def forget_peak(self) -> None:
         """Begin a new peak at what is allocated."""
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Where another process finds the bytes of a tensor, which has to stay."""
+
+    def map(self, exported: bytes) -> torch.Tensor:
+        """[num_bytes] of uint8: what another process has exported, not a copy of it."""
+
+    def new_event(self) -> SharedEvent:
+        """One that another process can open."""
+
+    def open_event(self, handle: bytes) -> SharedEvent:
+        """Another process's."""
 
 
 class CudaDevice:
@@ -73,15 +104,24 @@ class CudaDevice:
         """A host tensor; its memory is not used again before copies from it are done."""
         return torch.tensor(values, dtype=dtype, pin_memory=True)
 
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory; whoever writes it again sees to it that copies from it are done."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Callable[[], None]:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
     def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Start a copy to pinned memory, in order with the steps."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
-        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        is_done.record()
+        wait = self.mark()
 
         def values() -> list[int]:
-            is_done.synchronize()
+            wait()
             return copy.tolist()
 
         return values
@@ -110,6 +150,50 @@ class CudaDevice:
     def forget_peak(self) -> None:
         """Begin a new peak."""
         torch.cuda.reset_peak_memory_stats()
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """By CUDA IPC; torch's own, since its allocator knows which segment a tensor lies in."""
+        storage: Any = memory.untyped_storage()
+        _device, *where = storage._share_cuda_()
+        return msgspec.msgpack.encode(where)
+
+    def map(self, exported: bytes) -> torch.Tensor:
+        """Torch closes the mapping with the storage; the workers never let go of it."""
+        where = msgspec.msgpack.decode(exported)
+        storages: Any = torch.UntypedStorage
+        storage = storages._new_shared_cuda(self.torch_device.index, *where)
+        mapped: Any = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        mapped.set_(storage)
+        return torch.as_tensor(mapped)
+
+    def new_event(self) -> SharedEvent:
+        """Without times, which no event between processes has."""
+        event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        event.record()  # one that was never recorded has no handle
+        return _CudaEvent(event, event.ipc_handle())
+
+    def open_event(self, handle: bytes) -> SharedEvent:
+        """The event itself, as the other process records it."""
+        event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
+            self.torch_device, handle
+        )
+        return _CudaEvent(event, handle)
+
+
+class _CudaEvent:
+    """On the current stream, which is the one of the steps."""
+
+    def __init__(self, event: Any, handle: bytes) -> None:
+        self._event = event
+        self.handle = handle
+
+    def record(self) -> None:
+        """Of this process's own."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """The device waits, not the host."""
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 def check_allocator() -> None:

@@ -34,10 +34,12 @@ from engine.messages import (
     Stepped,
     Stored,
     UseCores,
+    UseEvents,
 )
 from engine.plan import plan
 from engine.sequence import FinishReason
 from engine.workers.cores import use_cores
+from engine.workers.ordering import Ordering
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
@@ -51,6 +53,8 @@ class _Flight:
     launched: Launched
     num_prefill_tokens: int
     started_ns: int
+    event: int | None
+    """Recorded after it."""
 
 
 class Worker:
@@ -65,6 +69,7 @@ class Worker:
         ring: torch.Tensor | None,
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
+        ordering: Ordering | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
@@ -73,6 +78,8 @@ class Worker:
         self._ring = ring
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
+        self._ordering = ordering
+        """Of its steps and another worker's on the same GPU; None: they share no memory."""
         self._use_cores = use_cores
         self._is_parked = False
         self._running: dict[int, Running] = {}
@@ -118,6 +125,7 @@ class Worker:
                     num_prefill_tokens,
                     num_tokens - num_prefill_tokens,
                     entries,
+                    flight.event,
                 )
             )
 
@@ -129,7 +137,13 @@ class Worker:
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )
-        return _Flight(planned, self._runner.launch(planned), num_prefill_tokens, started_ns)
+        if self._ordering is not None:
+            self._ordering.before([r for r, _ in planned])
+        launched = self._runner.launch(planned)
+        return _Flight(planned, launched, num_prefill_tokens, started_ns, self._recorded())
+
+    def _recorded(self) -> int | None:
+        return None if self._ordering is None else self._ordering.after()
 
     def _follow(self, flight: _Flight) -> _Flight | None:
         """Start the same sequences' next step, if they are all that there is to run."""
@@ -138,7 +152,9 @@ class Worker:
         if not is_whole or len(planned) < len(self._running) or self._is_parked:
             return None
         launched = self._runner.follow(flight.launched)
-        return None if launched is None else _Flight(planned, launched, 0, flight.started_ns)
+        if launched is None:
+            return None
+        return _Flight(planned, launched, 0, flight.started_ns, self._recorded())
 
     def _collect(self, flight: _Flight) -> list[SequenceStep]:
         """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
@@ -214,7 +230,8 @@ class Worker:
         if running.num_stored_blocks is None or self._ring is None:
             return []
         first = running.num_stored_blocks
-        count = min(running.num_storable_blocks(self._runner.block_size) - first, len(self._slots))
+        storable = running.num_storable_blocks(self._runner.block_size)
+        count = max(0, min(storable - first, len(self._slots)))  # computed again: less than before
         slots = [self._slots.popleft() for _ in range(count)]
         block_ids = running.block_table[first : first + count]
         copy_blocks(self._pool, block_ids, self._ring, slots)
@@ -238,6 +255,9 @@ class Worker:
                 if cpus:
                     self._use_cores(cpus)
                 self._channel.send(CoresUsed(cpus))
+            case UseEvents(handles):
+                if self._ordering is not None:
+                    self._ordering.use(handles)
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
 

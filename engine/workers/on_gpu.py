@@ -1,0 +1,184 @@
+"""A worker's start on a GPU: weights, profile, pool, graphs, and what two workers share.
+
+One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
+an admit with the same block ids, and the weights are read once and lie there once.
+Owns: the order of the start. Called by: engine.workers.__main__.
+Invariant: the pool is allocated once, by itself, after the largest step has been run and measured.
+Never: steps for clients; chooses who exports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from engine.channel import WorkerChannel
+from engine.checkpoint import Checkpoint, arena_layout
+from engine.config import DTYPE_BYTES
+from engine.messages import (
+    Command,
+    Go,
+    GpuSpec,
+    MapShared,
+    PoolMade,
+    Ready,
+    Setup,
+    SharedMemory,
+    WeightsLoaded,
+)
+from engine.model.transformer import Transformer
+from engine.workers.device import Device
+from engine.workers.grammars import Grammars
+from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
+from engine.workers.ordering import Ordering
+from engine.workers.runner import Runner
+from engine.workers.sizing import check_blocks, num_blocks_that_fit
+from engine.workers.streaming import Progress, arena_views, stream_weights
+
+_Expected = TypeVar("_Expected", bound=Command)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the loop runs on."""
+
+    runner: Runner
+    pool: torch.Tensor
+    ordering: Ordering | None
+    ready: Ready
+
+
+class Inbox:
+    """Commands of the start, one by one, although they may arrive together."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._arrived: deque[Command] = deque()
+
+    def expect(self, kind: type[_Expected]) -> _Expected:
+        """The next command, which has to be of this kind."""
+        if not self._arrived:
+            self._arrived.extend(self._channel.receive(wait=True))
+        command = self._arrived.popleft()
+        if not isinstance(command, kind):
+            raise TypeError(f"expected {kind.__name__}, got {type(command).__name__}")
+        return command
+
+
+def start(
+    channel: WorkerChannel,
+    setup: Setup,
+    gpu: GpuSpec,
+    checkpoint: Checkpoint,
+    device: Device,
+    grammars: Grammars,
+    progress: Progress,
+) -> Started:
+    """Everything up to Ready, which the caller sends.
+
+    Raises:
+        WorkerFailed: the GPU has no room for a pool.
+    """
+    inbox = Inbox(channel)
+    config, dtype = checkpoint.config, setup.dtype
+    layout = arena_layout(checkpoint, dtype)
+    shared = None
+    if gpu.shares == "maps":
+        channel.send(WeightsLoaded())
+        inbox.expect(Go)
+        shared = inbox.expect(MapShared).memory
+        arena = device.map(shared.weights)[: layout.num_bytes]
+        views = arena_views(checkpoint, dtype, layout, arena)
+        progress(layout.num_bytes, layout.num_bytes)
+    else:
+        arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
+        views = arena_views(checkpoint, dtype, layout, arena)
+        stream_weights(checkpoint, views, device, progress)
+        channel.send(WeightsLoaded())
+        inbox.expect(Go)
+    transformer = Transformer(config, views, dtype, setup.max_model_len)
+    has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
+    if shared is not None:
+        pool = _as_pool(device.map(shared.pool), shared.num_blocks, setup, transformer)
+    else:
+        pool = _make_pool(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
+        exported = None
+        if gpu.shares == "exports":
+            exported = SharedMemory(device.export(arena), device.export(pool), len(pool))
+        channel.send(PoolMade(len(pool), exported))
+    before = device.memory()
+    graphs = None
+    if has_graphs:
+        graphs = DecodeGraphs(
+            transformer,
+            pool,
+            device,
+            block_size=setup.block_size,
+            max_model_len=setup.max_model_len,
+        )
+        graphs.capture()
+    runner = Runner(transformer, pool, setup.block_size, grammars, device, graphs)
+    runner.warm_up(setup.max_step_tokens)
+    ordering = None if gpu.shares is None else Ordering(device)
+    ready = Ready(
+        transformer.attention_backend,
+        num_graphs=0 if graphs is None else graphs.num_graphs,
+        capture_ms=0.0 if graphs is None else graphs.capture_ms,
+        graph_bytes=0 if graphs is None else before.free_bytes - device.memory().free_bytes,
+        events=[] if ordering is None else ordering.handles,
+    )
+    return Started(runner, pool, ordering, ready)
+
+
+def _as_pool(
+    memory: torch.Tensor, num_blocks: int, setup: Setup, transformer: Transformer
+) -> torch.Tensor:
+    """Bytes as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    config = transformer.config
+    shape = (config.num_layers, 2, setup.block_size, config.num_kv_heads, config.head_dim)
+    num_bytes = num_blocks * math.prod(shape) * DTYPE_BYTES[setup.dtype]
+    return memory[:num_bytes].view(transformer.dtype).view(num_blocks, *shape)
+
+
+def _make_pool(
+    setup: Setup,
+    gpu: GpuSpec,
+    transformer: Transformer,
+    device: Device,
+    grammars: Grammars,
+    *,
+    has_graphs: bool,
+) -> torch.Tensor:
+    """The pool, of what the largest steps leave."""
+    block_bytes = transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
+    on = device.torch_device
+    padding = torch.zeros(block_bytes, dtype=torch.uint8, device=on)
+    runner = Runner(
+        transformer,
+        _as_pool(padding, 1, setup, transformer),
+        setup.block_size,
+        grammars,
+        device,
+    )
+    runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
+    device.forget_peak()
+    allocated_bytes = device.memory().allocated_bytes
+    runner.rehearse(1, min(setup.max_step_tokens, setup.max_model_len))
+    runner.rehearse(BATCH_SIZES[-1], 1)
+    measured = device.memory()
+    num_fitting = num_blocks_that_fit(
+        free_bytes=measured.free_bytes,
+        step_bytes=measured.peak_bytes - allocated_bytes,
+        block_bytes=block_bytes,
+        static_bytes=BATCH_SIZES[-1] * transformer.config.vocab_size * 4 if has_graphs else 0,
+        has_graphs=has_graphs,
+        is_shared=gpu.shares is not None,
+    )
+    check_blocks(num_fitting, gpu.min_blocks, block_bytes, gpu.uuid)
+    num_blocks = min(num_fitting, setup.pool.num_blocks)
+    memory = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=on)
+    return _as_pool(memory, num_blocks, setup, transformer)
