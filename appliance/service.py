@@ -291,9 +291,8 @@ class Service:
         elif isinstance(report, CoresUsed):
             self._router.cores_used(worker, report)
         elif isinstance(report, PoolMade):
-            limit = self._router.ledger.resize(
-                self._router.topology.pool_of(worker), report.num_blocks
-            )
+            pool = self._router.topology.pool_of(worker)
+            limit = self._router.ledger.resize(pool, report.num_blocks)
             self._model = self._frames.model = self._model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:

@@ -148,13 +148,13 @@ class FakeDevice:
 
     torch_device = DEVICE
 
-    def __init__(self):
+    def __init__(self, exported=None, order=None):
         self.accelerator = Accelerator()
         self.num_captures = 0
         self.memory_now = Memory(8 << 30, 8 << 30, 1 << 20, 2 << 20)
-        self.exported = []
-        """Memory that another process could map; to be shared by the devices of two workers."""
-        self.order = None
+        self.exported = [] if exported is None else exported
+        """Memory that another process can map: the one list of two workers' devices."""
+        self.order = order
         self.replayed = []
         """Which capture each replay was of."""
 

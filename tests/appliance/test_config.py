@@ -170,7 +170,7 @@ def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) ->
     new = load({}, {})
     assert changes(old, new) == (["max_queued", "log_max_size"], ["roles"])
     taken = take_over(old, new)
-    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "elastic")
+    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "auto")
     assert changes(taken, new) == ([], ["roles"])
 
 
