@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,6 +87,9 @@ OnDied = Callable[[str, str], None]
 """The worker's name, and what there is to say about it."""
 
 
+WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
+
+
 class Supervisor:
     """All workers of the daemon."""
 
@@ -99,9 +102,11 @@ class Supervisor:
         on_ready: OnReady,
         on_died: OnDied,
         on_lost: OnDied,
+        program: Sequence[str] = WORKER_PROGRAM,
     ) -> None:
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
+        self._program = program
         self._on_report = on_report
         self._on_ready = on_ready
         self._on_died = on_died
@@ -179,8 +184,7 @@ class Supervisor:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML, in all workers
         }
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "engine.workers"]
-        command += ["--channel-fd", str(theirs.fileno())]
+        command = [*self._program, "--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
         try:
             worker.process = subprocess.Popen(

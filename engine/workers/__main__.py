@@ -53,9 +53,7 @@ def main() -> int:
         # before Setup, so that it overlaps with what the daemon has to do
         import torch  # noqa: F401
 
-        (setup,) = channel.receive(wait=True)
-        if not isinstance(setup, Setup):
-            raise TypeError(f"expected Setup, got {type(setup).__name__}")
+        setup = channel.expect(Setup)
         libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
         _serve(channel, setup)
     except ChannelClosed:
@@ -98,9 +96,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
             share = (setup.weights.share_index, setup.weights.share_count)
     weights = load_weights(checkpoint, setup.dtype, arena, share, _Progress(channel))
     channel.send(WeightsLoaded())
-    for command in channel.receive(wait=True):
-        if not isinstance(command, Go):
-            raise TypeError(f"expected Go, got {type(command).__name__}")
+    channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
     ring = None
     if setup.ring is not None:

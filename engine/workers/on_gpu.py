@@ -10,9 +10,7 @@ Never: steps for clients; chooses who exports.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -20,7 +18,6 @@ from engine.channel import WorkerChannel
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.config import DTYPE_BYTES
 from engine.messages import (
-    Command,
     Go,
     GpuSpec,
     MapShared,
@@ -39,8 +36,6 @@ from engine.workers.runner import Runner
 from engine.workers.sizing import check_blocks, num_blocks_that_fit
 from engine.workers.streaming import Progress, arena_views, stream_weights
 
-_Expected = TypeVar("_Expected", bound=Command)
-
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -50,23 +45,6 @@ class Started:
     pool: torch.Tensor
     ordering: Ordering | None
     ready: Ready
-
-
-class Inbox:
-    """Commands of the start, one by one, although they may arrive together."""
-
-    def __init__(self, channel: WorkerChannel) -> None:
-        self._channel = channel
-        self._arrived: deque[Command] = deque()
-
-    def expect(self, kind: type[_Expected]) -> _Expected:
-        """The next command, which has to be of this kind."""
-        if not self._arrived:
-            self._arrived.extend(self._channel.receive(wait=True))
-        command = self._arrived.popleft()
-        if not isinstance(command, kind):
-            raise TypeError(f"expected {kind.__name__}, got {type(command).__name__}")
-        return command
 
 
 def start(
@@ -83,14 +61,13 @@ def start(
     Raises:
         WorkerFailed: the GPU has no room for a pool.
     """
-    inbox = Inbox(channel)
     config, dtype = checkpoint.config, setup.dtype
     layout = arena_layout(checkpoint, dtype)
     shared = None
     if gpu.shares == "maps":
         channel.send(WeightsLoaded())
-        inbox.expect(Go)
-        shared = inbox.expect(MapShared).memory
+        channel.expect(Go)
+        shared = channel.expect(MapShared).memory
         arena = device.map(shared.weights)[: layout.num_bytes]
         views = arena_views(checkpoint, dtype, layout, arena)
         progress(layout.num_bytes, layout.num_bytes)
@@ -99,7 +76,7 @@ def start(
         views = arena_views(checkpoint, dtype, layout, arena)
         stream_weights(checkpoint, views, device, progress)
         channel.send(WeightsLoaded())
-        inbox.expect(Go)
+        channel.expect(Go)
     transformer = Transformer(config, views, dtype, setup.max_model_len)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
