@@ -1,44 +1,33 @@
 """The start of workers on a GPU, up to the first tokens: alone, and two over one memory."""
 
 import contextlib
-import socket
-import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.channel import WorkerChannel
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.errors import CheckpointError, WorkerFailed
 from engine.messages import (
-    Admit,
     Go,
     GpuSpec,
     MapShared,
     PoolMade,
-    PoolSpec,
-    Setup,
     UseEvents,
     WeightsLoaded,
 )
 from engine.model.weights import load_weights
-from engine.sequence import SamplingParams
 from engine.workers import streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
-from engine.workers.grammars import Grammars
-from engine.workers.loop import Worker
-from engine.workers.on_gpu import start
 from engine.workers.sizing import num_blocks_that_fit
 from engine.workers.streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.device_order import DeviceOrder
-from tests.engine.worker_harness import reports_in
+from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
 
 GIB = 1 << 30
-BLOCK_SIZE = 4
 
 
 @pytest.fixture(scope="module")
@@ -118,119 +107,11 @@ def test_without_a_gpu_that_torch_can_use_the_worker_says_so(monkeypatch):
         CudaDevice("GPU-0")
 
 
-def no_grammars():
-    raise AssertionError("nothing here has a grammar")
-
-
-class GpuWorker:
-    """A worker's start in a thread, with this test as the daemon."""
-
-    def __init__(self, checkpoint, name, device, gpu, num_blocks=64):
-        self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
-        self.setup = Setup(
-            worker=name,
-            model_dir=str(checkpoint.folder),
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            pool=PoolSpec("kv", None, num_blocks),
-            ring=None,
-            weights=None,
-            cpus=[0],
-            max_step_tokens=32,
-            max_model_len=48,
-            gpu=gpu,
-        )
-        self.sockets = socket.socketpair()
-        self.channel = WorkerChannel(self.sockets[1])
-        self.failure = self.started = None
-        self.told = []
-        self.thread = threading.Thread(target=self._start)
-        self.thread.start()
-
-    def _start(self):
-        with self.device.accelerator.on():
-            try:
-                self.started = start(
-                    self.channel,
-                    self.setup,
-                    self.gpu,
-                    self.checkpoint,
-                    self.device,
-                    Grammars(no_grammars),
-                    lambda *progress: self.told.append(progress),
-                )
-            except WorkerFailed as error:
-                self.failure = error
-
-    def send(self, command):
-        WorkerChannel(self.sockets[0]).send(command)
-
-    def report(self, kind):
-        """The next report, which has to be of this kind."""
-        self.sockets[0].settimeout(60)
-        (report,) = reports_in(self.sockets[0], at_least=1)
-        assert isinstance(report, kind)
-        return report
-
-    def loop(self):
-        self.thread.join()
-        self.worker = Worker(
-            self.channel,
-            self.started.runner,
-            pool=self.started.pool,
-            ring=None,
-            eos_token_ids=(),
-            max_step_tokens=32,
-            ordering=self.started.ordering,
-        )
-
-    def run(self, *commands):
-        """Take commands and step until nothing is left; the entries."""
-        for command in commands:
-            self.worker._apply(command)
-        entries = []
-        with self.device.accelerator.on():
-            while self.worker._running or self.worker._flight:
-                self.worker.step()
-                for report in reports_in(self.sockets[0]):
-                    entries += report.entries
-                    self.last_event = report.event
-        return entries
-
-    def close(self):
-        for sock in self.sockets:
-            sock.close()
-        self.thread.join()
-
-
-def admit(outputs=(), computed=0, until=12, after_event=None):
-    prompt = [5, 80, 33, 7, 210, 9]
-    return Admit(
-        seq_id=1,
-        generation=1,
-        token_ids=[*prompt, *outputs],
-        num_prompt_tokens=len(prompt),
-        num_computed_tokens=computed,
-        block_table=[3, 4, 5, 6, 7],
-        sampling=SamplingParams(12, 0, temperature=0.0),
-        until_output=until,
-        num_stored_blocks=None,
-        after_event=after_event,
-    )
-
-
-def start_alone(checkpoint, gpu=None, device=None, **options):
-    worker = GpuWorker(
-        checkpoint, "colocated", device or FakeDevice(), gpu or GpuSpec("GPU-0"), **options
-    )
-    worker.report(WeightsLoaded)
-    worker.send(Go())
-    return worker
-
-
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    with contextlib.closing(start_alone(checkpoint, GpuSpec("GPU-0", has_graphs=False))) as worker:
+    with contextlib.closing(
+        start_alone(checkpoint, FakeDevice(), GpuSpec("GPU-0", has_graphs=False))
+    ) as worker:
         worker.report(PoolMade)
         worker.loop()
         assert worker.started.ready.num_graphs == 0
@@ -238,7 +119,7 @@ def expected(checkpoint):
 
 
 def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected):
-    with contextlib.closing(start_alone(checkpoint)) as worker:
+    with contextlib.closing(start_alone(checkpoint, FakeDevice())) as worker:
         made = worker.report(PoolMade)
         assert (made.num_blocks, made.memory) == (64, None)
         worker.loop()
@@ -258,7 +139,7 @@ def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
         free_bytes = (512 << 20) + (1 << 20) + spare_blocks * block_bytes
         device.memory_now = Memory(free_bytes, free_bytes, 1 << 20, 2 << 20)
         spec = GpuSpec("GPU-0", min_blocks=min_blocks, has_graphs=gpu.has_graphs)
-        with contextlib.closing(start_alone(checkpoint, spec, device)) as worker:
+        with contextlib.closing(start_alone(checkpoint, device, spec)) as worker:
             if is_enough:
                 assert worker.report(PoolMade).num_blocks == spare_blocks
                 continue
