@@ -91,7 +91,7 @@ class Runner:
         if self._graphs is not None and self._graphs.fits(planned):
             logits, tokens = self._graphs.launch(sampling)
         else:
-            logits = self._transformer.forward(self._batch(planned), self._pool)
+            logits = self._transformer.forward(self.batch(planned), self._pool)
             if self._device is not None and len(logits) == len(sampling):
                 tokens = self._sample_rows(logits, sampling)
         return Launched(planned, sampling, logits, masks, self._fetched(tokens))
@@ -157,7 +157,8 @@ class Runner:
                 results[index] = replace(chosen[id(running)], prompt_logprobs=prompt_logprobs)
         return results
 
-    def _batch(self, planned: list[tuple[Running, int]]) -> StepBatch:
+    def batch(self, planned: list[tuple[Running, int]]) -> StepBatch:
+        """What the model is told of a step."""
         input_ids: list[int] = []
         positions: list[int] = []
         token_slots: list[int] = []
@@ -245,7 +246,7 @@ class Runner:
         blocks = [0] * -(-length // self.block_size)
         running = [_stand_in(length, blocks) for _ in range(num_sequences)]
         planned = [(each, length) for each in running]
-        self._transformer.forward(self._batch(planned), self._pool)
+        self._transformer.forward(self.batch(planned), self._pool)
 
 
 def _stand_in(length: int, block_table: list[int]) -> Running:
