@@ -113,7 +113,7 @@ class Supervisor:
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
-        self._logged_at_s = 0.0
+        self._logged_at_s = self._loading_since_s = 0.0
         self._started: asyncio.Future[None] | None = None
         self._sharing = Sharing([plan for plan, _ in workers], self.send)
 
@@ -139,6 +139,7 @@ class Supervisor:
             WorkerFailed: one of them could not load.
         """
         self._started = asyncio.get_running_loop().create_future()
+        self._loading_since_s = time.monotonic()
         for worker in self.workers.values():
             task = asyncio.create_task(self._watch(worker))
             task.add_done_callback(functools.partial(self._watch_ended, worker))
@@ -307,7 +308,8 @@ class Supervisor:
         if self.is_started or not is_known or not is_due:
             return
         self._logged_at_s = now_s
-        log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)
+        rate = loaded / 1e9 / max(now_s - self._loading_since_s, 1e-3)
+        log.info("loading weights: %.0f of %.0f MB, %.1f GB/s", loaded / 1e6, total / 1e6, rate)
 
     def _weights_loaded(self, worker: WorkerState) -> None:
         """Let workers go on once every share of the weights is in place."""

@@ -58,6 +58,8 @@ class SharedMemory(msgspec.Struct, frozen=True):
     weights: bytes
     pool: bytes
     num_blocks: int
+    seal: bytes
+    """What the exporter has written behind the pool, in this life of it."""
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):

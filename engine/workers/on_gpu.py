@@ -10,6 +10,7 @@ Never: steps for clients; chooses who exports.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from engine.channel import WorkerChannel
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.config import DTYPE_BYTES
+from engine.errors import WorkerFailed
 from engine.messages import (
     Go,
     GpuSpec,
@@ -35,6 +37,8 @@ from engine.workers.ordering import Ordering
 from engine.workers.runner import Runner
 from engine.workers.sizing import check_blocks, num_blocks_that_fit
 from engine.workers.streaming import Progress, arena_views, stream_weights
+
+_SEAL_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def start(
     """Everything up to Ready, which the caller sends.
 
     Raises:
-        WorkerFailed: the GPU has no room for a pool.
+        WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
     """
     config, dtype = checkpoint.config, setup.dtype
     layout = arena_layout(checkpoint, dtype)
@@ -80,13 +84,23 @@ def start(
     transformer = Transformer(config, views, dtype, setup.max_model_len)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
-        pool = _as_pool(device.map(shared.pool), shared.num_blocks, setup, transformer)
+        memory = device.map(shared.pool)
+        pool = _as_pool(memory, shared.num_blocks, setup, transformer)
+        if _sealed(memory) != shared.seal:
+            raise WorkerFailed(
+                "the memory that it has mapped is not what was exported",
+                where=gpu.uuid,
+                hint="serve with --roles colocated, which maps nothing",
+            )
     else:
-        pool = _make_pool(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
+        num_blocks = _num_blocks(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
+        memory = _pool_memory(num_blocks, setup, transformer)
+        pool = _as_pool(memory, num_blocks, setup, transformer)
         exported = None
         if gpu.shares == "exports":
-            exported = SharedMemory(device.export(arena), device.export(pool), len(pool))
-        channel.send(PoolMade(len(pool), exported))
+            seal = _sealed(memory)
+            exported = SharedMemory(device.export(arena), device.export(memory), num_blocks, seal)
+        channel.send(PoolMade(num_blocks, exported))
     before = device.memory()
     graphs = None
     if has_graphs:
@@ -111,6 +125,11 @@ def start(
     return Started(runner, pool, ordering, ready)
 
 
+def _sealed(memory: torch.Tensor) -> bytes:
+    """What is written behind a pool's last block."""
+    return bytes(memory[-_SEAL_BYTES:].tolist())
+
+
 def _as_pool(
     memory: torch.Tensor, num_blocks: int, setup: Setup, transformer: Transformer
 ) -> torch.Tensor:
@@ -121,7 +140,15 @@ def _as_pool(
     return memory[:num_bytes].view(transformer.dtype).view(num_blocks, *shape)
 
 
-def _make_pool(
+def _pool_memory(num_blocks: int, setup: Setup, transformer: Transformer) -> torch.Tensor:
+    """Bytes for a pool, zeros, and behind it a seal that no other memory has."""
+    num_bytes = num_blocks * transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
+    memory = torch.zeros(num_bytes + _SEAL_BYTES, dtype=torch.uint8, device=transformer.device)
+    memory[num_bytes:].copy_(torch.tensor(list(os.urandom(_SEAL_BYTES)), dtype=torch.uint8))
+    return memory
+
+
+def _num_blocks(
     setup: Setup,
     gpu: GpuSpec,
     transformer: Transformer,
@@ -129,18 +156,11 @@ def _make_pool(
     grammars: Grammars,
     *,
     has_graphs: bool,
-) -> torch.Tensor:
-    """The pool, of what the largest steps leave."""
+) -> int:
+    """Blocks that the largest steps leave room for, when they have been run and measured."""
     block_bytes = transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
-    on = device.torch_device
-    padding = torch.zeros(block_bytes, dtype=torch.uint8, device=on)
-    runner = Runner(
-        transformer,
-        _as_pool(padding, 1, setup, transformer),
-        setup.block_size,
-        grammars,
-        device,
-    )
+    padding = _as_pool(_pool_memory(1, setup, transformer), 1, setup, transformer)
+    runner = Runner(transformer, padding, setup.block_size, grammars, device)
     runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
@@ -156,6 +176,4 @@ def _make_pool(
         is_shared=gpu.shares is not None,
     )
     check_blocks(num_fitting, gpu.min_blocks, block_bytes, gpu.uuid)
-    num_blocks = min(num_fitting, setup.pool.num_blocks)
-    memory = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=on)
-    return _as_pool(memory, num_blocks, setup, transformer)
+    return min(num_fitting, setup.pool.num_blocks)

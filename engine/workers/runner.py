@@ -246,7 +246,9 @@ class Runner:
         blocks = [0] * -(-length // self.block_size)
         running = [_stand_in(length, blocks) for _ in range(num_sequences)]
         planned = [(each, length) for each in running]
-        self._transformer.forward(self.batch(planned), self._pool)
+        logits = self._transformer.forward(self.batch(planned), self._pool)
+        if self._device is not None:
+            self._sample_rows(logits, running)
 
 
 def _stand_in(length: int, block_table: list[int]) -> Running:

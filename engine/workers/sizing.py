@@ -13,8 +13,9 @@ MARGIN_BYTES = 512 << 20
 """Kept free: libraries' workspaces, and fragments of the allocator."""
 CONTEXT_BYTES = 768 << 20
 """Of a second process on the GPU: its CUDA context, its modules and libraries."""
-GRAPHS_BYTES = 768 << 20
-"""Of the graphs and what they keep; how much it was is said when they have been captured."""
+GRAPHS_BYTES = 512 << 20
+"""Of the graphs themselves, beside the memory of a step that they keep for good; how much it was
+is said when they have been captured."""
 
 
 def num_blocks_that_fit(
@@ -38,7 +39,7 @@ def num_blocks_that_fit(
     """
     kept = MARGIN_BYTES + static_bytes + step_bytes
     if has_graphs:
-        kept += GRAPHS_BYTES
+        kept += GRAPHS_BYTES + step_bytes
     if is_shared:
         kept += CONTEXT_BYTES + step_bytes
     return max(0, (free_bytes - kept) // block_bytes)

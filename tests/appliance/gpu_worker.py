@@ -40,7 +40,7 @@ def main():
     else:
         assert setup.gpu.min_blocks in (2, NUM_BLOCKS)
         num_blocks = min(setup.pool.num_blocks, NUM_BLOCKS)
-        memory = SharedMemory(me, me, num_blocks)
+        memory = SharedMemory(me, me, num_blocks, b"")
         channel.send(PoolMade(num_blocks, memory))
     channel.send(Ready(memory.pool.decode(), events=[me]))
     while True:

@@ -12,6 +12,7 @@ from appliance.request import HUNG_UP, Peer, Request
 from appliance.service import Service
 from engine.blocks import Ledger
 from engine.errors import QueueFull, RequestError, Unavailable
+from engine.messages import PoolMade
 from engine.queue import FairQueue
 from engine.router import Router
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
@@ -91,6 +92,18 @@ def machine(tiny_llama, tmp_path):
     request_log.close()
     for fd in plan.inherited_fds:
         os.close(fd)
+
+
+def test_a_pool_that_turns_out_small_shortens_requests(machine):
+    service = machine.service
+    longest = service.model.max_model_len
+    service.worker_reported("decode", PoolMade(100_000, None))
+    assert service.model.max_model_len == longest
+    service.worker_reported("decode", PoolMade(4, None))
+    assert service.model.max_model_len == 3 * 64
+    service.make_frame()
+    assert machine.frame["max_model_len"] == 3 * 64
+    assert machine.frame["pools"][0]["num_blocks"] == 3
 
 
 def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):

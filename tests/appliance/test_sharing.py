@@ -20,7 +20,7 @@ PLANS = [
     WorkerPlan("prefill", (0,), "kv", GPU, "maps"),
     WorkerPlan("decode", (0,), "kv", GPU, "exports"),
 ]
-MEMORY = SharedMemory(b"weights", b"pool", 9)
+MEMORY = SharedMemory(b"weights", b"pool", 9, b"")
 PROGRAM = (sys.executable, "-P", str(Path(__file__).parent / "gpu_worker.py"))
 
 
@@ -55,7 +55,7 @@ def test_memory_of_a_dead_exporter_is_never_told_of(sharing, told):
     assert sharing.ended("decode") == ["prefill"]
     sharing.let_on("prefill")
     assert not told
-    again = SharedMemory(b"w", b"p", 9)
+    again = SharedMemory(b"w", b"p", 9, b"")
     sharing.exported(again)
     assert told == [("prefill", MapShared(again))]
 

@@ -195,3 +195,21 @@ def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, 
                 computed = entries[-1].num_computed_tokens
         rest = [e.token_id for e in decode.run(admit(outputs, computed)) if e.token_id is not None]
         assert outputs + rest == [t for t in expected if t is not None]
+
+
+def test_a_worker_that_maps_other_memory_says_so(checkpoint):
+    exported, order = [], DeviceOrder()
+    devices = [FakeDevice(exported, order.stream(name)) for name in ("prefill", "decode")]
+    decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-0", "exports"))
+    prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0", "maps"))
+    with contextlib.closing(decode), contextlib.closing(prefill):
+        for worker in (prefill, decode):
+            worker.report(WeightsLoaded)
+            worker.send(Go())
+        memory = decode.report(PoolMade).memory
+        decode.loop()
+        with devices[1].accelerator.on():
+            exported[1] = torch.zeros_like(exported[1])
+        prefill.send(MapShared(memory))
+        prefill.thread.join()
+        assert "not what was exported" in prefill.failure.what
