@@ -65,33 +65,25 @@ def start(
     Raises:
         WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
     """
-    config, dtype = checkpoint.config, setup.dtype
-    layout = arena_layout(checkpoint, dtype)
     shared = None
     if gpu.shares == "maps":
         channel.send(WeightsLoaded())
         channel.expect(Go)
         shared = channel.expect(MapShared).memory
-        arena = device.map(shared.weights)[: layout.num_bytes]
-        views = arena_views(checkpoint, dtype, layout, arena)
-        progress(layout.num_bytes, layout.num_bytes)
+        arena = device.map(shared.weights)
+        views = _views(checkpoint, setup, arena)
+        progress(checkpoint.num_bytes, checkpoint.num_bytes)
     else:
-        arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
-        views = arena_views(checkpoint, dtype, layout, arena)
+        num_bytes = arena_layout(checkpoint, setup.dtype).num_bytes
+        arena = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        views = _views(checkpoint, setup, arena)
         stream_weights(checkpoint, views, device, progress)
         channel.send(WeightsLoaded())
         channel.expect(Go)
-    transformer = Transformer(config, views, dtype, setup.max_model_len)
+    transformer = Transformer(checkpoint.config, views, setup.dtype, setup.max_model_len)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
-        memory = device.map(shared.pool)
-        pool = _as_pool(memory, shared.num_blocks, setup, transformer)
-        if _sealed(memory) != shared.seal:
-            raise WorkerFailed(
-                "the memory that it has mapped is not what was exported",
-                where=gpu.uuid,
-                hint="serve with --roles colocated, which maps nothing",
-            )
+        pool = _mapped_pool(device.map(shared.pool), shared, setup, gpu, transformer)
     else:
         num_blocks = _num_blocks(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
         memory = _pool_memory(num_blocks, setup, transformer)
@@ -115,14 +107,39 @@ def start(
     runner = Runner(transformer, pool, setup.block_size, grammars, device, graphs)
     runner.warm_up(setup.max_step_tokens)
     ordering = None if gpu.shares is None else Ordering(device)
-    ready = Ready(
-        transformer.attention_backend,
-        num_graphs=0 if graphs is None else graphs.num_graphs,
-        capture_ms=0.0 if graphs is None else graphs.capture_ms,
-        graph_bytes=0 if graphs is None else before.free_bytes - device.memory().free_bytes,
-        events=[] if ordering is None else ordering.handles,
-    )
+    graph_bytes = before.free_bytes - device.memory().free_bytes
+    ready = _ready(transformer.attention_backend, graphs, graph_bytes, ordering)
     return Started(runner, pool, ordering, ready)
+
+
+def _ready(
+    attention: str, graphs: DecodeGraphs | None, graph_bytes: int, ordering: Ordering | None
+) -> Ready:
+    events = [] if ordering is None else ordering.handles
+    if graphs is None:
+        return Ready(attention, events=events)
+    return Ready(attention, graphs.num_graphs, graphs.capture_ms, graph_bytes, events)
+
+
+def _views(checkpoint: Checkpoint, setup: Setup, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+    return arena_views(checkpoint, setup.dtype, arena_layout(checkpoint, setup.dtype), arena)
+
+
+def _mapped_pool(
+    memory: torch.Tensor,
+    shared: SharedMemory,
+    setup: Setup,
+    gpu: GpuSpec,
+    transformer: Transformer,
+) -> torch.Tensor:
+    """Another worker's pool, once it is known to be that."""
+    if _sealed(memory) != shared.seal:
+        raise WorkerFailed(
+            "the memory that it has mapped is not what was exported",
+            where=gpu.uuid,
+            hint="serve with --roles colocated, which maps nothing",
+        )
+    return _as_pool(memory, shared.num_blocks, setup, transformer)
 
 
 def _sealed(memory: torch.Tensor) -> bytes:
