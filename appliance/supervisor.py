@@ -341,6 +341,7 @@ class Supervisor:
         for name in self._sharing.ended(worker.plan.name):
             other = self.workers[name]
             if other.process is not None:
+                other.failure = WorkerFailed(f"its memory was that of worker {worker.plan.name}")
                 other.process.kill()
                 await other.is_reaped.wait()
 

@@ -137,7 +137,7 @@ class Telemetry:
             state=state.state,
             pid=state.pid,
             device=state.plan.device,
-            cpus=list(state.plan.cpus),
+            cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
             num_sequences=sum(s.worker == name for s in router.running.values()),
             prefill_tokens_per_s=steps.num_prefill_tokens / elapsed_s,

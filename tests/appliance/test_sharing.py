@@ -96,11 +96,15 @@ class Daemon:
             [],
             on_report=lambda name, report: self.blocks.append((name, report.num_blocks)),
             on_ready=lambda name: None,
-            on_died=lambda name, about: self.died.append(name),
+            on_died=self.note_death,
             on_lost=lambda name, about: self.died.append(f"{name} for good"),
             program=PROGRAM,
         )
         self.prefill, self.decode = self.supervisor.workers.values()
+
+    def note_death(self, name, about):
+        self.died.append(name)
+        self.about = about
 
     def is_whole(self, *old_pids):
         """Both are ready and new, over one's memory, with each other's events."""
@@ -137,6 +141,7 @@ async def test_a_killed_exporting_worker_takes_the_other_along_and_both_start_ag
         os.kill(exporter, signal.SIGKILL)
         await until(lambda: len(daemon.died) == 2 and daemon.is_whole(mapper, exporter), 30)
         assert daemon.died == ["decode", "prefill"]
+        assert "its memory was that of worker decode" in daemon.about
         # the pool is what it was
         assert daemon.blocks == [("decode", 40)] * 2
         assert daemon.decode.setup.gpu.min_blocks == 40
