@@ -75,9 +75,11 @@ class Accelerator(TorchDispatchMode):
         # operations as small as the tests' only wait for, have to be few
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with torch.inference_mode(), _Literals(), self:
-            yield self
-        torch.set_num_threads(num_threads)
+        try:
+            with torch.inference_mode(), _Literals(), self:
+                yield self
+        finally:
+            torch.set_num_threads(num_threads)
 
     @contextlib.contextmanager
     def capturing(self):
