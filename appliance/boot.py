@@ -17,8 +17,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from appliance.config import ServeConfig
+from appliance.devices.listing import list_gpus
+from appliance.gpu_placement import choose_gpus, installed_torch, place_on_gpu
 from appliance.placement import (
     BLOCK_SIZE,
+    MIN_BLOCKS,
     Placement,
     WorkerPlan,
     available_cores,
@@ -29,14 +32,12 @@ from appliance.request import ModelInfo
 from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels
-from engine.messages import PoolSpec, Setup, WeightsSpec
+from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
 STARTER_FOLDER = Path(str(files("engine.starter"))) / "penstock-starter-1"
 STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothing else"
-MAX_STEP_TOKENS = 512
-"""Where matrix products are within a tenth of their best rate on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Plan:
     model_note: str | None
     dtype: str
     placement: Placement
+    roles: str
+    """Those to start with."""
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
 
@@ -87,8 +90,11 @@ def make_plan(config: ServeConfig) -> Plan:
     """
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
-    workers, fds = _setups(checkpoint, dtype, placement)
-    return Plan(checkpoint, note, dtype, placement, workers, fds)
+    workers, fds = _setups(checkpoint, dtype, placement, has_graphs=not config.eager)
+    roles = config.roles if config.roles != "auto" else "elastic"
+    if placement.topology.is_colocated:
+        roles = "colocated"
+    return Plan(checkpoint, note, dtype, placement, roles, workers, fds)
 
 
 def check_plan(config: ServeConfig) -> str:
@@ -107,22 +113,34 @@ def check_plan(config: ServeConfig) -> str:
 def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
     checkpoint = Checkpoint.open(config.model or STARTER_FOLDER)
-    dtype = choose_dtype(config.dtype, checkpoint)
+    gpus, about = choose_gpus(config.devices, list_gpus(), installed_torch())
+    if about is not None:
+        log.warning("%s", about)
+    dtype = choose_dtype(config.dtype, checkpoint, has_gpu=bool(gpus))
     if checkpoint.folder == STARTER_FOLDER and config.dtype == "auto":
         dtype = "float32"  # where its greedy output is exactly reproducible
-    transport = config.transport
-    if transport == "auto":
-        transport = "alias"
-    placement = place(
-        checkpoint,
-        dtype=dtype,
-        roles=config.roles,
-        transport=transport,
-        kv_memory_bytes=config.kv_memory_bytes,
-        max_model_len=config.max_model_len,
-        cores=available_cores(),
-        memory_bytes=available_memory_bytes(),
-    )
+    if gpus:
+        placement = place_on_gpu(
+            checkpoint,
+            gpus[0],
+            dtype=dtype,
+            roles=config.roles,
+            transport=config.transport,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_model_len=config.max_model_len,
+            cores=available_cores(),
+        )
+    else:
+        placement = place(
+            checkpoint,
+            dtype=dtype,
+            roles=config.roles,
+            transport="alias" if config.transport == "auto" else config.transport,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_model_len=config.max_model_len,
+            cores=available_cores(),
+            memory_bytes=available_memory_bytes(),
+        )
     wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
     if placement.max_model_len < wanted_len:
         log.warning(
@@ -137,15 +155,20 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
 
 
 def _setups(
-    checkpoint: Checkpoint, dtype: str, placement: Placement
+    checkpoint: Checkpoint, dtype: str, placement: Placement, *, has_graphs: bool
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
-    specs = {}
+    is_on_gpu = any(plan.gpu is not None for plan in placement.workers)
+    specs, fds = {}, []
     for name, num_blocks in placement.num_blocks_by_pool.items():
-        fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
+        fd = None
+        if not is_on_gpu:
+            fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
+            fds.append(fd)
         specs[name] = PoolSpec(name, fd, num_blocks)
-    fds = [spec.fd for spec in specs.values()]
-    layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
+    layout = None
+    if not is_on_gpu:
+        layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
     weights_fd = None
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)
@@ -166,11 +189,18 @@ def _setups(
             ring=specs[placement.ring_pool] if placement.ring_pool else None,
             weights=weights,
             cpus=list(plan.cpus),
-            max_step_tokens=MAX_STEP_TOKENS,
+            max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
+            gpu=_gpu_spec(plan, has_graphs=has_graphs),
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _gpu_spec(plan: WorkerPlan, *, has_graphs: bool) -> GpuSpec | None:
+    if plan.gpu is None:
+        return None
+    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs)
 
 
 def _memfd(name: str, num_bytes: int) -> int:

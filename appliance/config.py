@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance import paths
-from appliance.setting_kinds import a_flag, a_path, an_address, at_least, names, one_of, parse_bytes
+from appliance.setting_kinds import (
+    a_flag,
+    a_path,
+    an_address,
+    at_least,
+    names,
+    one_of,
+    parse_bytes,
+    some_devices,
+)
 from engine.errors import ConfigError
 
 DEFAULT = "default"
@@ -36,7 +45,9 @@ class ServeConfig:
     model: Path | None = None
     dtype: str = "auto"
     transport: str = "auto"
-    roles: str = "elastic"
+    roles: str = "auto"
+    devices: str = "auto"
+    eager: bool = False
     slo_ttft_ms: int = 0
     slo_itl_ms: int = 0
     max_model_len: int | None = None
@@ -87,9 +98,12 @@ SETTINGS: Mapping[str, Setting] = {
         one_of("auto", "alias", "shm"), "how the KV is handed over: auto, alias or shm"
     ),
     "roles": Setting(
-        one_of(*ROLES),
-        "workers: elastic lets each do what pays, static has one for each phase, colocated one",
+        one_of("auto", *ROLES),
+        "workers: elastic lets each do what pays, static has one for each phase, colocated one; "
+        "auto is elastic on CPU cores and colocated on a GPU",
     ),
+    "devices": Setting(some_devices, "what to serve on: auto, cpu, or a GPU by name, as gpu0"),
+    "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
     "slo_ttft_ms": Setting(
         at_least(0, "milliseconds"),
         "target for the first token, for elastic roles; 0 is relative to the prompt's own time",

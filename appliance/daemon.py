@@ -22,7 +22,7 @@ from importlib.metadata import version
 
 from appliance.address import TcpAddress
 from appliance.api.routes import build_app
-from appliance.boot import MAX_STEP_TOKENS, Plan, lock_state_dir, make_plan
+from appliance.boot import Plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, prepare_directories, take_over
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import Closer, bind_socket, bind_tcp
@@ -33,7 +33,6 @@ from appliance.notify import notify
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.supervisor import Supervisor
-from appliance.telemetry import cpu_names
 from engine.blocks import Ledger
 from engine.errors import PenstockError
 from engine.messages import Command, Report
@@ -164,7 +163,7 @@ class _Daemon:
             version=version("penstock"),
             model=self._plan.checkpoint.folder.name,
             dtype=self._plan.dtype,
-            roles=self._config.roles,
+            roles=self._plan.roles,
             transport=self._plan.placement.topology.transport,
         )
         return request_log
@@ -276,9 +275,10 @@ class _Daemon:
             FairQueue(self._config.max_queued, self._config.max_queued_tokens),
             send=self._send,
             emit=self._emit,
-            max_step_tokens=MAX_STEP_TOKENS,
-            roles=self._config.roles,
-            cores={worker.name: worker.cpus for worker in placement.workers},
+            max_step_tokens=placement.max_step_tokens,
+            roles=self._plan.roles,
+            # on a GPU they only launch steps, and nothing is gained by lending them
+            cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
         )
         change_roles(router, self._targets(), time.monotonic_ns())
         return router
@@ -300,15 +300,17 @@ class _Daemon:
         note = f" ({model.note})" if model.note else ""
         log.info("serving %s%s in %s", model.model_id, note, self._plan.dtype)
         for worker in placement.workers:
-            attention = self._supervisor.workers[worker.name].attention
-            log.info("  %s on %s, attention %s", worker.name, cpu_names(worker.cpus), attention)
+            state = self._supervisor.workers[worker.name]
+            log.info("  %s on %s, attention %s", worker.name, worker.device, state.attention)
+            if state.graphs:
+                log.info("    %s", state.graphs)
         if self._router.roles.acts_static:
-            log.info("  elastic roles act as static ones: both workers share one core")
+            log.info("  elastic roles act as static ones: both workers share one device")
         if placement.topology.transport is not None:
             log.info("  handoff by %s", placement.topology.transport)
-        for name, num_blocks in placement.num_blocks_by_pool.items():
-            size_mib = num_blocks * placement.block_bytes / 2**20
-            log.info("  pool %s: %d blocks, %.0f MiB", name, num_blocks - 1, size_mib)
+        for pool in self._router.ledger.pools.values():
+            size_mib = pool.num_blocks * placement.block_bytes / 2**20
+            log.info("  pool %s: %d blocks, %.0f MiB", pool.name, pool.capacity, size_mib)
         log.info("  up to %d tokens per request", model.max_model_len)
         log.info("ready on %s", ", ".join(self._addresses))
         prompt = "--chat 'Who are you?'" if model.note else "'Hello' --max-tokens 32"

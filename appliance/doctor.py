@@ -21,7 +21,9 @@ from typing import Any
 
 from appliance import config
 from appliance.client import Client
+from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.machine import Devices
+from appliance.gpu_placement import choose_gpus, installed_torch
 from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
@@ -111,12 +113,7 @@ def _cores() -> Finding:
 
 def _devices(devices: Devices) -> Iterator[Finding]:
     frames = devices.read(time.monotonic_ns())
-    gpus = [frame.name for frame in frames if frame.kind == "gpu" and frame.parent is None]
-    if gpus:
-        found = f"{', '.join(gpus)}: seen, not used; this version serves on CPU cores"
-        yield Finding("gpu", "note", found)
-    else:
-        yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
+    yield _gpus(list_gpus())
     if any(frame.kind == "cpu" and frame.energy_j is not None for frame in frames):
         yield Finding("power", "ok", "CPU packages report energy")
     else:
@@ -124,6 +121,18 @@ def _devices(devices: Devices) -> Iterator[Finding]:
             "power", "note", "no CPU package reports energy: what requests use is not shown",
             "where /sys/class/powercap exists it may be for root only; virtual machines have none",
         )  # fmt: skip
+
+
+def _gpus(found: list[Gpu]) -> Finding:
+    if not found:
+        return Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
+    used, about = choose_gpus("auto", found, installed_torch())
+    if not used:
+        hint = "install torch for CUDA to serve on a GPU"
+        return Finding("gpu", "note", f"{about}; it serves on CPU cores", hint)
+    gpu = used[0]
+    serves = f"serves on {gpu.name}, {gpu.model}, {gpu.memory_bytes / 2**30:.0f} GiB"
+    return Finding("gpu", "ok", serves if about is None else f"{serves}; {about}")
 
 
 def _open_files() -> Finding:

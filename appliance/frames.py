@@ -71,11 +71,13 @@ class Frames:
         record: Callable[[Frame], None],
     ) -> None:
         self._plan = plan
-        self._model = model
+        self.model = model
+        """As it is served; a pool that turns out small shortens its requests."""
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
-        self.energy = Energy(num_machine_cores())
+        gpus = {w.name: w.gpu.name for w in plan.placement.workers if w.gpu is not None}
+        self.energy = Energy(num_machine_cores(), gpus)
         self._devices = devices
         self._record = record
         self._alerts = Alerts()
@@ -97,10 +99,10 @@ class Frames:
         frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,
-            model=self._model.model_id,
-            model_note=self._model.note,
+            model=self.model.model_id,
+            model_note=self.model.note,
             dtype=plan.dtype,
-            max_model_len=self._model.max_model_len,
+            max_model_len=self.model.max_model_len,
             transport=plan.placement.topology.transport,
             pid=os.getpid(),
             workers=workers,

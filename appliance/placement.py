@@ -15,12 +15,17 @@ from pathlib import Path
 
 import psutil
 
+from appliance.devices.listing import Gpu
 from engine.blocks import BlockPool
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.topology import Topology
 
 BLOCK_SIZE = 64
+MIN_BLOCKS = 2
+"""One for padding, and one to use."""
+CPU_STEP_TOKENS = 512
+"""Where matrix products are within a tenth of their best rate on a CPU."""
 MAX_DEFAULT_KV_BYTES = 4 << 30
 MAX_RING_BYTES = 64 << 20
 MAX_RING_SLOTS = 64
@@ -31,11 +36,19 @@ DEFAULT_FULL_LENGTH_SEQUENCES = 64
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker: its name, its cores, its pool."""
+    """One worker: its name, its cores, its pool, and its GPU if it computes on one."""
 
     name: str
     cpus: tuple[int, ...]
     pool: str
+    gpu: Gpu | None = None
+    shares: str | None = None
+    """As GpuSpec has it."""
+
+    @property
+    def device(self) -> str:
+        """What it computes on, for people: `cpu 0-1` or `gpu0`."""
+        return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class Placement:
     ring_pool: str | None
     block_bytes: int
     max_model_len: int
+    max_step_tokens: int = CPU_STEP_TOKENS
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""
@@ -78,6 +92,17 @@ def available_cores(
 def num_machine_cores() -> int:
     """Physical cores of the machine, also those that we may not use."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def cpu_names(cpus: tuple[int, ...]) -> str:
+    """`cpu 0-2,5`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return "cpu " + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:

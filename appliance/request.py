@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import IO, Protocol
 
@@ -179,6 +179,10 @@ class ModelInfo:
     """Unix seconds, for /v1/models."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The model's own defaults of sampling fields, by their names."""
+
+    def limited_to(self, max_model_len: int) -> ModelInfo:
+        """The same, with requests that are at most so long."""
+        return replace(self, max_model_len=min(self.max_model_len, max_model_len))
 
 
 @dataclass(frozen=True, slots=True)

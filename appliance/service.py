@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import IO
 
 import msgspec
 
@@ -20,7 +19,6 @@ from appliance.boot import Plan, model_info
 from appliance.closed import ClosedRequests
 from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, TotalsFrame, utc_now
@@ -29,7 +27,7 @@ from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.messages import CoresUsed, Loaded, Report, Stepped
+from engine.messages import CoresUsed, Loaded, PoolMade, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -59,6 +57,8 @@ class Service:
         self._supervisor = supervisor
         self._tokenizer = tokenizer
         self._log = request_log
+        self.log_rows, self.log_events = request_log.rows, request_log.events
+        self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
         self._model = model_info(plan)
@@ -217,22 +217,6 @@ class Service:
         row = self._log.row(request_id)
         return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
-    def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
-        """Requests in the log; blocking."""
-        return self._log.rows(query)
-
-    def log_events(self, query: EventQuery) -> list[dict[str, object]]:
-        """Events in the log; blocking."""
-        return self._log.events(query)
-
-    def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
-        """Sums over the log; blocking."""
-        return self._log.usage(query)
-
-    def log_recording(self, span: Span) -> IO[bytes]:
-        """A recording of a span; blocking."""
-        return self._log.recording(span)
-
     def frame_json(self) -> bytes:
         """Everything as it is now; rates and readings are those of the newest frame."""
         return msgspec.json.encode(self._frames.now(self._standing()))
@@ -305,6 +289,10 @@ class Service:
             self._router.loaded(report, now_ns)
         elif isinstance(report, CoresUsed):
             self._router.cores_used(worker, report)
+        elif isinstance(report, PoolMade):
+            pool = self._router.topology.pool_of(worker)
+            limit = self._router.ledger.resize(pool, report.num_blocks)
+            self._model = self._frames.model = self._model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""

@@ -14,6 +14,7 @@ from pathlib import Path
 LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
+_GPUS = re.compile(r"gpu\d{1,3}(?:,gpu\d{1,3})*")
 _MIN_BYTES = 1 << 20
 
 
@@ -76,6 +77,14 @@ def names(value: object) -> tuple[str, ...]:
     if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
         raise ValueError("a list of user names and @groups")
     return tuple(name.strip() for name in parts if name.strip())
+
+
+def some_devices(value: object) -> str:
+    """auto, cpu, or GPUs by their names."""
+    text = str(value).replace(" ", "")
+    if text not in {"auto", "cpu"} and not _GPUS.fullmatch(text):
+        raise ValueError("auto, cpu, or GPUs by name, such as gpu0")
+    return text
 
 
 def a_flag(value: object) -> bool:

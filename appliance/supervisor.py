@@ -18,12 +18,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from appliance.placement import WorkerPlan
+from appliance.sharing import Sharing
 from engine.channel import DaemonChannel
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.messages import (
@@ -31,9 +32,11 @@ from engine.messages import (
     Failed,
     Go,
     LoadingProgress,
+    PoolMade,
     Ready,
     Report,
     Setup,
+    SharedMemory,
     WeightsLoaded,
 )
 
@@ -60,6 +63,8 @@ class WorkerState:
     state: str = "starting"
     pid: int | None = None
     attention: str | None = None
+    graphs: str | None = None
+    """What was captured, for people; None: nothing was."""
     num_restarts: int = 0
     num_failed_starts: int = 0
     """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
@@ -72,12 +77,17 @@ class WorkerState:
     channel: DaemonChannel | None = None
     failure: WorkerFailed | None = None
     """What the worker said before it exited."""
+    is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its last process is gone, and the daemon knows."""
 
 
 OnReport = Callable[[str, Report], None]
 OnReady = Callable[[str], None]
 OnDied = Callable[[str, str], None]
 """The worker's name, and what there is to say about it."""
+
+
+WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
 
 
 class Supervisor:
@@ -92,17 +102,20 @@ class Supervisor:
         on_ready: OnReady,
         on_died: OnDied,
         on_lost: OnDied,
+        program: Sequence[str] = WORKER_PROGRAM,
     ) -> None:
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
+        self._program = program
         self._on_report = on_report
         self._on_ready = on_ready
         self._on_died = on_died
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
-        self._logged_at_s = 0.0
+        self._logged_at_s = self._loading_since_s = 0.0
         self._started: asyncio.Future[None] | None = None
+        self._sharing = Sharing([plan for plan, _ in workers], self.send)
 
     @property
     def lost_workers(self) -> list[str]:
@@ -126,6 +139,7 @@ class Supervisor:
             WorkerFailed: one of them could not load.
         """
         self._started = asyncio.get_running_loop().create_future()
+        self._loading_since_s = time.monotonic()
         for worker in self.workers.values():
             task = asyncio.create_task(self._watch(worker))
             task.add_done_callback(functools.partial(self._watch_ended, worker))
@@ -168,10 +182,10 @@ class Supervisor:
             "OMP_NUM_THREADS": num_threads,
             "MKL_NUM_THREADS": num_threads,
             "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML, in all workers
         }
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "engine.workers"]
-        command += ["--channel-fd", str(theirs.fileno())]
+        command = [*self._program, "--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
         try:
             worker.process = subprocess.Popen(
@@ -190,6 +204,7 @@ class Supervisor:
         worker.pid = worker.process.pid
         worker.state = "loading"
         worker.failure = None
+        worker.is_reaped.clear()
 
     async def _watch(self, worker: WorkerState) -> None:
         """One worker's life after life, until the daemon stops."""
@@ -199,6 +214,7 @@ class Supervisor:
             if self._is_stopping:
                 return
             self._reap(worker)
+            await self._end_mappers(worker)
             if self._started is not None and not self._started.done():
                 self._started.set_exception(worker.failure or self._died_early(worker))
                 return
@@ -260,9 +276,14 @@ class Supervisor:
                         worker.loaded_bytes, worker.total_bytes = loaded_bytes, total_bytes
                         self._log_progress()
                     case WeightsLoaded():
-                        self._weights_loaded(worker, channel)
-                    case Ready(attention):
-                        worker.state, worker.attention = "ready", attention
+                        self._weights_loaded(worker)
+                    case PoolMade(num_blocks, memory):
+                        self._pool_made(worker, num_blocks, memory)
+                        self._on_report(worker.plan.name, report)
+                    case Ready():
+                        worker.state, worker.attention = "ready", report.attention
+                        worker.graphs = _describe_graphs(report)
+                        self._sharing.ready(worker.plan.name, report)
                         worker.num_failed_starts = 0
                         ready_at_s = time.monotonic()
                         self._ready(worker)
@@ -287,17 +308,42 @@ class Supervisor:
         if self.is_started or not is_known or not is_due:
             return
         self._logged_at_s = now_s
-        log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)
+        rate = loaded / 1e9 / max(now_s - self._loading_since_s, 1e-3)
+        log.info("loading weights: %.0f of %.0f MB, %.1f GB/s", loaded / 1e6, total / 1e6, rate)
 
-    def _weights_loaded(self, worker: WorkerState, channel: DaemonChannel) -> None:
+    def _weights_loaded(self, worker: WorkerState) -> None:
         """Let workers go on once every share of the weights is in place."""
         was_complete = all(w.has_loaded for w in self.workers.values())
         worker.has_loaded = True
         if was_complete:
-            channel.send(Go())
+            self._let_on(worker.plan.name)
         elif all(w.has_loaded for w in self.workers.values()):
             for name in self.workers:
-                self.send(name, Go())
+                self._let_on(name)
+
+    def _let_on(self, name: str) -> None:
+        self.send(name, Go())
+        self._sharing.let_on(name)
+
+    def _pool_made(self, worker: WorkerState, num_blocks: int, memory: SharedMemory | None) -> None:
+        """From now on the pool has this size, also in the worker's next life."""
+        gpu, pool = worker.setup.gpu, worker.setup.pool
+        assert gpu is not None, "pools on cores are the daemon's"
+        worker.setup = msgspec.structs.replace(
+            worker.setup,
+            pool=msgspec.structs.replace(pool, num_blocks=num_blocks),
+            gpu=msgspec.structs.replace(gpu, min_blocks=num_blocks),
+        )
+        self._sharing.exported(memory)
+
+    async def _end_mappers(self, worker: WorkerState) -> None:
+        """End whoever has mapped a dead worker's memory, before there is new memory."""
+        for name in self._sharing.ended(worker.plan.name):
+            other = self.workers[name]
+            if other.process is not None:
+                other.failure = WorkerFailed(f"its memory was that of worker {worker.plan.name}")
+                other.process.kill()
+                await other.is_reaped.wait()
 
     def _ready(self, worker: WorkerState) -> None:
         self._on_ready(worker.plan.name)
@@ -322,6 +368,7 @@ class Supervisor:
             self._on_died(worker.plan.name, about)
         elif self.is_started:
             self._note_failed_start(worker, cause)
+        worker.is_reaped.set()
 
     def _died_early(self, worker: WorkerState) -> WorkerFailed:
         code = worker.process.poll() if worker.process is not None else None
@@ -330,6 +377,15 @@ class Supervisor:
             where=worker.plan.name,
             hint="its last words are above; out of memory kills are in the kernel log",
         )
+
+
+def _describe_graphs(ready: Ready) -> str | None:
+    if not ready.num_graphs:
+        return None
+    return (
+        f"{ready.num_graphs} graphs of decode steps, captured in "
+        f"{ready.capture_ms / 1e3:.1f} s, {ready.graph_bytes / 2**20:.0f} MiB"
+    )
 
 
 def _describe_exit(code: int | None) -> str:

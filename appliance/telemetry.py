@@ -146,8 +146,8 @@ class Telemetry:
             name=name,
             state=state.state,
             pid=state.pid,
-            device=cpu_names(state.plan.cpus),
-            cpus=list(state.plan.cpus),
+            device=state.plan.device,
+            cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
             num_sequences=num_sequences,
             prefill_tokens_per_s=steps.num_prefill_tokens / elapsed_s,
@@ -192,14 +192,3 @@ class Telemetry:
             daemon_cpu_percent=self._daemon.cpu_percent(),
             daemon_rss_bytes=self._daemon.memory_info().rss,
         )
-
-
-def cpu_names(cpus: tuple[int, ...]) -> str:
-    """`cpu 0-2,5`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return "cpu " + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -113,6 +113,15 @@ class Ledger:
         self._tables: dict[tuple[Owner, str], list[int]] = {}
         self._commands: dict[CommandKey, _Command] = {}
 
+    def resize(self, pool: str, num_blocks: int) -> int:
+        """Learn how many blocks a pool has, none of which may have been taken; its tokens."""
+        books = self.pools[pool]
+        if num_blocks != books.num_blocks:
+            if books.num_free != books.capacity:
+                raise InvariantViolated("a pool in use cannot change its size", where=pool)
+            books = self.pools[pool] = BlockPool(pool, num_blocks, books.block_size)
+        return books.capacity * books.block_size
+
     def table(self, owner: Owner, pool: str) -> list[int]:
         """The owner's blocks in a pool, in order; empty if it owns none. Do not modify."""
         return self._tables.get((owner, pool), [])

@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+from typing import TypeVar
 
 import msgspec
 
 from engine.errors import ChannelClosed
 from engine.messages import Command, Report
+
+Expected = TypeVar("Expected", bound=Command)
 
 _LENGTH_BYTES = 4
 _RECEIVE_BYTES = 1 << 18
@@ -35,6 +38,20 @@ class WorkerChannel:
         self._buffer = bytearray()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._unread: list[Command] = []
+        """Arrived together with one that was expected alone."""
+
+    def expect(self, kind: type[Expected]) -> Expected:
+        """Wait for the next command, which has to be of this kind.
+
+        Raises:
+            ChannelClosed: the daemon is gone.
+            TypeError: it is another: a bug of ours.
+        """
+        command, *self._unread = self.receive(wait=True)
+        if not isinstance(command, kind):
+            raise TypeError(f"expected {kind.__name__}, got {type(command).__name__}")
+        return command
 
     def send(self, report: Report) -> None:
         """Send one report; waits while the daemon is slow to read.
@@ -53,7 +70,7 @@ class WorkerChannel:
         Raises:
             ChannelClosed: the daemon is gone and all it sent has been returned.
         """
-        commands = self._take_frames()
+        commands, self._unread = [*self._unread, *self._take_frames()], []
         while select.select([self._socket], [], [], None if wait and not commands else 0)[0]:
             try:
                 data = self._socket.recv(_RECEIVE_BYTES)

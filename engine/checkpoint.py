@@ -164,20 +164,27 @@ def _experts_shapes(
 
 
 def choose_dtype(
-    requested: str, checkpoint: Checkpoint, cpu_flags: Collection[str] | None = None
+    requested: str,
+    checkpoint: Checkpoint,
+    cpu_flags: Collection[str] | None = None,
+    *,
+    has_gpu: bool = False,
 ) -> str:
-    """The dtype to serve in; `auto` is bfloat16 where this CPU multiplies it natively.
+    """The dtype to serve in; `auto` is bfloat16 where the hardware multiplies it natively.
 
     Args:
         requested: `auto`, `float32`, `bfloat16` or `float16`.
-        checkpoint: float32 checkpoints stay float32 under `auto`.
+        checkpoint: on a CPU float32 checkpoints stay float32 under `auto`.
         cpu_flags: as in /proc/cpuinfo, which is read if None.
+        has_gpu: it is served on GPUs.
     """
     if requested in DTYPE_BYTES:
         return requested
     if requested != "auto":
         hint = f"one of auto, {', '.join(DTYPE_BYTES)}"
         raise ConfigError(f"unknown dtype {requested!r}", where="--dtype", hint=hint)
+    if has_gpu:
+        return "bfloat16"
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
     has_bfloat16 = "amx_bf16" in flags or "avx512_bf16" in flags
     return "bfloat16" if has_bfloat16 and checkpoint.stored_dtype != "float32" else "float32"
@@ -191,7 +198,6 @@ def weights_layout(
     can_widen: matrices of any dtype can be multiplied with float32; vectors are small, and each
     worker converts its own.
     """
-    item_bytes = DTYPE_BYTES[dtype]
     is_served_as_stored = all(
         tensor.dtype == dtype or (can_widen and (dtype == "float32" or len(tensor.shape) == 1))
         for tensor in checkpoint.tensors.values()
@@ -199,14 +205,17 @@ def weights_layout(
     is_aligned = all(
         tensor.start % DTYPE_BYTES[tensor.dtype] == 0 for tensor in checkpoint.tensors.values()
     )
-    if is_served_as_stored and is_aligned:
-        return None
+    return None if is_served_as_stored and is_aligned else arena_layout(checkpoint, dtype)
+
+
+def arena_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout:
+    """All weights in `dtype`, end to end, as a forward pass reads them."""
     offset, offset_by_name = 0, {}
     for name, tensor in checkpoint.tensors.items():
         if not _continues_matrix(name):
             offset = -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         offset_by_name[name] = offset
-        offset += math.prod(tensor.shape) * item_bytes
+        offset += math.prod(tensor.shape) * DTYPE_BYTES[dtype]
     return WeightsLayout(offset, offset_by_name)
 
 

@@ -6,7 +6,7 @@ command that names blocks is answered once, after the worker's last touch of the
 which names cores, is answered by CoresUsed.
 Owns: the wire between processes. Called by: channel, router, supervisor, workers.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
-Never: carries tensors; KV moves through shared memory.
+Never: carries tensors; KV moves through shared memory, or stays where it is on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from engine.sequence import SamplingParams, TokenLogprob
 
 
 class PoolSpec(msgspec.Struct, frozen=True):
-    """A KV pool in a memfd that the worker inherits. Block 0 is padding and never allocated."""
+    """A KV pool. Block 0 is padding and never allocated."""
 
     name: str
-    fd: int
+    fd: int | None
+    """Of a memfd that the worker inherits; None: it makes the pool on its GPU, as PoolMade says."""
     num_blocks: int
+    """On a GPU the most that are of use."""
 
 
 class WeightsSpec(msgspec.Struct, frozen=True):
@@ -35,6 +37,29 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     share_index: int
     share_count: int
     is_filled: bool
+
+
+class GpuSpec(msgspec.Struct, frozen=True):
+    """The GPU that a worker computes on."""
+
+    uuid: str
+    shares: str | None = None
+    """`exports`: its weights and pool are the other worker's, too; `maps`: it has them from there;
+    None: nobody else's."""
+    min_blocks: int = 2
+    """A pool of fewer is a failure; when the worker starts again, of fewer than before."""
+    has_graphs: bool = True
+    """Decode steps are captured and replayed."""
+
+
+class SharedMemory(msgspec.Struct, frozen=True):
+    """What one process exports by CUDA IPC and another maps; opaque to everybody else."""
+
+    weights: bytes
+    pool: bytes
+    num_blocks: int
+    seal: bytes
+    """What the exporter has written behind the pool, in this life of it."""
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
@@ -55,10 +80,24 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     max_step_tokens: int
     max_model_len: int
     """Tokens of the longest request."""
+    gpu: GpuSpec | None = None
+    """None: it computes on its cores."""
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
     """All workers have loaded their share of the weights. Answered by Ready."""
+
+
+class MapShared(msgspec.Struct, tag=True, frozen=True):
+    """After Go, for a worker that maps: where its weights and its pool are. Answered by Ready."""
+
+    memory: SharedMemory
+
+
+class UseEvents(msgspec.Struct, tag=True, frozen=True):
+    """The other worker has started: open the events that it records after its steps."""
+
+    handles: list[bytes]
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
@@ -80,6 +119,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     """Blocks whose bytes have left through the ring already; None: nothing is to be stored."""
     max_chunk_tokens: int | None = None
     """Prompt tokens per step at most, for those who decode beside it; None: as many as go."""
+    after_event: int | None = None
+    """Of the other worker's events, that of its last step with this sequence; None: not moved."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -123,10 +164,24 @@ class WeightsLoaded(msgspec.Struct, tag=True, frozen=True):
     """This worker's share of the weights is in place."""
 
 
+class PoolMade(msgspec.Struct, tag=True, frozen=True):
+    """The pool on this worker's GPU has been measured out and allocated; it never grows."""
+
+    num_blocks: int
+    memory: SharedMemory | None
+    """Where another worker finds it; None: no other does."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The worker has run a warm-up step and takes Admits. `attention` names the backend."""
 
     attention: str
+    num_graphs: int = 0
+    capture_ms: float = 0.0
+    graph_bytes: int = 0
+    """Device memory that the graphs took."""
+    events: list[bytes] = []
+    """Handles of the events that it records after steps, for the other worker on its GPU."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +223,8 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_prefill_tokens: int
     num_decode_tokens: int
     entries: list[SequenceStep]
+    event: int | None = None
+    """Of this worker's events, the one recorded after the step; None: it has none."""
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -193,5 +250,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | Admit | Release | GrantSlots | Load | UseCores
-Report = LoadingProgress | WeightsLoaded | Ready | Stepped | Loaded | CoresUsed | Failed
+Command = Setup | Go | MapShared | UseEvents | Admit | Release | GrantSlots | Load | UseCores
+Report = LoadingProgress | WeightsLoaded | PoolMade | Ready | Stepped | Loaded | CoresUsed | Failed

@@ -70,7 +70,7 @@ class Roles:
 
     @property
     def acts_static(self) -> bool:
-        """True if elastic roles have nothing to choose: with both workers on one core."""
+        """True if elastic roles have nothing to choose: with both workers on one core, or GPU."""
         is_single_core = self.topology.shares_memory_bus and not self.cores.can_lend
         return self._roles == "elastic" and is_single_core
 
@@ -116,7 +116,7 @@ class Roles:
         if self._roles == "static":
             return Choice(Route.MOVE, "static")
         if self.acts_static:
-            return Choice(Route.MOVE, "static", "both workers share one core")
+            return Choice(Route.MOVE, "static", "both workers share one device")
         topology, loads = self.topology, self._loads(running)
         own = [len(self.cores.own[name]) or 1 for name in topology.workers]
         situation = Situation(

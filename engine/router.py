@@ -143,14 +143,17 @@ class Router:
     def worker_died(self, worker: str, now_ns: int) -> None:
         """The worker is dead and everything that it sent has been handled.
 
-        The pools outlive it, so its sequences keep their blocks, outputs and acknowledged KV.
+        Its sequences keep their blocks and outputs, and what has been acknowledged of their KV in
+        pools that outlive it.
         """
         self.roles.worker_died(worker)
         self.ledger.reap(worker)
         if self.ring is not None:
             self.ring.worker_died(worker)
+        is_followed = self._lose_pools(worker)
         victims = [s for s in self.running.values() if s.worker == worker]
-        for sequence in [s for s in victims if s.is_on_probation] or victims:
+        suspects = [] if is_followed else [s for s in victims if s.is_on_probation] or victims
+        for sequence in suspects:
             sequence.num_suspicions += 1
             sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
         for sequence in victims:
@@ -159,12 +162,25 @@ class Router:
                 self.abort(sequence, FinishReason.ERROR, now_ns)
                 continue
             sequence.num_recoveries += 1
+            sequence.after_event = None  # what is acknowledged has been done
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
             sequence.worker = None
             sequence.phase = Phase.QUEUED
             self.resuming.append(sequence)
         self.dispatch(now_ns)
+
+    def _lose_pools(self, worker: str) -> bool:
+        """Note whose KV is gone with pools that are in nobody's memory now.
+
+        True if the worker has only followed another, in whose memory its pool was.
+        """
+        topology, ready = self.topology, self.roles.ready_workers
+        lost = {pool for pool, home in topology.homes.items() if home not in ready}
+        for sequence in (*self.running.values(), *self.resuming):
+            sequence.lost_pools |= {p for p in lost if self.ledger.table(sequence.seq_id, p)}
+        pool = topology.pool_of(worker)
+        return pool in lost and topology.homes[pool] != worker
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens, stores and releases."""
@@ -286,10 +302,10 @@ class Router:
         return sequence.route is Route.MOVE and sequence.sampling.max_tokens > 1
 
     def _admit(self, sequence: Sequence, worker: str, now_ns: int) -> None:
-        topology = self.topology
-        is_prefill = worker == topology.prefill_worker
-        pool = topology.prefill_pool if is_prefill else topology.decode_pool
-        moves_on = is_prefill and self._moves(sequence)
+        pool = self.topology.pool_of(worker)
+        moves_on = worker == self.topology.prefill_worker and self._moves(sequence)
+        if pool in sequence.lost_pools:
+            sequence.forget_pool(pool)
         sequence.generation += 1
         sequence.worker = worker
         self.running[sequence.seq_id] = sequence
@@ -316,6 +332,7 @@ class Router:
                     self.ring.num_stored(sequence) if moves_on and self.ring is not None else None
                 ),
                 max_chunk_tokens=sequence.max_chunk_tokens,
+                after_event=None if moves_on else sequence.after_event,
             ),
         )
 
@@ -353,6 +370,7 @@ class Router:
             self._emit(sequence, [], [], True)
         # emit may have ended it too (a stop string), so ask again
         if entry.is_released and not sequence.is_finished:
+            sequence.after_event = step.event
             self._hand_off(sequence, now_ns)
 
     def _hand_off(self, sequence: Sequence, now_ns: int) -> None:

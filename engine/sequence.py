@@ -145,11 +145,21 @@ class Sequence:
     handoff_bytes: int = 0
     """Bytes that moved in the handoff; 0 when the pool is shared."""
     handoff_blocks: int = 0
+    lost_pools: set[str] = field(default_factory=set)
+    """Pools whose memory is gone with what it had written there; its blocks' ids are still its."""
+    after_event: int | None = None
+    """The prefill worker's event after its last step there, for the other on the same GPU."""
     transport: str | None = None
     """`alias` or `shm` once it was handed over; None before, and where it never moves."""
     prefill_j: float | None = None
     """Energy of its share of the steps so far; None: no power reading."""
     decode_j: float | None = None
+
+    def forget_pool(self, pool: str) -> None:
+        """Compute everything again, into the same blocks, and report on the prompt again."""
+        self.lost_pools.discard(pool)
+        self.num_computed_tokens, self.after_event = 0, None
+        self.prompt_logprobs = []
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The verbs that measure: bench run, compare, interference, step.
+"""The verbs that measure: bench run, compare, interference, step; bench_device has the others.
 
 Owns: the documents that they print and keep. Called by: main.
 Invariant: whatever is printed can be computed again from what --save keeps.
@@ -29,8 +29,8 @@ from appliance.bench.rounds import interleaved
 from appliance.bench.samples import Sample
 from appliance.bench.statistics import Figures, Slo, summarize, times
 from appliance.bench.target import Target
+from appliance.cli import bench_device, bench_pages, tables, terminal
 from appliance.cli import bench_options as options
-from appliance.cli import bench_pages, tables, terminal
 from appliance.cli.bench_pages import Bar
 from appliance.cli.tables import Format, Row
 from appliance.cli.terminal import Host, Output
@@ -39,6 +39,8 @@ from appliance.protocol import utc_now
 from engine.errors import ConfigError
 
 bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
+for verb in (bench_device.kernels, bench_device.steps, bench_device.transports):
+    bench.command(verb.__name__)(verb)
 
 _MAX_ERRORS_TOLD = 3
 _DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}

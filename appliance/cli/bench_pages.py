@@ -50,6 +50,15 @@ STEPS = (
     Column("STEPS", "steps", count, is_wide=True),
 )
 
+DEVICE = (
+    Column("WHAT", "what"),
+    Column("SHAPE", "shape"),
+    Column("P50", "ms", ms),
+    Column("RATE", "rate", figure),
+    Column("UNIT", "unit"),
+    Column("OF CEILING", "share", figure),
+)
+
 
 def run_page(content: Row) -> str:
     """`penstock bench run`: quantiles of each time, then the rest, one a line."""

@@ -38,8 +38,16 @@ class StepBatch:
     seq_lens: Sequence[int]
     """Tokens per sequence with these; the new ones are its last."""
     block_tables: Sequence[Sequence[int]]
+    """Empty where the device alone knows them; then seq_lens are what lengths may grow to, and each
+    sequence has one new token."""
     logit_rows: Sequence[int]
-    """Rows of input_ids whose next token is wanted."""
+    """Rows of input_ids whose next token is wanted, in order."""
+    device_tables: torch.Tensor | None = None
+    """[num_sequences, longest table] int32, padded with block 0; None on a CPU, as the next two."""
+    device_lens: torch.Tensor | None = None
+    """[num_sequences] int32: seq_lens."""
+    device_logit_rows: torch.Tensor | None = None
+    """[num_logit_rows] int64: logit_rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +84,34 @@ class AttentionPlan:
 
     def groups(self, window: int | None) -> list[Group]:
         """The step's sequences, in groups that one call serves."""
+        batch = self._batch
         if window not in self._groups:
-            self._groups[window] = [
-                self._group(members, window) for members in _members(self._batch)
-            ]
+            self._groups[window] = (
+                [self._group(members, window) for members in _members(batch)]
+                if batch.block_tables
+                else [self._device_group(window)]
+            )
         return self._groups[window]
+
+    def _device_group(self, window: int | None) -> Group:
+        """All sequences with one query each, over all that their tables could hold."""
+        tables, lens = self._batch.device_tables, self._batch.device_lens
+        assert tables is not None
+        assert lens is not None
+        num_keys = tables.shape[1] * self._block_size
+        keys = torch.arange(num_keys, device=self._device).expand(len(tables), -1)
+        mask = self._mask((lens - 1)[:, None], keys, window)
+        halves = self._halves(tables.flatten().long())
+        return Group(slice(0, len(tables)), len(tables), halves, slice(0, num_keys), mask)
 
     def _group(self, members: list[int], window: int | None) -> Group:
         batch = self._batch
         query_len = batch.query_lens[members[0]]
-        rows = _rows(batch.query_lens, members)
+        rows = _rows(batch.query_lens, members, self._device)
         starts = [batch.seq_lens[i] - query_len for i in members]
         if starts == [0]:
             is_windowed = window is not None and query_len > window
-            mask = self._mask([0], query_len, [0], query_len, window) if is_windowed else None
+            mask = self._host_mask([0], query_len, [0], query_len, window) if is_windowed else None
             return Group(rows, 1, None, slice(0, query_len), mask)
         oldest = [0 if window is None else max(0, start - window + 1) for start in starts]
         first_blocks = [position // self._block_size for position in oldest]
@@ -101,13 +123,13 @@ class AttentionPlan:
         first_keys = [first * self._block_size for first in first_blocks]
         if len(members) > 1:
             num_keys = max(s + 1 - first for s, first in zip(starts, first_keys, strict=True))
-            mask = self._mask(starts, query_len, first_keys, num_keys, window)
+            mask = self._host_mask(starts, query_len, first_keys, num_keys, window)
             return Group(rows, len(members), halves, slice(0, num_keys), mask)
         # alone, a sequence reads exactly the positions that its queries see
         keys = slice(oldest[0] - first_keys[0], starts[0] + query_len - first_keys[0])
         mask = None
         if query_len > 1:
-            mask = self._mask(starts, query_len, oldest, keys.stop - keys.start, window)
+            mask = self._host_mask(starts, query_len, oldest, keys.stop - keys.start, window)
         return Group(rows, 1, halves, keys, mask)
 
     def _block_halves(
@@ -118,11 +140,15 @@ class AttentionPlan:
             table = self._batch.block_tables[i][first : first + num_blocks]
             ids += table
             ids += [0] * (num_blocks - len(table))
-        first_halves = torch.tensor(ids, device=self._device) * (2 * self._num_layers)
-        halves = torch.cat((first_halves, first_halves + 1))
-        return halves + torch.arange(0, 2 * self._num_layers, 2, device=self._device)[:, None]
+        return self._halves(torch.tensor(ids, device=self._device))
 
-    def _mask(
+    def _halves(self, block_ids: torch.Tensor) -> torch.Tensor:
+        first_halves = block_ids * (2 * self._num_layers)
+        halves = torch.cat((first_halves, first_halves + 1))
+        planes = torch.arange(0, 2 * self._num_layers, 2, device=self._device)
+        return halves + planes[:, None]
+
+    def _host_mask(
         self,
         query_starts: list[int],
         query_len: int,
@@ -130,15 +156,22 @@ class AttentionPlan:
         num_keys: int,
         window: int | None,
     ) -> torch.Tensor:
-        """[num_sequences, 1, query_len, num_keys], 0 where a query sees a key, else -inf."""
-        queries = torch.tensor(query_starts)[:, None] + torch.arange(query_len)
-        keys = torch.tensor(key_starts)[:, None] + torch.arange(num_keys)
+        """The same of positions in a row from where each sequence's begin."""
+        queries, keys = (
+            torch.tensor(starts, device=self._device)[:, None]
+            + torch.arange(length, device=self._device)
+            for starts, length in ((query_starts, query_len), (key_starts, num_keys))
+        )
+        return self._mask(queries, keys, window)
+
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """[num_sequences, 1, queries, keys], 0 where a query sees a key, else -inf."""
         ages = queries[:, None, :, None] - keys[:, None, None, :]
         is_hidden = ages < 0
         if window is not None:
             is_hidden |= ages >= window
-        mask = torch.zeros(ages.shape, dtype=self._dtype).masked_fill_(is_hidden, -torch.inf)
-        return mask.to(self._device)
+        zeros = torch.zeros(ages.shape, dtype=self._dtype, device=self._device)
+        return zeros.masked_fill_(is_hidden, -torch.inf)
 
 
 def _members(batch: StepBatch) -> list[list[int]]:
@@ -157,14 +190,16 @@ def _members(batch: StepBatch) -> list[list[int]]:
     return [sorted(members) for members in together] + alone
 
 
-def _rows(query_lens: Sequence[int], members: list[int]) -> slice | torch.Tensor:
+def _rows(
+    query_lens: Sequence[int], members: list[int], device: torch.device
+) -> slice | torch.Tensor:
     first = sum(query_lens[: members[0]])
     if members[-1] - members[0] == len(members) - 1:
         return slice(first, first + sum(query_lens[members[0] : members[-1] + 1]))
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
-    return torch.tensor([starts[i] for i in members])
+    return torch.tensor([starts[i] for i in members], device=device)
 
 
 def write_kv(

@@ -55,15 +55,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torc
 
 
 def rope_table(
-    config: RopeConfig, num_positions: int, max_model_len: int, dtype: torch.dtype
+    config: RopeConfig,
+    num_positions: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine for `rotate`, each [num_positions, 1, rotary_dim]."""
+    """Cosine and signed sine for `rotate`, each [num_positions, 1, rotary_dim].
+
+    Computed on the CPU whatever the device: to the last bit the same everywhere.
+    """
     frequencies = rope_frequencies(config, max_model_len)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     cos = angles.cos().mul_(config.attention_factor)
     sin = angles.sin().mul_(config.attention_factor)
     signed_sin = torch.cat((-sin, sin), -1)
-    return torch.cat((cos, cos), -1)[:, None].to(dtype), signed_sin[:, None].to(dtype)
+    cosine = torch.cat((cos, cos), -1)[:, None]
+    return cosine.to(device, dtype), signed_sin[:, None].to(device, dtype)
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.model.attention import StepBatch
 
@@ -47,6 +48,8 @@ def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) ->
         device: where attention runs.
         queries_per_tile: of one program of the kernel for several queries; 0: no tiles are wanted.
     """
+    if not batch.block_tables:
+        return _captured_step(batch, device)
     num_sequences = len(batch.query_lens)
     num_columns = max(map(len, batch.block_tables))
     tiles = _query_tiles(batch.query_lens, batch.seq_lens, queries_per_tile)
@@ -72,6 +75,17 @@ def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) ->
         max(batch.seq_lens),
         1 in batch.query_lens,
     )
+
+
+def _captured_step(batch: StepBatch, device: torch.device) -> PagedStep:
+    """A decode step whose tables and lengths are on the device already, and change there."""
+    tables, lens = batch.device_tables, batch.device_lens
+    assert tables is not None
+    assert lens is not None, "a step without host tables has those of the device"
+    starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=device)
+    key_starts = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    no_tiles = starts.new_empty(0, 2)
+    return PagedStep(tables, starts, key_starts, lens, no_tiles, 1, max(batch.seq_lens), True)
 
 
 def _query_tiles(

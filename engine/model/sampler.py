@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.model.adjust import is_adjusted
 from engine.sequence import SamplingParams, TokenLogprob
 
 _GREEDY_BELOW = 1e-5
@@ -25,6 +26,10 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's number for "never"
 _PREFIX_TOKENS = 256  # sorted first; most draws end among them, and sorting all costs milliseconds
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15
+
+NO_DRAW = (0.0, 0.0, 1.0, 0.0, 0.0)
+NUM_DRAW_FIELDS = len(NO_DRAW)
+"""Temperature (0: greedy), uniform number, top_p, min_p, top_k."""
 
 
 def sample(
@@ -56,6 +61,50 @@ def sample(
         (token_id, None if p.logprobs is None else logprobs(raw[None], [token_id], p.logprobs)[0])
         for raw, token_id, p in zip(raw_logits, token_ids, params, strict=True)
     ]
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """True if `sample_rows` yields all that there is to tell of its next token."""
+    return params.logprobs is None and not is_adjusted(params)
+
+
+def draw_of(params: SamplingParams, index: int) -> tuple[float, ...]:
+    """What `sample_rows` is told of one row: NUM_DRAW_FIELDS numbers."""
+    if params.temperature < _GREEDY_BELOW:
+        return NO_DRAW
+    u = uniform(params.seed, index)
+    return params.temperature, u, params.top_p, params.min_p, float(params.top_k)
+
+
+def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
+    """The tokens [n] that `sample` draws for plain parameters, without a look from the host.
+
+    Args:
+        logits: [n, vocab_size] float32; not changed.
+        draws: [n, NUM_DRAW_FIELDS] float64, each as draw_of() has it; None: all are greedy.
+    """
+    logits = _without_nan(logits)
+    best = logits.argmax(-1, keepdim=True)
+    if draws is None:
+        return best[:, 0]
+    temperature, u, top_p, min_p, top_k = draws[:, :, None].unbind(1)
+    top = logits.gather(-1, best)
+    is_drawn = (temperature > 0) & (top > -torch.inf)
+    divisor = torch.where(is_drawn, temperature, 1.0)
+    weights = ((logits - top).double() / divisor).float().exp()
+    ordered, token_ids = weights.sort(dim=-1, descending=True, stable=True)
+    vocab_size = logits.shape[-1]
+    kth = ordered.gather(-1, (top_k.long() - 1).clamp(0, vocab_size - 1))
+    kth = torch.where((top_k > 0) & (top_k < vocab_size), kth, 0.0)
+    ordered = ordered.masked_fill(ordered < torch.maximum(min_p.float(), kth), 0.0)
+    cumulative = ordered.cumsum(-1, dtype=torch.float64)
+    mass = cumulative[:, -1:]
+    nucleus = torch.searchsorted(cumulative, top_p * mass).clamp_(max=vocab_size - 1)
+    kept = torch.where(top_p < 1, cumulative.gather(-1, nucleus), mass)
+    place = torch.searchsorted(cumulative, u * kept, right=True)
+    last = (ordered > 0).sum(-1, keepdim=True) - 1  # u * kept may be rounded up to the very end
+    drawn = token_ids.gather(-1, torch.minimum(place, last).clamp_(min=0))
+    return torch.where(is_drawn, drawn, best)[:, 0]
 
 
 def logprobs(
@@ -101,7 +150,7 @@ def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
     mass = float(weights.sum(dtype=torch.float64))
     vocab_size = len(weights)
     for num_sorted in (min(_PREFIX_TOKENS, vocab_size), vocab_size):
-        ordered, token_ids = weights.topk(num_sorted)
+        ordered, token_ids = _largest(weights, num_sorted)
         cumulative = ordered.cumsum(0, dtype=torch.float64)
         kept = mass
         if params.top_p < 1:
@@ -113,6 +162,14 @@ def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
         if place < num_sorted:
             return int(token_ids[place])
     return int(token_ids[int((ordered > 0).sum()) - 1])  # u * kept rounded up to the very end
+
+
+def _largest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest and their places; on a device ties are in the order of `sample_rows`."""
+    if weights.device.type == "cpu":
+        return weights.topk(count)
+    values, places = weights.sort(descending=True, stable=True)
+    return values[:count], places[:count]
 
 
 def _filtered_weights(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

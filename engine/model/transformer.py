@@ -69,6 +69,7 @@ class Transformer:
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
         self._embedding = weights[f"{embedding}.weight"]
+        self.device = self._embedding.device
         # rounded as transformers rounds it, where it keeps the factor as a tensor
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._max_model_len = max_model_len or config.max_position_embeddings
@@ -76,9 +77,8 @@ class Transformer:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
         buffers = Buffers()
-        device = self._embedding.device
-        self._backend = choose_backend(device, self.dtype, config, block_size, buffers.take)
-        linears = choose_linears(device.type, self.dtype, take=buffers.take)
+        self._backend = choose_backend(self.device, self.dtype, config, block_size, buffers.take)
+        linears = choose_linears(self.device.type, self.dtype, take=buffers.take)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._branches: list[_Branch] = []
@@ -94,6 +94,14 @@ class Transformer:
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
         if is_compiled and linears.kernels is not None:
             self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
+        if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
+            self._grow_tables(self._max_model_len)
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a step looks at no value on the device, so that a graph can replay it."""
+        layers = range(self.config.num_layers)
+        return all(self.config.experts_of(layer) is None for layer in layers)
 
     @property
     def attention_backend(self) -> str:
@@ -107,7 +115,7 @@ class Transformer:
         kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
         """
         config = self.config
-        self._grow_tables(max(batch.seq_lens))
+        self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
         plan = self._backend.plan(batch, kv, self._tables)
         x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
         if self._embedding_scale != 1:
@@ -118,7 +126,9 @@ class Transformer:
             added = self._run_layers(x, kv, plan)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
-        x = x[list(batch.logit_rows)]
+        if len(batch.logit_rows) < len(x):
+            rows = batch.device_logit_rows
+            x = x[list(batch.logit_rows) if rows is None else rows]
         x = self._backend.norm(x, self._norm_weight, config.rms_norm_eps)
         logits = self._head(x).float()
         if config.logit_divisor != 1:
@@ -135,11 +145,10 @@ class Transformer:
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > self._num_table_positions:
             size = max(_MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
-            tables = [
-                rope_table(rope, size, self._max_model_len, self.dtype) for rope in self._ropes
+            self._tables = [
+                rope_table(rope, size, self._max_model_len, self.dtype, self.device)
+                for rope in self._ropes
             ]
-            device = self._embedding.device
-            self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
             self._num_table_positions = size
 
 

@@ -19,11 +19,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed, PenstockError
-from engine.messages import Failed, Go, LoadingProgress, Ready, Setup, WeightsLoaded
+from engine.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, WeightsLoaded
+
+if TYPE_CHECKING:
+    from engine.checkpoint import Checkpoint
+    from engine.workers.grammars import Grammars
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -49,9 +53,7 @@ def main() -> int:
         # before Setup, so that it overlaps with what the daemon has to do
         import torch  # noqa: F401
 
-        (setup,) = channel.receive(wait=True)
-        if not isinstance(setup, Setup):
-            raise TypeError(f"expected Setup, got {type(setup).__name__}")
+        setup = channel.expect(Setup)
         libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
         _serve(channel, setup)
     except ChannelClosed:
@@ -80,6 +82,13 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
     config = checkpoint.config
+    grammars = Grammars(
+        lambda: GrammarTokenizer(
+            Tokenizer.from_folder(checkpoint.folder), config.vocab_size, config.eos_token_ids
+        )
+    )
+    if setup.gpu is not None:
+        _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars)
     arena, share = None, None
     if setup.weights is not None:
         arena = mmap.mmap(setup.weights.fd, setup.weights.num_bytes, mmap.MAP_SHARED)
@@ -87,19 +96,12 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
             share = (setup.weights.share_index, setup.weights.share_count)
     weights = load_weights(checkpoint, setup.dtype, arena, share, _Progress(channel))
     channel.send(WeightsLoaded())
-    for command in channel.receive(wait=True):
-        if not isinstance(command, Go):
-            raise TypeError(f"expected Go, got {type(command).__name__}")
+    channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
     ring = None
     if setup.ring is not None:
         ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
-    grammars = Grammars(
-        lambda: GrammarTokenizer(
-            Tokenizer.from_folder(checkpoint.folder), config.vocab_size, config.eos_token_ids
-        )
-    )
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens)
     worker = Worker(
@@ -111,6 +113,32 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         max_step_tokens=setup.max_step_tokens,
     )
     channel.send(Ready(transformer.attention_backend))
+    worker.run()
+
+
+def _serve_on_gpu(
+    channel: WorkerChannel,
+    setup: Setup,
+    gpu: GpuSpec,
+    checkpoint: Checkpoint,
+    grammars: Grammars,
+) -> NoReturn:
+    from engine.workers.device import CudaDevice
+    from engine.workers.loop import Worker
+    from engine.workers.on_gpu import start
+
+    device = CudaDevice(gpu.uuid)
+    started = start(channel, setup, gpu, checkpoint, device, grammars, _Progress(channel))
+    worker = Worker(
+        channel,
+        started.runner,
+        pool=started.pool,
+        ring=None,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        max_step_tokens=setup.max_step_tokens,
+        ordering=started.ordering,
+    )
+    channel.send(started.ready)
     worker.run()
 
 

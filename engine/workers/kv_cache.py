@@ -27,6 +27,7 @@ def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -
 
     Shapes: returns [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
     """
+    assert spec.fd is not None, "a pool on a GPU is not mapped but made"
     num_bytes = spec.num_blocks * config.kv_block_bytes(block_size, dtype)
     memory = mmap.mmap(spec.fd, num_bytes, mmap.MAP_SHARED)
     flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])

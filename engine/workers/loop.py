@@ -1,5 +1,7 @@
 """The worker's loop: take commands, plan, launch, collect, send.
 
+A GPU is given the next step before this one is collected, where nothing but the tokens can differ:
+then it never waits for the host. A sequence that turns out to have ended is in one step too many.
 Owns: the admitted sequences and the granted ring slots of this worker.
 Called by: engine.workers.__main__, once.
 Invariants: one message per step; a sequence's release is reported after the last step that
@@ -14,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -31,13 +34,27 @@ from engine.messages import (
     Stepped,
     Stored,
     UseCores,
+    UseEvents,
 )
 from engine.plan import plan
 from engine.sequence import FinishReason
 from engine.workers.cores import use_cores
-from engine.workers.runner import Runner, Sampled
+from engine.workers.ordering import Ordering
+from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that is not collected yet."""
+
+    planned: list[tuple[Running, int]]
+    launched: Launched
+    num_prefill_tokens: int
+    started_ns: int
+    event: int | None
+    """Recorded after it."""
 
 
 class Worker:
@@ -52,6 +69,7 @@ class Worker:
         ring: torch.Tensor | None,
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
+        ordering: Ordering | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
@@ -60,33 +78,33 @@ class Worker:
         self._ring = ring
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
+        self._ordering = ordering
+        """Of its steps and another worker's on the same GPU; None: they share no memory."""
         self._use_cores = use_cores
         self._is_parked = False
         self._running: dict[int, Running] = {}
         self._slots: deque[int] = deque()
         self._entries: list[SequenceStep] = []
         """Releases to report with the next message."""
+        self._flight: _Flight | None = None
+        """The step that follows one whose end was not known yet."""
+        self._ended: list[Running] = []
+        """Sequences of that step that have ended in the one before."""
 
     def run(self) -> NoReturn:
         """Loop until the channel closes (raises ChannelClosed)."""
         while True:
             is_idle = self._is_parked or all(r.is_complete for r in self._running.values())
-            for command in self._channel.receive(wait=is_idle):
+            for command in self._channel.receive(wait=is_idle and self._flight is None):
                 self._apply(command)
             self.step()
 
     def step(self) -> None:
         """One step: plan, launch, collect, store, send."""
-        started_ns = time.monotonic_ns()
-        runnable = [] if self._is_parked else self._runnable()
-        planned = [(r, r.capped(n)) for r, n in plan(runnable, self._max_step_tokens, started_ns)]
-        num_prefill_tokens = sum(
-            n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
-        )
-        sampled = self._runner.collect(self._runner.launch(planned))
-        entries, self._entries = self._entries, []
-        for (running, num_new_tokens), result in zip(planned, sampled, strict=True):
-            entries.append(self._finish_step(running, num_new_tokens, result))
+        flight = self._flight or self._launch()
+        self._flight = self._follow(flight)
+        entries = self._collect(flight)
+        planned = flight.planned
         planned_ids = {r.seq_id for r, _ in planned}
         for running in [r for r in self._running.values() if r.seq_id not in planned_ids]:
             stored = self._store(running)
@@ -94,17 +112,60 @@ class Worker:
                 entry = self._entry(running, stored=stored)
                 if stored or entry.is_released:
                     entries.append(entry)
+        ended_ns = time.monotonic_ns()
+        if self._flight is not None:
+            self._flight.started_ns = ended_ns  # the device computes one after the other
         if entries:
             num_tokens = sum(n for _, n in planned)
+            num_prefill_tokens = flight.num_prefill_tokens
             self._channel.send(
                 Stepped(
-                    started_ns,
-                    time.monotonic_ns(),
+                    flight.started_ns,
+                    ended_ns,
                     num_prefill_tokens,
                     num_tokens - num_prefill_tokens,
                     entries,
+                    flight.event,
                 )
             )
+
+    def _launch(self) -> _Flight:
+        """Start the step that is due."""
+        started_ns = time.monotonic_ns()
+        runnable = [] if self._is_parked else self._runnable()
+        planned = [(r, r.capped(n)) for r, n in plan(runnable, self._max_step_tokens, started_ns)]
+        num_prefill_tokens = sum(
+            n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
+        )
+        if self._ordering is not None:
+            self._ordering.before([r for r, _ in planned])
+        launched = self._runner.launch(planned)
+        return _Flight(planned, launched, num_prefill_tokens, started_ns, self._recorded())
+
+    def _recorded(self) -> int | None:
+        return None if self._ordering is None else self._ordering.after()
+
+    def _follow(self, flight: _Flight) -> _Flight | None:
+        """Start the same sequences' next step, if they are all that there is to run."""
+        planned = flight.planned
+        is_whole = all(self._running.get(r.seq_id) is r for r, _ in planned)
+        if not is_whole or len(planned) < len(self._running) or self._is_parked:
+            return None
+        launched = self._runner.follow(flight.launched)
+        if launched is None:
+            return None
+        return _Flight(planned, launched, 0, flight.started_ns, self._recorded())
+
+    def _collect(self, flight: _Flight) -> list[SequenceStep]:
+        """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
+        sampled = self._runner.collect(flight.launched)
+        entries, self._entries = self._entries, []
+        ended, self._ended = self._ended, []
+        entries += [self._entry(running, is_dropped=True) for running in ended]
+        for (running, num_new_tokens), result in zip(flight.planned, sampled, strict=True):
+            if self._running.get(running.seq_id) is running:
+                entries.append(self._finish_step(running, num_new_tokens, result))
+        return entries
 
     def _runnable(self) -> list[Running]:
         """Those with something to compute; waits for a grammar where there is nothing else."""
@@ -142,9 +203,12 @@ class Worker:
         is_stored = running.num_stored_blocks is None or (
             running.num_stored_blocks >= running.num_storable_blocks(self._runner.block_size)
         )
-        is_released = bool(finish_reason) or is_dropped or (running.is_complete and is_stored)
-        if is_released:
-            del self._running[running.seq_id]
+        is_over = bool(finish_reason) or is_dropped or (running.is_complete and is_stored)
+        is_released = is_over and (is_dropped or self._flight is None)
+        if is_over:
+            self._running.pop(running.seq_id, None)
+        if is_over and not is_released:
+            self._ended.append(running)
         result = result or Sampled()
         return SequenceStep(
             seq_id=running.seq_id,
@@ -166,7 +230,8 @@ class Worker:
         if running.num_stored_blocks is None or self._ring is None:
             return []
         first = running.num_stored_blocks
-        count = min(running.num_storable_blocks(self._runner.block_size) - first, len(self._slots))
+        storable = running.num_storable_blocks(self._runner.block_size)
+        count = max(0, min(storable - first, len(self._slots)))  # computed again: less than before
         slots = [self._slots.popleft() for _ in range(count)]
         block_ids = running.block_table[first : first + count]
         copy_blocks(self._pool, block_ids, self._ring, slots)
@@ -190,6 +255,9 @@ class Worker:
                 if cpus:
                     self._use_cores(cpus)
                 self._channel.send(CoresUsed(cpus))
+            case UseEvents(handles):
+                if self._ordering is not None:
+                    self._ordering.use(handles)
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
 

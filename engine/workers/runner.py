@@ -1,13 +1,14 @@
 """The step: from sequences to tensors, through the model, to sampled tokens.
 
 Owns: nothing but the model and the pool it writes.
-Called by: the worker loop, launch then collect.
+Called by: the worker loop, launch then collect; on a GPU perhaps follow between the two.
 Invariant: a sequence is sampled exactly when the step computes its last known token.
 Never: ends a sequence, sends a message, looks at a role.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,12 @@ import torch
 
 from engine.grammar import GrammarError
 from engine.model.adjust import adjust, is_adjusted
-from engine.model.sampler import logprobs, sample
+from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample, sample_rows
 from engine.model.transformer import StepBatch, Transformer
-from engine.sequence import TokenLogprob
+from engine.sequence import SamplingParams, TokenLogprob
+from engine.workers.device import Device
 from engine.workers.grammars import Grammars, Mask
+from engine.workers.graphs import DecodeGraphs
 from engine.workers.running import Running
 
 
@@ -31,6 +34,8 @@ class Launched:
     logits: torch.Tensor | None
     masks: Future[list[Mask]] | None
     """One for each sequence that is sampled; None: no grammar among them."""
+    token_ids: Callable[[], list[int]] | None = None
+    """Waits for the tokens of those that are sampled, where the device has chosen them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +51,32 @@ class Sampled:
 
 
 class Runner:
-    """Executes planned steps on one device."""
+    """Executes planned steps on one device.
+
+    Args:
+        transformer: the model.
+        pool: its KV.
+        block_size: of the pool.
+        grammars: of the sequences that have one.
+        device: that of model and pool; None: the CPU.
+        graphs: of the decode steps; None: each is launched piece by piece.
+    """
 
     def __init__(
-        self, transformer: Transformer, pool: torch.Tensor, block_size: int, grammars: Grammars
+        self,
+        transformer: Transformer,
+        pool: torch.Tensor,
+        block_size: int,
+        grammars: Grammars,
+        device: Device | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.block_size = block_size
         self.grammars = grammars
         self._transformer = transformer
         self._pool = pool
+        self._device = device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, planned: list[tuple[Running, int]]) -> Launched:
@@ -65,8 +87,46 @@ class Runner:
         # masks first: they are computed while the model is
         has_grammar = any(r.matcher is not None for r in sampling)
         masks = self.grammars.masks(sampling) if has_grammar else None
-        logits = self._transformer.forward(self._batch(planned), self._pool)
-        return Launched(planned, sampling, logits, masks)
+        tokens = None
+        if self._graphs is not None and self._graphs.fits(planned):
+            logits, tokens = self._graphs.launch(sampling)
+        else:
+            logits = self._transformer.forward(self.batch(planned), self._pool)
+            if self._device is not None and len(logits) == len(sampling):
+                tokens = self._sample_rows(logits, sampling)
+        return Launched(planned, sampling, logits, masks, self._fetched(tokens))
+
+    @torch.inference_mode()
+    def follow(self, launched: Launched) -> Launched | None:
+        """Start the step after one that is not collected, for the same sequences; None: cannot.
+
+        It goes on from the tokens on the device. What it computes for a sequence that turns out to
+        have ended is to be thrown away.
+        """
+        sequences, graphs = launched.sampling, self._graphs
+        if graphs is None or launched.token_ids is None or not graphs.fits(launched.planned):
+            return None
+        if any(r.num_output_tokens + 1 >= r.until_output for r in sequences):
+            return None
+        logits, tokens = graphs.launch(sequences, ahead=1)
+        return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
+
+    def _fetched(self, tokens: torch.Tensor | None) -> Callable[[], list[int]] | None:
+        if tokens is None or self._device is None:
+            return None
+        return self._device.fetch(tokens)
+
+    def _sample_rows(self, logits: torch.Tensor, sampling: list[Running]) -> torch.Tensor | None:
+        """Tokens chosen on the device, if nothing about them has to be decided here."""
+        assert self._device is not None
+        if not sampling or not all(is_plain(r.sampling) for r in sampling):
+            return None
+        draws = [draw_of(r.sampling, r.num_output_tokens) for r in sampling]
+        if all(draw == NO_DRAW for draw in draws):
+            return sample_rows(logits)
+        flat = self._device.pinned([value for draw in draws for value in draw], torch.float64)
+        on_device = flat.to(self._device.torch_device, non_blocking=True)
+        return sample_rows(logits, on_device.view(len(draws), -1))
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Sampled]:
@@ -74,6 +134,9 @@ class Runner:
         logits = launched.logits
         if logits is None:
             return [Sampled()] * len(launched.planned)
+        if launched.token_ids is not None:
+            token_of = dict(zip(map(id, launched.sampling), launched.token_ids(), strict=True))
+            return [Sampled(token_of.get(id(r))) for r, _ in launched.planned]
         results = []
         sampled_rows, row = [], 0
         for running, num_new_tokens in launched.planned:
@@ -94,7 +157,8 @@ class Runner:
                 results[index] = replace(chosen[id(running)], prompt_logprobs=prompt_logprobs)
         return results
 
-    def _batch(self, planned: list[tuple[Running, int]]) -> StepBatch:
+    def batch(self, planned: list[tuple[Running, int]]) -> StepBatch:
+        """What the model is told of a step."""
         input_ids: list[int] = []
         positions: list[int] = []
         token_slots: list[int] = []
@@ -110,14 +174,53 @@ class Runner:
             logit_rows += range(first_row, first_row + count)
             if end == running.num_tokens:
                 logit_rows.append(len(input_ids) - 1)
+        query_lens = [n for _, n in planned]
+        seq_lens = [r.num_computed_tokens + n for r, n in planned]
+        block_tables = [r.block_table for r, _ in planned]
+        if self._device is not None:
+            # no kernel reads beyond a sequence's length, and a shorter table is sooner there
+            num_blocks = [-(-length // self.block_size) for length in seq_lens]
+            block_tables = [t[:n] for t, n in zip(block_tables, num_blocks, strict=True)]
+            tokens = (input_ids, positions, token_slots)
+            return self._device_batch(tokens, query_lens, seq_lens, block_tables, logit_rows)
         return StepBatch(
             input_ids=torch.tensor(input_ids),
             positions=torch.tensor(positions),
             token_slots=torch.tensor(token_slots),
-            query_lens=[n for _, n in planned],
-            seq_lens=[r.num_computed_tokens + n for r, n in planned],
-            block_tables=[r.block_table for r, _ in planned],
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
             logit_rows=logit_rows,
+        )
+
+    def _device_batch(
+        self,
+        tokens: tuple[list[int], list[int], list[int]],
+        query_lens: list[int],
+        seq_lens: list[int],
+        block_tables: list[list[int]],
+        logit_rows: list[int],
+    ) -> StepBatch:
+        """The same on the device, in one copy that nobody waits for."""
+        assert self._device is not None
+        longest = max(map(len, block_tables))
+        padded = [[*table, *[0] * (longest - len(table))] for table in block_tables]
+        parts = [*tokens, logit_rows, seq_lens, [i for table in padded for i in table]]
+        values = self._device.pinned([value for part in parts for value in part], torch.int32)
+        sent = values.to(self._device.torch_device, non_blocking=True)
+        *wide, lens, tables = torch.split(sent, [len(part) for part in parts])
+        input_ids, positions, token_slots, rows = (part.long() for part in wide)
+        return StepBatch(
+            input_ids=input_ids,
+            positions=positions,
+            token_slots=token_slots,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            logit_rows=logit_rows,
+            device_tables=tables.view(len(block_tables), longest),
+            device_lens=lens,
+            device_logit_rows=rows,
         )
 
     def _token_slots(self, block_table: list[int], start: int, end: int) -> list[int]:
@@ -134,19 +237,34 @@ class Runner:
 
     def warm_up(self, max_step_tokens: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow."""
-        num_tokens = min(max_step_tokens, self.block_size)
-        for length in (num_tokens, 1):
-            batch = StepBatch(
-                input_ids=torch.zeros(length, dtype=torch.int64),
-                positions=torch.arange(length),
-                token_slots=torch.arange(length),
-                query_lens=[length],
-                seq_lens=[length],
-                block_tables=[[0]],
-                logit_rows=[length - 1],
-            )
-            with torch.inference_mode():
-                self._transformer.forward(batch, self._pool)
+        for length in (min(max_step_tokens, self.block_size), 1):
+            self.rehearse(1, length)
+
+    @torch.inference_mode()
+    def rehearse(self, num_sequences: int, length: int) -> None:
+        """Run a step of new sequences into block 0, as large as the largest to come, perhaps."""
+        blocks = [0] * -(-length // self.block_size)
+        running = [_stand_in(length, blocks) for _ in range(num_sequences)]
+        planned = [(each, length) for each in running]
+        logits = self._transformer.forward(self.batch(planned), self._pool)
+        if self._device is not None:
+            self._sample_rows(logits, running)
+
+
+def _stand_in(length: int, block_table: list[int]) -> Running:
+    """A prompt that nobody has sent."""
+    return Running(
+        seq_id=0,
+        generation=0,
+        token_ids=[0] * length,
+        num_prompt_tokens=length,
+        num_computed_tokens=0,
+        block_table=block_table,
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        until_output=1,
+        num_stored_blocks=None,
+        admitted_ns=0,
+    )
 
 
 def _report_prompt(running: Running, logits: torch.Tensor) -> Sampled:

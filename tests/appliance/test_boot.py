@@ -6,7 +6,9 @@ import pytest
 
 from appliance.boot import lock_state_dir, make_plan
 from appliance.config import ServeConfig
+from appliance.devices.listing import Gpu
 from engine.errors import CheckpointError, ConfigError, PenstockError
+from engine.messages import GpuSpec
 
 
 def config(tmp_path, **fields):
@@ -69,6 +71,38 @@ def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
     assert plan.dtype == "float32"
     assert "starter" in plan.model_note
     assert plan_of(dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    found = Gpu("gpu0", "Test", "GPU-0", 16 << 30)
+    monkeypatch.setattr("appliance.boot.list_gpus", lambda: [found])
+    monkeypatch.setattr("appliance.boot.installed_torch", lambda: "2.11.0+cu130")
+    return found
+
+
+def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama)
+    ((placed, setup),) = plan.workers
+    assert (plan.roles, plan.dtype) == ("colocated", "bfloat16")
+    assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0"))
+    assert setup.pool.fd is None
+    assert plan.inherited_fds == []
+    assert setup.weights is None
+
+
+def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, roles="static", eager=True)
+    prefill, decode = (setup.gpu for _, setup in plan.workers)
+    assert prefill == GpuSpec("GPU-0", "maps", has_graphs=False)
+    assert decode == GpuSpec("GPU-0", "exports", has_graphs=False)
+    assert plan.roles == "static"
+
+
+def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, devices="cpu")
+    assert plan.roles == "elastic"
+    assert all(setup.gpu is None for _, setup in plan.workers)
 
 
 def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):

@@ -170,7 +170,7 @@ def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) ->
     new = load({}, {})
     assert changes(old, new) == (["max_queued", "log_max_size"], ["roles"])
     taken = take_over(old, new)
-    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "elastic")
+    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "auto")
     assert changes(taken, new) == ([], ["roles"])
 
 
@@ -310,3 +310,14 @@ def test_finding_the_socket_imports_nothing_slow() -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert ended.stdout.strip() == "[]", ended.stderr
+
+
+@pytest.mark.parametrize("devices", ["auto", "cpu", "gpu0", "gpu0, gpu1"])
+def test_devices_are_auto_the_cpu_or_gpus_by_name(devices):
+    assert load({"devices": devices}, {}).devices == devices.replace(" ", "")
+
+
+@pytest.mark.parametrize("devices", ["cuda", "gpu", "0", "gpu0,cpu", "gpu0;gpu1"])
+def test_other_devices_are_refused(devices):
+    with pytest.raises(ConfigError, match="gpu0"):
+        load({"devices": devices}, {})

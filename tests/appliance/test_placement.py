@@ -9,10 +9,10 @@ from appliance.placement import (
     BLOCK_SIZE,
     available_cores,
     available_memory_bytes,
+    cpu_names,
     place,
     split_cores,
 )
-from appliance.telemetry import cpu_names
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 

@@ -4,6 +4,7 @@ import pytest
 
 from appliance.request import HUNG_UP
 from engine.errors import QueueFull, RequestError, Unavailable
+from engine.messages import PoolMade
 from engine.sequence import FinishReason
 from tests.appliance.machine import make_machine
 
@@ -11,6 +12,18 @@ from tests.appliance.machine import make_machine
 @pytest.fixture
 def machine(tiny_llama, tmp_path):
     yield from make_machine(tiny_llama, tmp_path)
+
+
+def test_a_pool_that_turns_out_small_shortens_requests(machine):
+    service = machine.service
+    longest = service.model.max_model_len
+    service.worker_reported("decode", PoolMade(100_000, None))
+    assert service.model.max_model_len == longest
+    service.worker_reported("decode", PoolMade(4, None))
+    assert service.model.max_model_len == 3 * 64
+    service.make_frame()
+    assert machine.frame["max_model_len"] == 3 * 64
+    assert machine.frame["pools"][0]["num_blocks"] == 3
 
 
 def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):

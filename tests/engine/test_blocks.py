@@ -156,3 +156,14 @@ class LedgerWalk(RuleBasedStateMachine):
 
 TestLedgerWalk = LedgerWalk.TestCase
 TestLedgerWalk.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_a_pool_learns_its_size_while_nobody_has_any_of_it():
+    ledger = Ledger([BlockPool("kv", 100, 4)])
+    assert ledger.resize("kv", 9) == 8 * 4
+    assert ledger.pools["kv"].num_free == 8
+    ledger.check_invariants()
+    assert ledger.reserve(1, {"kv": 1})
+    assert ledger.resize("kv", 9) == 8 * 4
+    with pytest.raises(InvariantViolated):
+        ledger.resize("kv", 10)

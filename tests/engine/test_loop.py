@@ -45,6 +45,9 @@ class FakeRunner:
     def launch(self, planned):
         return planned
 
+    def follow(self, planned):
+        return None
+
     def collect(self, planned):
         results = []
         for running, num_new_tokens in planned:

@@ -109,7 +109,9 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
     machine = Machine(cores={"prefill": (0,), "decode": (0,)})
     assert machine.roles.acts_static
     assert machine.settle(DECODING) == [[0], [0]]
-    assert machine.route(sequence()) == Choice(Route.MOVE, "static", "both workers share one core")
+    assert machine.route(sequence()) == Choice(
+        Route.MOVE, "static", "both workers share one device"
+    )
 
 
 def test_one_worker_is_colocated_whatever_is_asked_for():

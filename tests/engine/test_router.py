@@ -15,7 +15,7 @@ from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence
 from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
-ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm")
+ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm", "gpu", "gpu colocated")
 
 
 class World:
@@ -24,6 +24,12 @@ class World:
     def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
         if arm == "colocated":
             self.topology = Topology("colocated", "colocated", "kv", "kv", None)
+        elif arm == "gpu colocated":
+            homes = {"kv": "colocated"}
+            self.topology = Topology("colocated", "colocated", "kv", "kv", None, homes=homes)
+        elif arm == "gpu":
+            homes = {"kv": "decode"}
+            self.topology = Topology("prefill", "decode", "kv", "kv", "alias", homes=homes)
         elif arm in ("alias", "elastic"):
             self.topology = Topology("prefill", "decode", "kv", "kv", "alias")
         else:
@@ -104,17 +110,33 @@ class World:
         self.check()
 
     def kill(self, name):
-        """The worker dies; what it has sent is still read."""
-        worker = self.workers[name]
-        while worker.outbox:
-            self.deliver(worker)
-        worker.restart()
-        self.router.worker_died(name, self.now_ns)
-        self.check()
+        """The worker dies, and who has mapped its memory; what they have sent is still read."""
+        homes = self.topology.homes
+        is_home = name in homes.values()
+        killed = [name, *(n for n in self.workers if is_home and n != name)]
+        for each in killed:
+            worker = self.workers[each]
+            while worker.outbox:
+                self.deliver(worker)
+            worker.restart()
+            self.router.worker_died(each, self.now_ns)
+            self.check()
+        if is_home:
+            self.memory.clear()
+        return set(killed)
 
     def revive(self, name):
-        self.router.worker_ready(name, self.now_ns)
-        self.check()
+        """The worker starts again, and first the one whose memory it maps."""
+        home = self.topology.homes.get(self.topology.pool_of(name), name)
+        revived = [n for n in (home, name) if n not in self.router.roles.ready_workers]
+        for each in dict.fromkeys(revived):
+            self.router.worker_ready(each, self.now_ns)
+            self.check()
+        return set(revived)
+
+    def revive_all(self):
+        for name in self.workers:
+            self.revive(name)
 
     def tick(self):
         """Everybody does everything there is to do, once."""
@@ -349,11 +371,25 @@ def test_a_death_in_any_phase_changes_no_token(arm, role, after_ticks):
     world.workers[victim].outbox.clear()
     world.kill(victim)
     world.tick()
-    world.revive(victim)
+    world.revive_all()
     world.run()
     for sequence in sequences:
         assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
     world.assert_all_free()
+
+
+def test_whoever_maps_the_memory_of_a_dead_worker_is_not_blamed_for_it():
+    world = World("gpu")
+    sequence, moved = world.sequence(30, 5), world.sequence(3, 20)
+    world.submit(sequence, moved)
+    for _ in range(3):
+        world.tick()
+    world.kill("decode")
+    assert (sequence.num_suspicions, moved.num_suspicions) == (0, 1)
+    world.revive_all()
+    world.run()
+    for each in (sequence, moved):
+        assert world.emitted[each.seq_id] == expected_tokens(each)
 
 
 def test_a_sequence_that_kills_workers_is_given_up():
@@ -467,10 +503,9 @@ def walk(world, rng, sometimes=lambda: None):
             world.router.abort(rng.choice(live), FinishReason.ABORT, world.now_ns)
             world.check()
         elif action < 0.10 and name not in down:
-            world.kill(name)
-            down.add(name)
+            down |= world.kill(name)
         elif action < 0.14 and down:
-            world.revive(down.pop())
+            down -= world.revive(rng.choice(sorted(down)))
         elif name in down:
             continue
         elif action < 0.4 and worker.inbox:
@@ -479,8 +514,7 @@ def walk(world, rng, sometimes=lambda: None):
             world.step(worker)
         elif worker.outbox:
             world.deliver(worker)
-    for name in down:
-        world.revive(name)
+    world.revive_all()
     world.run()
     world.assert_all_free()
     assert set(world.ended) == {s.seq_id for s in live}

@@ -9,10 +9,27 @@ from engine.messages import Report
 from engine.workers.loop import Worker
 
 
+def reports_in(sock, at_least=0):
+    """All reports that have arrived at the daemon's end, or so many that come."""
+    # decoded by hand: the blocking end of a channel expects commands
+    timeout, reports, data = sock.gettimeout(), [], b""
+    while True:
+        sock.settimeout(timeout if len(reports) < at_least else 0)
+        try:
+            data += sock.recv(1 << 20)
+        except BlockingIOError:
+            return reports
+        while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "little")):
+            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+            data = data[end:]
+
+
 class Harness:
     """One worker; `tell` it commands and `step` it."""
 
-    def __init__(self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8):
+    def __init__(
+        self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8, ordering=None
+    ):
         self.runner = runner
         self.pool = pool
         self.ring = ring
@@ -28,6 +45,7 @@ class Harness:
             ring=ring,
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
+            ordering=ordering,
             use_cores=self.cores.append,
         )
 
@@ -41,18 +59,7 @@ class Harness:
         return self.reported()
 
     def reported(self):
-        # decoded by hand: the blocking end of a channel expects commands
-        reports = []
-        self.sockets[0].setblocking(False)
-        try:
-            data = self.sockets[0].recv(1 << 20)
-        except BlockingIOError:
-            data = b""
-        while data:
-            end = 4 + int.from_bytes(data[:4], "little")
-            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
-            data = data[end:]
-        return reports
+        return reports_in(self.sockets[0])
 
     def run(self):
         """Step until nothing is left; all entries."""

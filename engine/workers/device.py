@@ -1,0 +1,231 @@
+"""The GPU that a worker computes on: memory, copies, graphs. The door to torch.cuda.
+
+Owns: the CUDA context's settings, the memory of captured graphs.
+Called by: engine.workers.__main__ (makes it), runner, graphs, sharing, streaming.
+Invariant: nothing here waits for the device but what says so; what is allocated can be shared with
+another process.
+Never: sets CUDA_VISIBLE_DEVICES, which would hide the other worker's memory; chooses a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from engine.errors import WorkerFailed
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_UNSHAREABLE = ("expandable_segments:true", "backend:cudamallocasync")
+
+
+class Memory(NamedTuple):
+    """Bytes of the device, for whoever uses it, and of this process."""
+
+    free_bytes: int
+    total_bytes: int
+    allocated_bytes: int
+    peak_bytes: int
+    """Most that was allocated at once since forget_peak()."""
+
+
+class SharedEvent(Protocol):
+    """A point in the work of one process's device that another process's can wait for."""
+
+    handle: bytes
+
+    def record(self) -> None:
+        """The point is now: after all that this process has given the device."""
+
+    def wait(self) -> None:
+        """What this process gives the device from now on waits for the point recorded last."""
+
+
+class Device(Protocol):
+    """What a worker needs of its accelerator; tests have one without hardware."""
+
+    torch_device: torch.device
+
+    def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor that the device can copy from while the host goes on."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on the host that the device can copy from while the host goes on."""
+
+    def mark(self) -> Callable[[], None]:
+        """Calling the result waits until the device has done all that it was given before."""
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
+        """Start to copy a tensor to the host; calling the result waits for its values."""
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Run once and record; calling the result does on the device what the recorded run did."""
+
+    def memory(self) -> Memory:
+        """As it is now; waits for the device."""
+
+    def forget_peak(self) -> None:
+        """Begin a new peak at what is allocated."""
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Where another process finds the bytes of a tensor, which has to stay."""
+
+    def map(self, exported: bytes) -> torch.Tensor:
+        """[num_bytes] of uint8: what another process has exported, not a copy of it."""
+
+    def new_event(self) -> SharedEvent:
+        """One that another process can open."""
+
+    def open_event(self, handle: bytes) -> SharedEvent:
+        """Another process's."""
+
+
+class CudaDevice:
+    """One GPU by way of torch.cuda.
+
+    Args:
+        uuid: as NVML has it, `GPU-...`.
+
+    Raises:
+        WorkerFailed: torch cannot use it, or could not share its memory.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        check_allocator()
+        index = _index_of(uuid)
+        torch.cuda.set_device(index)
+        self.torch_device = torch.device("cuda", index)
+        self._graph_memory: Any = None
+
+    def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor; its memory is not used again before copies from it are done."""
+        return torch.tensor(values, dtype=dtype, pin_memory=True)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory; whoever writes it again sees to it that copies from it are done."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Callable[[], None]:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
+        """Start a copy to pinned memory, in order with the steps."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        wait = self.mark()
+
+        def values() -> list[int]:
+            wait()
+            return copy.tolist()
+
+        return values
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record a graph; all graphs share one pool of memory, so never run two at once."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # what libraries set up at their first call must not be captured
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory):
+            step()
+        self._graph_memory = graph.pool()
+        return graph.replay
+
+    def memory(self) -> Memory:
+        """What the driver reports, and this process's allocator."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        allocated_bytes = torch.cuda.memory_allocated()
+        return Memory(free_bytes, total_bytes, allocated_bytes, torch.cuda.max_memory_allocated())
+
+    def forget_peak(self) -> None:
+        """Begin a new peak."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """By CUDA IPC; torch's own, since its allocator knows which segment a tensor lies in."""
+        storage: Any = memory.untyped_storage()
+        _device, *where = storage._share_cuda_()
+        return msgspec.msgpack.encode(where)
+
+    def map(self, exported: bytes) -> torch.Tensor:
+        """Torch closes the mapping with the storage; the workers never let go of it."""
+        where = msgspec.msgpack.decode(exported)
+        storages: Any = torch.UntypedStorage
+        storage = storages._new_shared_cuda(self.torch_device.index, *where)
+        mapped: Any = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        mapped.set_(storage)
+        return torch.as_tensor(mapped)
+
+    def new_event(self) -> SharedEvent:
+        """Without times, which no event between processes has."""
+        event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        event.record()  # one that was never recorded has no handle
+        return _CudaEvent(event, event.ipc_handle())
+
+    def open_event(self, handle: bytes) -> SharedEvent:
+        """The event itself, as the other process records it."""
+        event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
+            self.torch_device, handle
+        )
+        return _CudaEvent(event, handle)
+
+
+class _CudaEvent:
+    """On the current stream, which is the one of the steps."""
+
+    def __init__(self, event: Any, handle: bytes) -> None:
+        self._event = event
+        self.handle = handle
+
+    def record(self) -> None:
+        """Of this process's own."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """The device waits, not the host."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def check_allocator() -> None:
+    """Refuse an allocator whose memory cannot be shared by CUDA IPC.
+
+    Raises:
+        WorkerFailed: naming the variable that chose it.
+    """
+    for name in _ALLOCATOR_VARIABLES:
+        setting = os.environ.get(name, "")
+        if any(word in setting.replace(" ", "").lower() for word in _UNSHAREABLE):
+            raise WorkerFailed(
+                f"{setting!r} allocates memory that no other process can map",
+                where=name,
+                hint="leave out expandable_segments and backend:cudaMallocAsync",
+            )
+
+
+def _index_of(uuid: str) -> int:
+    """Torch's number of a GPU, which depends on what is visible and in which order."""
+    if not torch.cuda.is_available():
+        raise WorkerFailed(
+            f"torch {torch.__version__} finds no GPU that it can use",
+            where=uuid,
+            hint="install torch for CUDA, and a driver that is new enough",
+        )
+    wanted = uuid.removeprefix("GPU-")
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if wanted not in seen:
+        raise WorkerFailed(
+            f"torch sees {len(seen)} GPUs, and not this one",
+            where=uuid,
+            hint="CUDA_VISIBLE_DEVICES may hide it",
+        )
+    return seen.index(wanted)

@@ -1,0 +1,210 @@
+"""Decode steps as graphs: captured once for each size, replayed on whatever is in static buffers.
+
+A decode step of few sequences takes the host longer to launch than the device to compute. A graph
+is launched in one call, but reads the same addresses each time, for the same number of sequences.
+So there is one for each of a few batch sizes and two widths of block table; a step takes the
+smallest that it fits, and fills it up with rows that read and write block 0, which is nobody's.
+
+Sampling is captured by itself: which kind a step needs does not depend on its width. It leaves the
+tokens on the device, where the next step can read them before the host has seen them.
+Owns: the static buffers, the graphs, and whose block table each row holds.
+Called by: runner.
+Invariant: what a replay reads is written before it, in the device's order; a row's table is that of
+its sequence, or zeros.
+Never: allocates after capture; decides which sequences step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.model.attention import StepBatch
+from engine.model.sampler import (
+    NO_DRAW,
+    NUM_DRAW_FIELDS,
+    draw_of,
+    is_plain,
+    sample_rows,
+)
+from engine.model.transformer import Transformer
+from engine.workers.device import Device
+from engine.workers.running import Running
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHORT_CONTEXT_TOKENS = 4096
+"""Attention splits a step's work by the longest context there can be: two classes, so that short
+ones, which are most, are not split for the longest."""
+_NUM_FIELDS = 5
+"""Integers of a row: token id, position, slot, length, and the row whose last token is its id."""
+_PADDING = (0, 0, 0, 1, -1)
+
+
+def bucket_of(size: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of ascending sizes that is large enough."""
+    return next((each for each in sizes if each >= size), None)
+
+
+class DecodeGraphs:
+    """All graphs of one model over one pool.
+
+    Args:
+        transformer: one that is_capturable.
+        pool: the KV.
+        device: of both.
+        block_size: of the pool.
+        max_model_len: tokens of the longest sequence.
+        max_batch: sequences of the largest step; more of them step without a graph.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        pool: torch.Tensor,
+        device: Device,
+        *,
+        block_size: int,
+        max_model_len: int,
+        max_batch: int = BATCH_SIZES[-1],
+    ) -> None:
+        self._transformer, self._pool, self._device = transformer, pool, device
+        self._block_size = block_size
+        self.batch_sizes = [size for size in BATCH_SIZES if size <= max_batch]
+        longest = -(-max_model_len // block_size)
+        self.widths = sorted({min(-(-SHORT_CONTEXT_TOKENS // block_size), longest), longest})
+        rows, on = self.batch_sizes[-1], device.torch_device
+        self._fields = torch.zeros(_NUM_FIELDS * rows, dtype=torch.int32, device=on)
+        self._draws = torch.zeros(rows, NUM_DRAW_FIELDS, dtype=torch.float64, device=on)
+        self._tables = torch.zeros(rows, longest, dtype=torch.int32, device=on)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=on)
+        vocab_size = transformer.config.vocab_size
+        self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
+        self._owners: list[Running | None] = [None] * rows
+        self._steps: dict[tuple[int, int], Callable[[], None]] = {}
+        self._samplers: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.capture_ms = 0.0
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record all of them, the largest first, whose memory the others then fit into."""
+        started_ns = time.monotonic_ns()
+        self._write([_PADDING] * self.batch_sizes[-1])
+        for size in reversed(self.batch_sizes):
+            for is_greedy in (False, True):
+                sampler = self._sampler(size, is_greedy)
+                self._samplers[size, is_greedy] = self._device.capture(sampler)
+            # fields lie one after the other at each size's own distance
+            self._write([_PADDING] * size)
+            for width in reversed(self.widths):
+                self._steps[size, width] = self._device.capture(self._step(size, width))
+        self.capture_ms = (time.monotonic_ns() - started_ns) / 1e6
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured."""
+        return len(self._steps) + len(self._samplers)
+
+    def fits(self, planned: list[tuple[Running, int]]) -> bool:
+        """True if a step is one token of each sequence, to be sampled, and there is a graph."""
+        return (
+            0 < len(planned) <= self.batch_sizes[-1]
+            and all(n == 1 and r.num_computed_tokens + 1 == r.num_tokens for r, n in planned)
+            and not any(r.num_prompt_logprobs(1) for r, _ in planned)
+        )
+
+    @torch.inference_mode()
+    def launch(
+        self, sequences: Sequence[Running], ahead: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Start a step of one token each.
+
+        Args:
+            sequences: in the order of the rows.
+            ahead: 1 if the step before, of the same sequences, has not been collected: then their
+                last tokens are read from where it leaves them, on the device.
+
+        Returns:
+            logits [num_sequences, vocab_size], valid until the next launch, and the tokens
+            [num_sequences] if all of them could be sampled on the device.
+        """
+        num = len(sequences)
+        size = bucket_of(num, self.batch_sizes)
+        most = max(r.num_computed_tokens for r in sequences) + 1 + ahead
+        width = bucket_of(-(-most // self._block_size), self.widths)
+        if size is None or width is None:
+            raise ValueError(f"no graph for {num} sequences of up to {most} tokens")
+        self._place_tables([*sequences, *[None] * (size - num)])
+        rows = [self._row(r, i, ahead) for i, r in enumerate(sequences)]
+        self._write(rows + [_PADDING] * (size - num))
+        self._steps[size, width]()
+        logits = self._logits[:num]
+        if not all(is_plain(r.sampling) for r in sequences):
+            return logits, None
+        draws = [draw_of(r.sampling, r.num_output_tokens + ahead) for r in sequences]
+        is_greedy = all(draw == NO_DRAW for draw in draws)
+        if not is_greedy:
+            flat = [value for draw in draws for value in draw] + [*NO_DRAW] * (size - num)
+            values = self._device.pinned(flat, torch.float64)
+            self._draws[:size].copy_(values.view(size, -1), non_blocking=True)
+        self._samplers[size, is_greedy]()
+        return logits, self._tokens[:num]
+
+    def _row(self, running: Running, row: int, ahead: int) -> tuple[int, ...]:
+        position, size = running.num_computed_tokens + ahead, self._block_size
+        slot = running.block_table[position // size] * size + position % size
+        if ahead:
+            return 0, position, slot, position + 1, row
+        return running.token_ids[position], position, slot, position + 1, -1
+
+    def _write(self, rows: list[tuple[int, ...]]) -> None:
+        """Fill in the integers of a step: each field of all rows, then the next."""
+        values = self._device.pinned(
+            [value for field in zip(*rows, strict=True) for value in field], torch.int32
+        )
+        self._fields[: len(values)].copy_(values, non_blocking=True)
+
+    def _place_tables(self, owners: Sequence[Running | None]) -> None:
+        """Give each row its sequence's table: those that have changed, for a table never does."""
+        for row, owner in enumerate(owners):
+            if owner is not self._owners[row]:
+                longest = self._tables.shape[1]
+                table = [] if owner is None else owner.block_table[:longest]
+                padded = [*table, *[0] * (longest - len(table))]
+                values = self._device.pinned(padded, torch.int32)
+                self._tables[row].copy_(values, non_blocking=True)
+                self._owners[row] = owner
+
+    def _step(self, size: int, width: int) -> Callable[[], None]:
+        """The forward pass of one size; leaves logits."""
+        fields = self._fields[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
+        tables = self._tables[:size, :width]
+
+        def step() -> None:
+            token_ids, positions, slots, _, sources = fields.long()
+            last = self._tokens[sources.clamp(min=0)]
+            batch = StepBatch(
+                input_ids=torch.where(sources >= 0, last, token_ids),
+                positions=positions,
+                token_slots=slots,
+                query_lens=[1] * size,
+                seq_lens=[width * self._block_size] * size,
+                block_tables=(),
+                logit_rows=range(size),
+                device_tables=tables,
+                device_lens=fields[3],
+            )
+            self._logits[:size].copy_(self._transformer.forward(batch, self._pool))
+
+        return step
+
+    def _sampler(self, size: int, is_greedy: bool) -> Callable[[], None]:
+        """Tokens of the logits."""
+        logits, tokens = self._logits[:size], self._tokens[:size]
+        draws = None if is_greedy else self._draws[:size]
+
+        def sample() -> None:
+            tokens.copy_(sample_rows(logits, draws))
+
+        return sample

@@ -1,0 +1,321 @@
+"""What a worker's parts cost on a device, each beside the ceiling measured in the same run.
+
+Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
+are random, in the shape of Llama 3.1 8B or of a model folder.
+Owns: the timing, and the bytes and operations that each row is held against.
+Called by: appliance.bench.device and people, as a process.
+Invariant: a share is of what this device did in this run, never of a data sheet.
+Never: serves; reads weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from engine.checkpoint import expected_shapes
+from engine.config import ModelConfig
+from engine.errors import PenstockError
+from engine.model.backend import Backend, choose_backend
+from engine.model.linear import choose_linears
+from engine.model.transformer import Transformer
+from engine.sequence import SamplingParams
+from engine.workers.device import CudaDevice, Device
+from engine.workers.grammars import Grammars
+from engine.workers.graphs import DecodeGraphs
+from engine.workers.runner import Runner
+from engine.workers.running import Running
+from engine.workers.transfer import copy_blocks
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+BLOCK_SIZE = 64
+CASES = [(1, 1024), (64, 1024), (1, 8192)]
+"""Sequences, and tokens of each, in a decode step."""
+SMALL_CASES = [(1, 64), (4, 64)]
+CHUNK_TOKENS = 4096
+_MANY_TOKENS = 128
+"""From here on a product is bound by arithmetic, below it by reading the weights."""
+_MIN_SAMPLE_S = 0.3
+_MAX_SAMPLES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was timed."""
+
+    what: str
+    shape: str
+    ms: float
+    rate: float
+    """Bytes or operations a second."""
+    unit: str
+    """`B/s` or `FLOP/s`."""
+    share: float
+    """Of the ceiling of its unit, 0 to 1."""
+
+
+class Bench:
+    """One device, its ceilings, and a model with random weights."""
+
+    def __init__(self, config: ModelConfig, size_bytes: int, matrix: int) -> None:
+        self.device: Device | None = None
+        name = "cpu"
+        if torch.cuda.is_available():
+            self.device = CudaDevice(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+            name = torch.cuda.get_device_name()
+        self.name, self.config = name, config
+        self.on = torch.device("cpu") if self.device is None else self.device.torch_device
+        self.dtype = "float32" if self.device is None else "bfloat16"
+        self._size_bytes = size_bytes
+        source, target = self.bytes(size_bytes), self.bytes(size_bytes)
+        copy_ms = self.time(lambda: target.copy_(source))
+        a = torch.randn(matrix, matrix, device=self.on).to(getattr(torch, self.dtype))
+        matmul_ms = self.time(lambda: torch.mm(a, a))
+        self.ceilings = {
+            "B/s": 2 * size_bytes / copy_ms * 1e3,
+            "FLOP/s": 2 * matrix**3 / matmul_ms * 1e3,
+        }
+
+    def bytes(self, count: int) -> torch.Tensor:
+        """Memory of the device."""
+        return torch.zeros(count, dtype=torch.uint8, device=self.on)
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Median milliseconds of a call, the device's work included."""
+        run()
+        samples: list[float] = []
+        while len(samples) < 3 or (
+            sum(samples) < _MIN_SAMPLE_S * 1e3 and len(samples) < _MAX_SAMPLES
+        ):
+            self._wait()
+            started_ns = time.perf_counter_ns()
+            run()
+            self._wait()
+            samples.append((time.perf_counter_ns() - started_ns) / 1e6)
+        return statistics.median(samples)
+
+    def _wait(self) -> None:
+        if self.device is not None:
+            self.device.mark()()
+
+    def row(self, what: str, shape: str, run: Callable[[], object], amount: int, unit: str) -> Row:
+        """Time something that reads and writes so many bytes, or does so many operations."""
+        ms = self.time(run)
+        rate = amount / ms * 1e3
+        return Row(what, shape, ms, rate, unit, rate / self.ceilings[unit])
+
+    def transformer(self, max_model_len: int) -> Transformer:
+        """The model, with weights that keep activations finite."""
+        weights = {}
+        for name, shape in expected_shapes(self.config):
+            values = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.on)
+            weights[name] = values.normal_(std=1 / math.sqrt(shape[-1]))
+        return Transformer(self.config, weights, self.dtype, max_model_len)
+
+    def pool(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
+        """KV blocks on the device."""
+        config = self.config
+        shape = (
+            num_layers or config.num_layers,
+            2,
+            BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        return torch.zeros(num_blocks, *shape, dtype=getattr(torch, self.dtype), device=self.on)
+
+
+def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Row]:
+    """Whole steps: decode against what it has to read, prefill against what it has to compute."""
+    config = bench.config
+    longest = max(context for _, context in cases) + 1
+    num_blocks = max(batch * -(-(context + 1) // BLOCK_SIZE) for batch, context in cases) + 1
+    transformer, pool = bench.transformer(max(longest, chunk)), bench.pool(num_blocks)
+    graphs = None
+    if bench.device is not None and transformer.is_capturable:
+        graphs = DecodeGraphs(
+            transformer,
+            pool,
+            bench.device,
+            block_size=BLOCK_SIZE,
+            max_model_len=longest,
+            max_batch=max(batch for batch, _ in cases),
+        )
+        graphs.capture()
+    runner = Runner(transformer, pool, BLOCK_SIZE, _no_grammars(), bench.device, graphs)
+    num_weights = sum(math.prod(shape) for _, shape in expected_shapes(config))
+    item_bytes = pool.element_size()
+    token_bytes = config.kv_block_bytes(BLOCK_SIZE, bench.dtype) // BLOCK_SIZE
+    for batch, context in cases:
+        planned = [(each, 1) for each in _decoding(batch, context)]
+        amount = num_weights * item_bytes + batch * context * token_bytes
+        decode = partial(_step, runner, planned)
+        yield bench.row("decode step", f"{batch} x {context}", decode, amount, "B/s")
+    width = config.num_heads * config.head_dim
+    operations = 2 * num_weights * chunk + 2 * config.num_layers * width * chunk**2
+    prefill = partial(runner.rehearse, 1, chunk)
+    yield bench.row("prefill chunk", f"1 x {chunk}", prefill, operations, "FLOP/s")
+
+
+def _step(runner: Runner, planned: list[tuple[Running, int]]) -> None:
+    runner.collect(runner.launch(planned))
+
+
+def kernels(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Row]:
+    """One layer's parts, by what each has to read and write, or to compute."""
+    config, dtype = bench.config, getattr(torch, bench.dtype)
+    backend = choose_backend(bench.on, dtype, config, BLOCK_SIZE)
+    linears = choose_linears(bench.on.type, dtype)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {
+        "up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (config.vocab_size, hidden),
+    }
+    weights = {
+        f"{name}.weight": torch.randn(shape, device=bench.on).div_(shape[1] ** 0.5).to(dtype)
+        for name, shape in shapes.items()
+    }
+    norm_weight, item_bytes = torch.ones(hidden, dtype=dtype, device=bench.on), dtype.itemsize
+    products = {name: linears.make(weights, [name]) for name in shapes}
+    for num_tokens in dict.fromkeys([*(batch for batch, _ in cases), chunk]):
+        shape = f"{num_tokens} tokens"
+        x = torch.randn(num_tokens, hidden, device=bench.on).to(dtype)
+        gate_up = torch.randn(num_tokens, 2 * inner, device=bench.on).to(dtype)
+        norm = partial(backend.norm, x, norm_weight, config.rms_norm_eps, x)
+        yield bench.row("norm after residual", shape, norm, 4 * x.numel() * item_bytes, "B/s")
+        gated = partial(backend.gated, gate_up, config.hidden_act)
+        yield bench.row(
+            "gated activation", shape, gated, gate_up.numel() * item_bytes * 3 // 2, "B/s"
+        )
+        for name, product in products.items():
+            num_weights = math.prod(shapes[name])
+            amount, unit = num_weights * item_bytes, "B/s"
+            if num_tokens >= _MANY_TOKENS:
+                amount, unit = 2 * num_weights * num_tokens, "FLOP/s"
+            given = gate_up[:, :inner].contiguous() if name == "down" else x
+            yield bench.row(f"product {name}", shape, partial(product, given), amount, unit)
+    yield from _attention(bench, backend, cases)
+
+
+def _attention(bench: Bench, backend: Backend, cases: list[tuple[int, int]]) -> Iterator[Row]:
+    """One layer's attention in decode steps: it reads each sequence's keys and values once."""
+    config = bench.config
+    num_blocks = max(batch * -(-(context + 1) // BLOCK_SIZE) for batch, context in cases) + 1
+    kv = bench.pool(num_blocks, num_layers=1)
+    runner = Runner(cast("Transformer", None), kv, BLOCK_SIZE, _no_grammars(), bench.device)
+    num_rows = config.num_heads + 2 * config.num_kv_heads
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * kv.element_size()
+    for batch, context in cases:
+        planned = [(each, 1) for each in _decoding(batch, context)]
+        plan = backend.plan(runner.batch(planned), kv, [])
+        qkv = torch.randn(batch, num_rows, config.head_dim, device=bench.on).to(kv.dtype)
+        attend = partial(
+            backend.attend, qkv, config.num_heads, kv, 0, plan, config.attention_scale, None, None
+        )
+        amount = batch * context * token_bytes
+        yield bench.row("decode attention", f"{batch} x {context}", attend, amount, "B/s")
+
+
+def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
+    """Blocks to the host and back as the ring moves them, beside one large copy."""
+    pool = bench.pool(num_blocks + 1)
+    ring = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
+    ids = list(range(1, num_blocks + 1))
+    amount = pool[1:].numel() * pool.element_size()
+    shape = f"{num_blocks} blocks"
+    for what, source, target in (("to the host", pool, ring), ("from the host", ring, pool)):
+        whole_ms = bench.time(partial(target[1:].copy_, source[1:], non_blocking=True))
+        ms = bench.time(partial(copy_blocks, source, ids, target, ids))
+        rate = amount / ms * 1e3
+        yield Row(f"blocks {what}", shape, ms, rate, "B/s", whole_ms / ms)
+
+
+def _decoding(batch: int, context: int) -> list[Running]:
+    count = -(-(context + 1) // BLOCK_SIZE)
+    return [
+        Running(
+            seq_id=i,
+            generation=0,
+            token_ids=[0] * (context + 1),
+            num_prompt_tokens=1,
+            num_computed_tokens=context,
+            block_table=list(range(1 + i * count, 1 + (i + 1) * count)),
+            sampling=SamplingParams(context + 2, 0, temperature=0.0),
+            until_output=context + 2,
+            num_stored_blocks=None,
+            admitted_ns=0,
+        )
+        for i in range(batch)
+    ]
+
+
+def _no_grammars() -> Grammars:
+    def load() -> None:
+        raise ValueError("no sequence here has a grammar")
+
+    return Grammars(load)  # type: ignore[arg-type]
+
+
+def _config(folder: Path | None) -> ModelConfig:
+    if folder is not None:
+        return ModelConfig.from_folder(folder)
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / "config.json").write_text(json.dumps(LLAMA_8B))
+        return ModelConfig.from_folder(Path(made))
+
+
+def main() -> None:
+    """Measure, and print what was found."""
+    parser = argparse.ArgumentParser(prog="python -m engine.workers.measure")
+    parser.add_argument("what", choices=["kernels", "steps", "transports"])
+    parser.add_argument("--model", type=Path, help="a folder; only its shape counts")
+    parser.add_argument("--small", action="store_true", help="little work, to see that it works")
+    options = parser.parse_args()
+    size_bytes, matrix = (1 << 22, 256) if options.small else (1 << 30, 8192)
+    cases, chunk = (SMALL_CASES, 128) if options.small else (CASES, CHUNK_TOKENS)
+    try:
+        bench = Bench(_config(options.model), size_bytes, matrix)
+        with torch.inference_mode():
+            if options.what == "transports":
+                rows = list(transports(bench, 4 if options.small else 64))
+            else:
+                measure = steps if options.what == "steps" else kernels
+                rows = list(measure(bench, cases, chunk))
+    except (PenstockError, torch.cuda.OutOfMemoryError) as error:
+        sys.exit(str(error))
+    found = {
+        "device": bench.name,
+        "torch": torch.__version__,
+        "dtype": bench.dtype,
+        "copy_bytes_per_s": bench.ceilings["B/s"],
+        "matmul_flop_per_s": bench.ceilings["FLOP/s"],
+        "data": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
+    }
+    print(json.dumps(found))  # noqa: T201  # its one result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Weights from files to a GPU: several reads under way, and every copy while others are read.
+
+One read at a time leaves a fast disk, or the page cache, half idle, and a copy from ordinary memory
+waits for the host. So threads read pieces into pinned buffers, and each piece is copied as soon as
+it is there, to where it belongs in one arena of device memory. A buffer is read into again when the
+device has copied it.
+Owns: the buffers and threads, while it runs. Called by: on_gpu.
+Invariant: the pages of the files are mapped nowhere, and the host holds no more than the buffers.
+Never: chooses the dtype or the layout (engine.checkpoint does).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.checkpoint import Checkpoint, WeightsLayout
+from engine.config import DTYPE_BYTES
+from engine.errors import CheckpointError
+from engine.workers.device import Device
+
+PIECE_BYTES = 16 << 20
+NUM_READS = 4
+_NUM_BUFFERS = NUM_READS + 2
+"""Those that are read into, and two that are being copied."""
+
+Progress = Callable[[int, int], None]
+
+
+class _Piece(NamedTuple):
+    """A run of one tensor's values that is read at once."""
+
+    file: Path
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    """Its place in the arena, [num_values]."""
+
+
+class _Buffer:
+    """Host memory that a piece passes through."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self.memory = device.buffer(num_bytes)
+        self.wait: Callable[[], None] | None = None
+        """Until the device has copied what was in it."""
+
+
+def arena_views(
+    checkpoint: Checkpoint, dtype: str, layout: WeightsLayout, arena: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The weights by name, as they lie in an arena [num_bytes] of uint8."""
+    views = {}
+    for name, offset in layout.offset_by_name.items():
+        shape = checkpoint.tensors[name].shape
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        views[name] = arena[offset:end].view(getattr(torch, dtype)).view(shape)
+    return views
+
+
+@torch.inference_mode()
+def stream_weights(
+    checkpoint: Checkpoint, views: dict[str, torch.Tensor], device: Device, progress: Progress
+) -> None:
+    """Fill the views with the checkpoint's values, converted on the device where need be.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        views: of arena_views().
+        device: that the views are on.
+        progress: called with (bytes done, bytes to do) after each piece.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is shorter than it was.
+    """
+    pieces = list(_pieces(checkpoint, views))
+    total_bytes = sum(piece.num_bytes for piece in pieces)
+    largest = max((piece.num_bytes for piece in pieces), default=0)
+    free = deque(_Buffer(device, largest) for _ in range(min(_NUM_BUFFERS, len(pieces))))
+    reading: deque[tuple[_Piece, _Buffer, Future[None]]] = deque()
+    todo, done_bytes = iter(pieces), 0
+    files = {path: _open(path) for path in dict.fromkeys(piece.file for piece in pieces)}
+    try:
+        with ThreadPoolExecutor(NUM_READS, "read") as threads:
+            while True:
+                while len(reading) < NUM_READS and (piece := next(todo, None)) is not None:
+                    buffer = free.popleft()
+                    if buffer.wait is not None:
+                        buffer.wait()
+                    future = threads.submit(_read, files[piece.file], piece, buffer.memory)
+                    reading.append((piece, buffer, future))
+                if not reading:
+                    break
+                piece, buffer, future = reading.popleft()
+                future.result()
+                stored = buffer.memory[: piece.num_bytes].view(piece.dtype)
+                if piece.dtype != piece.target.dtype:
+                    stored = stored.to(device.torch_device, non_blocking=True)
+                piece.target.copy_(stored, non_blocking=True)
+                buffer.wait = device.mark()
+                free.append(buffer)
+                done_bytes += piece.num_bytes
+                progress(done_bytes, total_bytes)
+        device.mark()()
+    finally:
+        for fd in files.values():
+            os.close(fd)
+
+
+def _pieces(checkpoint: Checkpoint, views: dict[str, torch.Tensor]) -> Iterator[_Piece]:
+    """All tensors, in the order in which their files hold them."""
+    tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
+    for tensor in tensors:
+        item_bytes, flat = DTYPE_BYTES[tensor.dtype], views[tensor.name].view(-1)
+        count = PIECE_BYTES // item_bytes
+        for first in range(0, len(flat), count):
+            target = flat[first : first + count]
+            yield _Piece(
+                tensor.file,
+                tensor.start + first * item_bytes,
+                len(target) * item_bytes,
+                getattr(torch, tensor.dtype),
+                target,
+            )
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"cannot open: {error.strerror}", where=str(path)) from error
+
+
+def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
+    """Fill memory with a piece; runs in a thread, which preadv lets run beside the others."""
+    into = memoryview(memory.numpy().data)[: piece.num_bytes]
+    num_read = 0
+    while num_read < piece.num_bytes:
+        try:
+            count = os.preadv(fd, [into[num_read:]], piece.start + num_read)
+        except OSError as error:
+            what = f"cannot read: {error.strerror}"
+            raise CheckpointError(what, where=str(piece.file)) from error
+        if not count:
+            what = f"the file ends at {piece.start + num_read} bytes, its weights after that"
+            raise CheckpointError(what, where=str(piece.file), hint="download the file again")
+        num_read += count

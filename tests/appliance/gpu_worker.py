@@ -1,0 +1,53 @@
+"""A worker process without a GPU that starts as one with a GPU does; it computes nothing.
+
+What it exports is its process id, what it maps is what it calls its attention, and whose events it
+has opened is the number of bytes that it says it has loaded.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+
+from engine.channel import WorkerChannel
+from engine.errors import ChannelClosed
+from engine.messages import (
+    Go,
+    LoadingProgress,
+    MapShared,
+    PoolMade,
+    Ready,
+    Setup,
+    SharedMemory,
+    UseEvents,
+    WeightsLoaded,
+)
+
+NUM_BLOCKS = 40
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel-fd", type=int)
+    parser.add_argument("--cpus")
+    channel = WorkerChannel(socket.socket(fileno=parser.parse_args().channel_fd))
+    me = str(os.getpid()).encode()
+    setup = channel.expect(Setup)
+    channel.send(WeightsLoaded())
+    channel.expect(Go)
+    if setup.gpu.shares == "maps":
+        memory = channel.expect(MapShared).memory
+    else:
+        assert setup.gpu.min_blocks in (2, NUM_BLOCKS)
+        num_blocks = min(setup.pool.num_blocks, NUM_BLOCKS)
+        memory = SharedMemory(me, me, num_blocks, b"")
+        channel.send(PoolMade(num_blocks, memory))
+    channel.send(Ready(memory.pool.decode(), events=[me]))
+    while True:
+        others = channel.expect(UseEvents).handles
+        channel.send(LoadingProgress(int(others[0]), int(others[0])))  # which the test can see
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ChannelClosed):
+        main()

@@ -1,0 +1,125 @@
+"""Which GPUs serve, and how workers are laid out on one."""
+
+import pytest
+
+from appliance.devices.listing import Gpu, list_gpus
+from appliance.devices.nvml import Nvml
+from appliance.gpu_placement import GPU_STEP_TOKENS, choose_gpus, place_on_gpu
+from appliance.placement import BLOCK_SIZE
+from engine.checkpoint import Checkpoint, choose_dtype
+from engine.errors import ConfigError
+
+GPUS = [Gpu(f"gpu{i}", "Test", f"GPU-{i}", 16 << 30) for i in range(2)]
+CUDA, CPU = "2.11.0+cu130", "2.13.0+cpu"
+
+
+def test_without_a_gpu_it_serves_on_cores_and_says_nothing():
+    assert choose_gpus("auto", [], CUDA) == ([], None)
+
+
+def test_a_gpu_is_used_where_torch_can():
+    assert choose_gpus("auto", GPUS[:1], CUDA) == (GPUS[:1], None)
+    gpus, about = choose_gpus("auto", GPUS[:1], CPU)
+    assert gpus == []
+    assert "gpu0 not used" in about
+    assert choose_gpus("cpu", GPUS, CUDA) == ([], None)
+
+
+def test_of_two_gpus_the_first_that_is_asked_for_serves_and_the_other_is_named():
+    gpus, about = choose_gpus("auto", GPUS, CUDA)
+    assert gpus == GPUS[:1]
+    assert "gpu1 not used" in about
+    assert choose_gpus("gpu1", GPUS, CUDA) == (GPUS[1:], None)
+
+
+@pytest.mark.parametrize(("found", "torch"), [(GPUS[:1], CUDA), (GPUS, CPU), ([], CUDA)])
+def test_a_gpu_that_is_asked_for_and_cannot_be_had_is_an_error(found, torch):
+    with pytest.raises(ConfigError) as refused:
+        choose_gpus("gpu1", found, torch)
+    assert refused.value.where == "devices"
+    assert refused.value.hint
+
+
+def place(checkpoint, **changes):
+    options = {
+        "dtype": "bfloat16",
+        "roles": "auto",
+        "transport": "auto",
+        "kv_memory_bytes": None,
+        "max_model_len": None,
+        "cores": [0, 1],
+    }
+    return place_on_gpu(checkpoint, GPUS[0], **options | changes)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_llama):
+    return Checkpoint.open(tiny_llama)
+
+
+def test_one_gpu_is_one_worker_unless_roles_are_asked_for(checkpoint):
+    placement = place(checkpoint)
+    (worker,) = placement.workers
+    assert (worker.name, worker.device, worker.shares) == ("colocated", "gpu0", None)
+    assert placement.topology.is_colocated
+    assert placement.max_step_tokens == GPU_STEP_TOKENS
+    assert placement.topology.homes == {"kv": "colocated"}
+
+
+@pytest.mark.parametrize("roles", ["static", "elastic"])
+def test_two_workers_on_a_gpu_share_what_the_decoding_one_exports(checkpoint, roles):
+    placement = place(checkpoint, roles=roles)
+    prefill, decode = placement.workers
+    assert (prefill.shares, decode.shares) == ("maps", "exports")
+    assert prefill.pool == decode.pool == "kv"
+    assert prefill.cpus != decode.cpus
+    assert placement.topology.transport == "alias"
+    assert placement.topology.homes == {"kv": "decode"}
+
+
+def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoint):
+    block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "bfloat16")
+    asked = place(checkpoint, kv_memory_bytes=10 * block_bytes)
+    assert asked.num_blocks_by_pool == {"kv": 10}
+    useful = place(checkpoint, max_model_len=BLOCK_SIZE)
+    assert useful.num_blocks_by_pool == {"kv": 257}
+
+
+def test_what_cannot_be_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="shm"):
+        place(checkpoint, transport="shm")
+    with pytest.raises(ConfigError, match="blocks"):
+        place(checkpoint, kv_memory_bytes=1)
+
+
+def test_on_a_gpu_the_dtype_is_bfloat16_unless_it_is_asked_for(checkpoint):
+    assert choose_dtype("auto", checkpoint, has_gpu=True) == "bfloat16"
+    assert choose_dtype("float32", checkpoint, has_gpu=True) == "float32"
+
+
+class FakeNvml:
+    """A driver with two GPUs, of which one does not answer."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if index == 0:
+            raise self.NVMLError("lost")
+        return index
+
+    def nvmlDeviceGetName(self, handle):  # noqa: N802
+        return "Test"
+
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        return type("Memory", (), {"total": 16 << 30})()
+
+
+def test_gpus_that_answer_are_listed_by_the_names_of_their_readings():
+    assert list_gpus(Nvml(FakeNvml())) == [GPUS[1]]

@@ -1,0 +1,131 @@
+"""A worker's start on a GPU in a thread, with the test as its daemon: on a real GPU, or a fake."""
+
+import contextlib
+import socket
+import threading
+
+from engine.channel import WorkerChannel
+from engine.errors import WorkerFailed
+from engine.messages import Admit, Go, GpuSpec, PoolSpec, Setup, WeightsLoaded
+from engine.sequence import SamplingParams
+from engine.workers.grammars import Grammars
+from engine.workers.loop import Worker
+from engine.workers.on_gpu import start
+from tests.engine.worker_harness import reports_in
+
+BLOCK_SIZE = 4
+PROMPT = [5, 80, 33, 7, 210, 9]
+
+
+def on(device):
+    """What has to be entered to compute on a device of the tests' own."""
+    accelerator = getattr(device, "accelerator", None)
+    return contextlib.nullcontext() if accelerator is None else accelerator.on()
+
+
+def no_grammars():
+    raise AssertionError("nothing here has a grammar")
+
+
+class GpuWorker:
+    """A worker's start in a thread, with this test as the daemon."""
+
+    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32"):
+        self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
+        self.setup = Setup(
+            worker=name,
+            model_dir=str(checkpoint.folder),
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+            pool=PoolSpec("kv", None, num_blocks),
+            ring=None,
+            weights=None,
+            cpus=[0],
+            max_step_tokens=32,
+            max_model_len=48,
+            gpu=gpu,
+        )
+        self.sockets = socket.socketpair()
+        self.channel = WorkerChannel(self.sockets[1])
+        self.failure = self.started = None
+        self.told = []
+        self.thread = threading.Thread(target=self._start)
+        self.thread.start()
+
+    def _start(self):
+        with on(self.device):
+            try:
+                self.started = start(
+                    self.channel,
+                    self.setup,
+                    self.gpu,
+                    self.checkpoint,
+                    self.device,
+                    Grammars(no_grammars),
+                    lambda *progress: self.told.append(progress),
+                )
+            except WorkerFailed as error:
+                self.failure = error
+
+    def send(self, command):
+        WorkerChannel(self.sockets[0]).send(command)
+
+    def report(self, kind):
+        """The next report, which has to be of this kind."""
+        self.sockets[0].settimeout(60)
+        (report,) = reports_in(self.sockets[0], at_least=1)
+        assert isinstance(report, kind)
+        return report
+
+    def loop(self):
+        self.thread.join()
+        self.worker = Worker(
+            self.channel,
+            self.started.runner,
+            pool=self.started.pool,
+            ring=None,
+            eos_token_ids=(),
+            max_step_tokens=32,
+            ordering=self.started.ordering,
+        )
+
+    def run(self, *commands):
+        """Take commands and step until nothing is left; the entries."""
+        for command in commands:
+            self.worker._apply(command)
+        entries = []
+        with on(self.device):
+            while self.worker._running or self.worker._flight:
+                self.worker.step()
+                for report in reports_in(self.sockets[0]):
+                    entries += report.entries
+                    self.last_event = report.event
+        return entries
+
+    def close(self):
+        for sock in self.sockets:
+            sock.close()
+        self.thread.join()
+
+
+def admit(outputs=(), computed=0, until=12, after_event=None, seq_id=1, prompt=PROMPT, **sampling):
+    first = 1 + 10 * (seq_id - 1)
+    return Admit(
+        seq_id=seq_id,
+        generation=1,
+        token_ids=[*prompt, *outputs],
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=computed,
+        block_table=list(range(first, first + 10)),
+        sampling=SamplingParams(12, seq_id, **{"temperature": 0.0} | sampling),
+        until_output=until,
+        num_stored_blocks=None,
+        after_event=after_event,
+    )
+
+
+def start_alone(checkpoint, device, gpu=None, **options):
+    worker = GpuWorker(checkpoint, "colocated", device, gpu or GpuSpec("GPU-0"), **options)
+    worker.report(WeightsLoaded)
+    worker.send(Go())
+    return worker

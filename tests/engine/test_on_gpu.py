@@ -1,0 +1,215 @@
+"""The start of workers on a GPU, up to the first tokens: alone, and two over one memory."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checkpoint import Checkpoint, arena_layout
+from engine.errors import CheckpointError, WorkerFailed
+from engine.messages import (
+    Go,
+    GpuSpec,
+    MapShared,
+    PoolMade,
+    UseEvents,
+    WeightsLoaded,
+)
+from engine.model.weights import load_weights
+from engine.workers import streaming
+from engine.workers.device import CudaDevice, Memory, check_allocator
+from engine.workers.sizing import num_blocks_that_fit
+from engine.workers.streaming import arena_views, stream_weights
+from tests.accelerator import DEVICE, FakeDevice
+from tests.checkpoints import make_checkpoint
+from tests.device_order import DeviceOrder
+from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "one-layer"
+    return Checkpoint.open(
+        make_checkpoint(folder, dtype="bfloat16", num_hidden_layers=1, max_shard_size="40KB")
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 1000])
+def test_streamed_weights_are_the_files_in_the_serving_dtype(
+    checkpoint, dtype, piece_bytes, monkeypatch
+):
+    monkeypatch.setattr(streaming, "PIECE_BYTES", piece_bytes)
+    assert len({tensor.file for tensor in checkpoint.tensors.values()}) > 2
+    stored = load_weights(checkpoint, "bfloat16", None, None, lambda *_: None)
+    device, told = FakeDevice(), []
+    with device.accelerator.on():
+        layout = arena_layout(checkpoint, dtype)
+        arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE)
+        views = arena_views(checkpoint, dtype, layout, arena)
+        stream_weights(checkpoint, views, device, lambda *progress: told.append(progress))
+        for name, view in views.items():
+            assert torch.equal(view.cpu(), stored[name].to(getattr(torch, dtype)))
+    assert told[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_file_that_has_shrunk_is_named(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    checkpoint, device = Checkpoint.open(folder), FakeDevice()
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(2000)
+    with device.accelerator.on():
+        layout = arena_layout(checkpoint, "float32")
+        arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE)
+        views = arena_views(checkpoint, "float32", layout, arena)
+        with pytest.raises(CheckpointError, match="ends at 2000"):
+            stream_weights(checkpoint, views, device, lambda *_: None)
+
+
+@given(
+    st.integers(0, 80 * GIB),
+    st.integers(0, 4 * GIB),
+    st.integers(1 << 16, 1 << 25),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_pool_leaves_room_for_what_is_allocated_after_it(
+    free_bytes, step_bytes, block_bytes, has_graphs, is_shared
+):
+    options = {"static_bytes": 1 << 20, "has_graphs": has_graphs, "is_shared": is_shared}
+    sizes = {"free_bytes": free_bytes, "step_bytes": step_bytes, "block_bytes": block_bytes}
+    num_blocks = num_blocks_that_fit(**sizes, **options)
+    assert num_blocks >= 0
+    if num_blocks:
+        assert free_bytes - num_blocks * block_bytes >= step_bytes * (2 if is_shared else 1)
+    assert num_blocks <= num_blocks_that_fit(**sizes, **options | {"is_shared": False})
+
+
+@pytest.mark.parametrize(
+    "setting", ["expandable_segments:True", "max_split_size_mb:64, backend:cudaMallocAsync"]
+)
+def test_an_allocator_whose_memory_cannot_be_shared_is_refused(setting, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    with pytest.raises(WorkerFailed) as refused:
+        check_allocator()
+    assert refused.value.where == "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_that_torch_can_use_the_worker_says_so(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    with pytest.raises(WorkerFailed, match="no GPU"):
+        CudaDevice("GPU-0")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    with contextlib.closing(
+        start_alone(checkpoint, FakeDevice(), GpuSpec("GPU-0", has_graphs=False))
+    ) as worker:
+        worker.report(PoolMade)
+        worker.loop()
+        assert worker.started.ready.num_graphs == 0
+        return [e.token_id for e in worker.run(admit())]
+
+
+def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected):
+    with contextlib.closing(start_alone(checkpoint, FakeDevice())) as worker:
+        made = worker.report(PoolMade)
+        assert (made.num_blocks, made.memory) == (64, None)
+        worker.loop()
+        assert worker.started.ready.num_graphs == worker.device.num_captures > 0
+        assert worker.started.ready.events == []
+        assert worker.told[-1][0] == worker.told[-1][1]
+        tokens = [e.token_id for e in worker.run(admit()) if e.token_id is not None]
+        assert tokens == [t for t in expected if t is not None]
+        assert worker.device.replayed
+
+
+def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
+    block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32")
+    gpu = GpuSpec("GPU-0", has_graphs=False)
+    for spare_blocks, min_blocks, is_enough in ((10, 2, True), (10, 11, False)):
+        device = FakeDevice()
+        free_bytes = (512 << 20) + (1 << 20) + spare_blocks * block_bytes
+        device.memory_now = Memory(free_bytes, free_bytes, 1 << 20, 2 << 20)
+        spec = GpuSpec("GPU-0", min_blocks=min_blocks, has_graphs=gpu.has_graphs)
+        with contextlib.closing(start_alone(checkpoint, device, spec)) as worker:
+            if is_enough:
+                assert worker.report(PoolMade).num_blocks == spare_blocks
+                continue
+            worker.thread.join()
+            assert "10 KV blocks" in worker.failure.what
+
+
+def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
+    exported, order = [], DeviceOrder()
+    devices = [FakeDevice(exported, order.stream(name)) for name in ("prefill", "decode")]
+    prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0", "maps"))
+    decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-0", "exports"))
+    with contextlib.closing(prefill), contextlib.closing(decode):
+        for worker in (prefill, decode):
+            worker.report(WeightsLoaded)
+            worker.send(Go())
+        made = decode.report(PoolMade)
+        prefill.send(MapShared(made.memory))
+        for worker in (prefill, decode):
+            worker.loop()
+        assert len(exported) == 2
+        assert prefill.started.pool.data_ptr() == decode.started.pool.data_ptr()
+        decode.run(UseEvents(prefill.started.ready.events))
+        first = prefill.run(admit(until=1))
+        token, computed = first[-1].token_id, first[-1].num_computed_tokens
+        moved = admit([token], computed, after_event=prefill.last_event)
+        rest = [e.token_id for e in decode.run(moved) if e.token_id is not None]
+        assert [token, *rest] == [t for t in expected if t is not None]
+        assert order.events[prefill.started.ready.events[0]].recorded
+
+
+def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, expected):
+    exported, order = [], DeviceOrder()
+    decode = GpuWorker(
+        checkpoint, "decode", FakeDevice(exported, order.stream("d")), GpuSpec("GPU-0", "exports")
+    )
+    with contextlib.closing(decode):
+        decode.report(WeightsLoaded)
+        decode.send(Go())
+        memory = decode.report(PoolMade).memory
+        decode.loop()
+        outputs, computed = [], 0
+        for life, until in enumerate((1, 5)):
+            device = FakeDevice(exported, order.stream(f"p{life}"))
+            prefill = GpuWorker(checkpoint, "prefill", device, GpuSpec("GPU-0", "maps"))
+            with contextlib.closing(prefill):
+                prefill.report(WeightsLoaded)
+                prefill.send(Go())
+                prefill.send(MapShared(memory))
+                prefill.loop()
+                entries = prefill.run(admit(outputs, computed, until))
+                outputs = outputs + [e.token_id for e in entries if e.token_id is not None]
+                computed = entries[-1].num_computed_tokens
+        rest = [e.token_id for e in decode.run(admit(outputs, computed)) if e.token_id is not None]
+        assert outputs + rest == [t for t in expected if t is not None]
+
+
+def test_a_worker_that_maps_other_memory_says_so(checkpoint):
+    exported, order = [], DeviceOrder()
+    devices = [FakeDevice(exported, order.stream(name)) for name in ("prefill", "decode")]
+    decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-0", "exports"))
+    prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0", "maps"))
+    with contextlib.closing(decode), contextlib.closing(prefill):
+        for worker in (prefill, decode):
+            worker.report(WeightsLoaded)
+            worker.send(Go())
+        memory = decode.report(PoolMade).memory
+        decode.loop()
+        with devices[1].accelerator.on():
+            exported[1] = torch.zeros_like(exported[1])
+        prefill.send(MapShared(memory))
+        prefill.thread.join()
+        assert "not what was exported" in prefill.failure.what

@@ -1,0 +1,105 @@
+"""One worker on a real GPU: transformers' tokens, with graphs and without, in memory that stays."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.messages import GpuSpec, PoolMade
+from engine.starter import export
+from engine.workers.device import CudaDevice
+from tests.checkpoints import load_oracle
+from tests.engine.gpu_worker import admit, start_alone
+
+STARTER = "penstock-starter-1"
+MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}
+"""Of the reference's two likeliest, where rounding may turn them."""
+NUM_BLOCKS = 1 + 10 * 64
+
+
+@contextlib.contextmanager
+def worker_on(checkpoint, uuid, *, dtype="float32", has_graphs=True):
+    gpu = GpuSpec(uuid, has_graphs=has_graphs)
+    worker = start_alone(checkpoint, CudaDevice(uuid), gpu, num_blocks=NUM_BLOCKS, dtype=dtype)
+    with contextlib.closing(worker):
+        assert worker.report(PoolMade).num_blocks == NUM_BLOCKS
+        worker.loop()
+        yield worker
+
+
+def tokens_by_id(entries):
+    tokens = {}
+    for entry in entries:
+        if entry.token_id is not None:
+            tokens.setdefault(entry.seq_id, []).append(entry.token_id)
+    return tokens
+
+
+def prompts(vocab_size, count, longest=24):
+    rng = random.Random(0)
+    return {
+        i: [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
+        for i in range(1, count + 1)
+    }
+
+
+def assert_like_the_oracle(oracle, prompt, tokens, max_margin):
+    """Each token is the reference's likeliest, or tied with it."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.inference_mode():
+        logits = oracle(ids).logits[0, len(prompt) - 1 : -1].float()
+    for row, token in zip(logits, tokens, strict=True):
+        assert row.max() - row[token] <= max_margin
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_tokens_are_transformers(checkpoint, uuid, dtype):
+    asked = prompts(250, 8)
+    with worker_on(checkpoint, uuid, dtype=dtype) as worker:
+        commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]
+        tokens = tokens_by_id(worker.run(*commands))
+    oracle = load_oracle(checkpoint.folder)
+    for seq_id, prompt in asked.items():
+        assert len(tokens[seq_id]) == 12
+        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN[dtype])
+
+
+def test_greedy_tokens_of_the_starter_model_are_transformers(uuid):
+    checkpoint = Checkpoint.open(export.__file__.rpartition("/")[0] + f"/{STARTER}")
+    asked = prompts(checkpoint.config.vocab_size, 4)
+    with worker_on(checkpoint, uuid) as worker:
+        commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]
+        tokens = tokens_by_id(worker.run(*commands))
+    oracle = load_oracle(checkpoint.folder)
+    for seq_id, prompt in asked.items():
+        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN["float32"])
+
+
+KINDS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": 1}]
+
+
+def test_graphs_change_no_token(checkpoint, uuid):
+    asked = prompts(250, 20)
+    tokens = []
+    for has_graphs in (True, False):
+        with worker_on(checkpoint, uuid, has_graphs=has_graphs) as worker:
+            assert bool(worker.started.ready.num_graphs) == has_graphs
+            commands = [
+                admit(seq_id=i, prompt=prompt, **KINDS[i % len(KINDS)])
+                for i, prompt in asked.items()
+            ]
+            tokens.append(tokens_by_id(worker.run(*commands)))
+    assert tokens[0] == tokens[1]
+
+
+def test_memory_does_not_grow_while_sequences_come_and_go(checkpoint, uuid):
+    with worker_on(checkpoint, uuid) as worker:
+        for round_number in range(6):
+            asked = prompts(250, 1 + 7 * (round_number % 3))
+            worker.run(*(admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()))
+            torch.cuda.synchronize()
+            if round_number == 2:
+                settled = torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() == settled

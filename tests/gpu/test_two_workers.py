@@ -1,0 +1,136 @@
+"""Two worker processes over one GPU's memory: handoffs that move nothing, and deaths."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from appliance.devices.listing import Gpu
+from appliance.gpu_placement import GPU_STEP_TOKENS
+from appliance.placement import WorkerPlan
+from appliance.supervisor import Supervisor
+from engine.messages import GpuSpec, PoolMade, PoolSpec, Setup, Stepped
+from tests.checkpoints import load_oracle
+from tests.engine.gpu_worker import BLOCK_SIZE, PROMPT, admit
+from tests.gpu.test_one_worker import MAX_MARGIN, assert_like_the_oracle
+
+START_S = 120
+
+
+class Workers:
+    """A prefill and a decode worker, as the daemon starts them."""
+
+    def __init__(self, checkpoint, uuid, dtype):
+        gpu = Gpu("gpu0", "GPU", uuid, 0)
+        self.reports, self.died = asyncio.Queue(), []
+        workers = []
+        for name, shares in (("prefill", "maps"), ("decode", "exports")):
+            plan = WorkerPlan(name, tuple(sorted(os.sched_getaffinity(0)))[:2], "kv", gpu, shares)
+            setup = Setup(
+                worker=name,
+                model_dir=str(checkpoint.folder),
+                dtype=dtype,
+                block_size=BLOCK_SIZE,
+                pool=PoolSpec("kv", None, 200),
+                ring=None,
+                weights=None,
+                cpus=list(plan.cpus),
+                max_step_tokens=GPU_STEP_TOKENS,
+                max_model_len=64,
+                gpu=GpuSpec(uuid, shares),
+            )
+            workers.append((plan, setup))
+        self.supervisor = Supervisor(
+            workers,
+            [],
+            on_report=lambda name, report: self.reports.put_nowait((name, report)),
+            on_ready=lambda name: None,
+            on_died=lambda name, about: self.died.append(name),
+            on_lost=lambda name, about: self.died.append(f"{name} for good: {about}"),
+        )
+
+    async def __aenter__(self):
+        self.supervisor.spawn_all()
+        async with asyncio.timeout(START_S):
+            await self.supervisor.run()
+        return self
+
+    async def __aexit__(self, *raised):
+        await self.supervisor.stop()
+
+    async def run(self, name, command):
+        """Admit, and the tokens until it is released; also the last step's event and progress."""
+        self.supervisor.send(name, command)
+        tokens = []
+        async with asyncio.timeout(START_S):
+            while True:
+                _, report = await self.reports.get()
+                if isinstance(report, PoolMade):
+                    continue
+                assert isinstance(report, Stepped)
+                for entry in report.entries:
+                    tokens += [] if entry.token_id is None else [entry.token_id]
+                    if entry.is_released:
+                        return tokens, report.event, entry.num_computed_tokens
+
+    async def handed_over(self):
+        """A sequence's tokens, prefilled by one and decoded by the other."""
+        tokens, event, computed = await self.run("prefill", admit(until=1))
+        rest, _, _ = await self.run("decode", admit(tokens, computed, after_event=event))
+        return tokens + rest
+
+    async def back(self, *old_pids):
+        async with asyncio.timeout(START_S):
+            states = self.supervisor.workers.values()
+            while not all(  # noqa: ASYNC110 - tests look on from outside
+                w.state == "ready" and w.pid not in old_pids for w in states
+            ):
+                await asyncio.sleep(0.05)
+
+
+def run(test):
+    asyncio.run(test)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_handoff_is_an_admit_and_the_tokens_are_transformers(checkpoint, uuid, dtype):
+    async def test():
+        async with Workers(checkpoint, uuid, dtype) as workers:
+            for _ in range(20):
+                tokens = await workers.handed_over()
+                assert len(tokens) == 12
+                oracle = load_oracle(checkpoint.folder)
+                assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[dtype])
+
+    run(test())
+
+
+def test_a_killed_mapping_worker_loses_nothing(checkpoint, uuid):
+    async def test():
+        async with Workers(checkpoint, uuid, "float32") as workers:
+            expected = await workers.handed_over()
+            tokens, _, computed = await workers.run("prefill", admit(until=1))
+            mapper = workers.supervisor.workers["prefill"].pid
+            os.kill(mapper, signal.SIGKILL)
+            # what it had computed is where it was, for the other worker and for its next life
+            rest, _, _ = await workers.run("decode", admit(tokens, computed))
+            assert tokens + rest == expected
+            await workers.back(mapper)
+            assert workers.died == ["prefill"]
+            assert await workers.handed_over() == expected
+
+    run(test())
+
+
+def test_a_killed_exporting_worker_takes_the_other_along(checkpoint, uuid):
+    async def test():
+        async with Workers(checkpoint, uuid, "float32") as workers:
+            expected = await workers.handed_over()
+            pids = [worker.pid for worker in workers.supervisor.workers.values()]
+            os.kill(workers.supervisor.workers["decode"].pid, signal.SIGKILL)
+            await workers.back(*pids)
+            assert workers.died == ["decode", "prefill"]
+            assert await workers.handed_over() == expected
+
+    run(test())
