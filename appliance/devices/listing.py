@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.devices.nvml import Nvml, open_nvml
+from appliance.devices.nvml import MEMORY_V2, Nvml, open_nvml
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def list_gpus(nvml: Nvml | None = None) -> list[Gpu]:
         if handle is None:
             continue
         model, uuid = nvml.ask("nvmlDeviceGetName", handle), nvml.ask("nvmlDeviceGetUUID", handle)
-        memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+        memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
         if model is not None and uuid is not None and memory is not None:
             gpus.append(Gpu(f"gpu{index}", model, uuid, memory.total))
     return gpus

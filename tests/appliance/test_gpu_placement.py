@@ -117,7 +117,7 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle):  # noqa: N802
         return f"GPU-{handle}"
 
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle, _version):  # noqa: N802
         return type("Memory", (), {"total": 16 << 30})()
 
 
