@@ -11,7 +11,7 @@ Never: decides who needs them; waits; moves a thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from engine.errors import InvariantViolated
 from engine.messages import Command, CoresUsed, UseCores
@@ -43,6 +43,7 @@ class Cores:
         """As last answered; empty where the worker is down."""
         self._told: dict[str, deque[Cpus]] = {name: deque() for name in own}
         self._wanted = dict(self.own)
+        self._busy: Collection[str] = self.own
         self._up: set[str] = set()
 
     def used(self, worker: str) -> Cpus:
@@ -76,10 +77,15 @@ class Cores:
         self._used[worker] = told.popleft()
         self._settle()
 
-    def want(self, wanted: Mapping[str, Cpus]) -> None:
-        """Bring every worker to these cores, as soon as those who have them let go."""
-        if self.can_lend and wanted != self._wanted:
-            self._wanted = dict(wanted)
+    def want(self, wanted: Mapping[str, Cpus], busy: Collection[str]) -> None:
+        """Bring every worker to these cores, as soon as those who have them let go.
+
+        Args:
+            wanted: by worker.
+            busy: who may be in a step; the others answer at once.
+        """
+        if self.can_lend and (wanted != self._wanted or busy != self._busy):
+            self._wanted, self._busy = dict(wanted), busy
             self._settle()
 
     def may_use(self, worker: str) -> Cpus:
@@ -94,16 +100,23 @@ class Cores:
     def _settle(self) -> None:
         """Tell whoever can be told now; a borrower who has to wait is told on the owner's answer.
 
-        An owner does not wait: sharing its core until the borrower's step ends costs it less than
-        standing still, for as long as a chunk of a prompt takes.
+        An owner does not wait for a busy one: sharing its core until the step ends costs it
+        less than standing still, for as long as a chunk of a prompt takes. An idle one lets go at
+        once, and whoever began without waiting would have a whole step with fewer cores.
         """
         if not self.can_lend:
             return
         for worker in sorted(self._up):
-            target = self._wanted[worker]
-            now = target & (self.own[worker] | (self.all - self._others_may_use(worker)))
-            if now != self._keeps(worker):
+            target, own = self._wanted[worker], self.own[worker]
+            free = self.all - self._others_may_use(worker)
+            now = target & (own | free)
+            if now != self._keeps(worker) and not self._is_soon_free(target & own - free):
                 self._tell(worker, now)
+
+    def _is_soon_free(self, cpus: Cpus) -> bool:
+        """True if idle workers have some of these, and no busy one has."""
+        holders = [name for name in self.own if cpus & self.may_use(name)]
+        return bool(holders) and not any(name in self._busy for name in holders)
 
     def _others_may_use(self, worker: str) -> Cpus:
         return _NONE.union(*(self.may_use(name) for name in self.own if name != worker))

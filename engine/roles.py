@@ -146,16 +146,16 @@ class Roles:
         cores = self.cores
         if not cores.can_lend:
             return
-        busy = {sequence.worker for sequence in running}
+        busy = {sequence.worker for sequence in running if sequence.worker is not None}
         idle = [name for name in cores.own if name not in busy]
         is_whole = self.ready_workers == set(cores.own)
         if self._roles == "colocated" and is_whole and self.topology.prefill_worker in idle:
             idle = [self.topology.prefill_worker]
         if self._roles == "static" or not is_whole or not idle:
-            cores.want(cores.own)
+            cores.want(cores.own, busy)
         elif len(idle) < len(cores.own):
             cores.want(
-                {name: frozenset[int]() if name in idle else cores.all for name in cores.own}
+                {name: frozenset[int]() if name in idle else cores.all for name in cores.own}, busy
             )
         # with nobody busy they stay where they are: nobody knows who will be first
 

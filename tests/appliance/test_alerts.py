@@ -187,7 +187,7 @@ WRONG = {
     ),
     "xid": (idle(devices=[DeviceFrame(**GPU, last_xid=79)]), {"device.xid": "error"}),
     "silent devices": (idle(devices=[DeviceFrame(**GPU)]), {}),
-    "busy": (busy(), {}),
+    "busy": (busy(), {"queue.wait": "error", "slo.missed": "warning"}),
 }
 
 

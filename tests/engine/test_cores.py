@@ -20,6 +20,9 @@ class Machine:
         for name in own:
             self.cores.worker_ready(name)
 
+    def want(self, wanted, busy=("prefill", "decode")):
+        self.cores.want(wanted, busy)
+
     def answer(self, name):
         self.cores.answered(name, CoresUsed(self.told[name].pop(0)))
         self.cores.check_invariants()
@@ -41,7 +44,7 @@ def test_workers_start_on_their_own_cores():
 
 def test_a_core_is_lent_only_after_its_owner_says_that_it_is_parked():
     machine = Machine()
-    machine.cores.want(to_decode())
+    machine.want(to_decode())
     assert machine.told == {"prefill": [[]], "decode": []}
     machine.answer("prefill")
     assert machine.told == {"prefill": [], "decode": [[0, 1]]}
@@ -52,18 +55,49 @@ def test_a_core_is_lent_only_after_its_owner_says_that_it_is_parked():
 
 def test_an_owner_takes_its_core_back_at_once_and_the_borrower_is_told_to_let_go():
     machine = Machine()
-    machine.cores.want(to_decode())
+    machine.want(to_decode())
     machine.settle()
-    machine.cores.want(machine.cores.own)
+    machine.want(machine.cores.own)
     assert machine.told == {"prefill": [[0]], "decode": [[1]]}
     machine.cores.check_invariants()
     machine.settle()
     assert machine.cores.used("decode") == {1}
 
 
+def test_an_owner_whose_borrower_is_idle_begins_with_all_that_it_shall_have():
+    machine = Machine()
+    machine.want(to_decode())
+    machine.settle()
+    machine.want({"prefill": ALL, "decode": NONE}, busy=["prefill"])
+    assert machine.told == {"prefill": [], "decode": [[]]}
+    machine.answer("decode")
+    assert machine.told == {"prefill": [[0, 1]], "decode": []}
+
+
+def test_an_owner_that_waits_for_an_idle_borrower_does_not_wait_once_that_is_busy():
+    machine = Machine()
+    machine.want(to_decode())
+    machine.settle()
+    machine.want({"prefill": ALL, "decode": NONE}, busy=["prefill"])
+    machine.want(machine.cores.own, busy=["prefill", "decode"])
+    assert machine.told == {"prefill": [[0]], "decode": [[], [1]]}
+    machine.settle()
+    assert {name: machine.cores.used(name) for name in OWN} == {"prefill": {0}, "decode": {1}}
+
+
+def test_an_owner_whose_idle_borrower_dies_has_its_core():
+    machine = Machine()
+    machine.want(to_decode())
+    machine.settle()
+    machine.want({"prefill": ALL, "decode": NONE}, busy=["prefill"])
+    machine.told["decode"].clear()
+    machine.cores.worker_died("decode")
+    assert machine.told["prefill"] == [[0, 1]]
+
+
 def test_a_core_that_a_borrower_was_not_told_to_give_back_has_one_user():
     machine = Machine()
-    machine.cores.want(to_decode())
+    machine.want(to_decode())
     machine.settle()
     machine.cores._used["prefill"] = frozenset((0,))
     with pytest.raises(InvariantViolated):
@@ -72,8 +106,8 @@ def test_a_core_that_a_borrower_was_not_told_to_give_back_has_one_user():
 
 def test_a_change_of_mind_does_not_wait_for_the_first_answer():
     machine = Machine()
-    machine.cores.want(to_decode())
-    machine.cores.want(machine.cores.own)
+    machine.want(to_decode())
+    machine.want(machine.cores.own)
     assert machine.told["prefill"] == [[], [0]]
     machine.settle()
     assert machine.cores.used("prefill") == {0}
@@ -82,22 +116,22 @@ def test_a_change_of_mind_does_not_wait_for_the_first_answer():
 
 def test_a_dead_borrower_holds_nothing():
     machine = Machine()
-    machine.cores.want(to_decode())
+    machine.want(to_decode())
     machine.settle()
     machine.cores.worker_died("decode")
-    machine.cores.want(machine.cores.own)
+    machine.want(machine.cores.own)
     assert machine.told["prefill"] == [[0]]
 
 
 def test_an_owner_that_comes_back_to_a_lent_core_is_parked_until_it_is_wanted():
     machine = Machine()
-    machine.cores.want(to_decode())
+    machine.want(to_decode())
     machine.settle()
     machine.cores.worker_died("prefill")
     machine.cores.worker_ready("prefill")
     assert machine.told == {"prefill": [[]], "decode": []}
     machine.settle()
-    machine.cores.want(machine.cores.own)
+    machine.want(machine.cores.own)
     assert machine.told == {"prefill": [[0]], "decode": [[1]]}
 
 
@@ -106,7 +140,7 @@ def test_an_owner_that_comes_back_to_a_lent_core_is_parked_until_it_is_wanted():
 )
 def test_nothing_is_lent_where_there_is_nothing_to_lend(own):
     machine = Machine(own)
-    machine.cores.want(dict.fromkeys(own, NONE))
+    machine.want(dict.fromkeys(own, NONE))
     assert not machine.cores.can_lend
     assert not any(machine.told.values())
 
@@ -127,7 +161,8 @@ def test_in_a_long_random_walk_no_core_is_lent_that_its_owner_uses(seed):
     for _ in range(2000):
         action, name = rng.random(), rng.choice(list(own))
         if action < 0.2:
-            cores.want(rng.choice(targets))
+            busy = [each for each in own if rng.random() < 0.5]
+            cores.want(rng.choice(targets), busy)
         elif action < 0.25 and name not in down:
             down.add(name)
             machine.told[name].clear()
@@ -141,6 +176,6 @@ def test_in_a_long_random_walk_no_core_is_lent_that_its_owner_uses(seed):
     for name in down:
         cores.worker_ready(name)
     target = rng.choice(targets)
-    cores.want(target)
+    cores.want(target, rng.sample(list(own), rng.randint(0, 2)))
     machine.settle()
     assert {name: cores.used(name) for name in own} == target

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from appliance.cli import doctor, listings, pages, waterfall
+from appliance.cli import doctor, listings, status_page, waterfall
 from appliance.cli.tables import Format, Listing
 from appliance.cli.text import joules
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
@@ -45,8 +45,8 @@ def test_an_energy_has_three_digits_and_a_unit(value: float | None, shown: str) 
 
 
 def energy_line(frame: dict[str, object]) -> str:
-    page = pages.status_page(frame, colour=False)
-    (line,) = [line for line in page.splitlines() if line.startswith("energy")]
+    text = status_page.page(frame, colour=False)
+    (line,) = [line for line in text.splitlines() if line.startswith("energy")]
     return line
 
 
