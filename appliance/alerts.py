@@ -34,16 +34,18 @@ class Threshold(NamedTuple):
     crit: float | None
     """From this value on it is an error; None: never."""
     for_s: float = 0.0
+    is_state: bool = False
+    """It is so or not: over as soon as it is over."""
 
     @property
     def clear_s(self) -> float:
         """How long it must have been below."""
-        return max(2 * self.for_s, MIN_CLEAR_S)
+        return 0.0 if self.is_state else max(2 * self.for_s, MIN_CLEAR_S)
 
 
 THRESHOLDS = (
-    Threshold("worker.down", signals.worker_down, None, 1),
-    Threshold("state.degraded", signals.state_degraded, None, 1),
+    Threshold("worker.down", signals.worker_down, None, 1, is_state=True),
+    Threshold("state.degraded", signals.state_degraded, None, 1, is_state=True),
     Threshold("worker.stuck", signals.step_age_ratio, 1, 5),
     Threshold("kv.occupancy", signals.kv_used_ratio, 0.90, 0.98, 10),
     Threshold("kv.quarantine", signals.kv_quarantined, 1, None),

@@ -62,9 +62,10 @@ def _waits(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
 
 def _computing(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
-    if prefill_ms is not None and usual.prefill_ms and prefill_ms > MIN_RATIO * usual.prefill_ms:
+    usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens / frame.num_sequences
+    if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
         text = f"prefill: {_time(prefill_ms)} for {frame.prompt_tokens} prompt tokens"
-        yield _Cause(prefill_ms - usual.prefill_ms, text, usual.prefill_ms)
+        yield _Cause(prefill_ms - usual_ms, text, usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
         excess_ms = (tpot_ms - usual.tpot_ms) * frame.output_tokens / frame.num_sequences
         yield _Cause(excess_ms, f"decode: {_time(tpot_ms)} a token", usual.tpot_ms)

@@ -41,12 +41,18 @@ class FramePacker:
 
     Args:
         template: as template_of() returns it.
+
+    Raises:
+        ValueError: the template is damaged.
     """
 
     def __init__(self, template: bytes) -> None:
         self.template = template
-        self._like = msgspec.json.decode(template)
-        self._dictionary = msgspec.json.encode(_packed(self._like, self._like))
+        try:
+            self._like = msgspec.json.decode(template)
+            self._dictionary = msgspec.json.encode(_packed(self._like, self._like))
+        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
 
     def pack(self, frame: Frame) -> bytes:
         """Everything but requests, events, and what stands in a row's own columns."""

@@ -9,7 +9,7 @@ Never: counts for ever (histograms do).
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean, median
 
 from appliance.latency import Stages, Window, quantile_of, stages
@@ -20,7 +20,7 @@ from engine.sequence import FinishReason, Sequence
 WINDOW_S = 60.0
 MAX_WINDOW_GAPS = 20_000
 USUAL_WINDOW_S = 900.0
-MAX_USUAL = 200
+MIN_USUAL, MAX_USUAL = 3, 200
 """What is usual is the median of so many sequences, the newest of the last quarter of an hour."""
 STALL_GAPS = 4.0
 MIN_STALL_MS = 100.0
@@ -32,7 +32,8 @@ class Usual:
     """Medians of finished sequences; None: there were none that reached it."""
 
     queue_ms: float | None = None
-    prefill_ms: float | None = None
+    prefill_ms_per_token: float | None = None
+    """Of the prompt."""
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     tpot_ms: float | None = None
@@ -76,14 +77,17 @@ class Windows:
             return
         if cut.e2e_ms is not None:
             self._e2e_ms.add(now_ns, cut.e2e_ms)
+        per_token = None if cut.prefill_ms is None else cut.prefill_ms / sequence.num_prompt_tokens
+        seen = {**asdict(cut), "prefill_ms_per_token": per_token}
         for name, window in self._usual.items():
-            if (value_ms := getattr(cut, name)) is not None:
+            if (value_ms := seen[name]) is not None:
                 window.add(now_ns, value_ms)
 
     def usual(self, now_ns: int) -> Usual:
         """What a stage takes as a rule."""
         seen = {name: window.values(now_ns) for name, window in self._usual.items()}
-        return Usual(**{name: median(values) for name, values in seen.items() if values})
+        enough = {name: each for name, each in seen.items() if len(each) >= MIN_USUAL}
+        return Usual(**{name: median(values) for name, values in enough.items()})
 
     def latency(self, slo: Slo, now_ns: int) -> LatencyFrame:
         """The window in figures, against the targets of this moment."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from tui import format as fmt
 from tui import plain
 
+EXIT_DAMAGED = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -73,12 +74,14 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
     try:
         replay, playback = open_at(options.replay, options.at)
         view = replay.view_at(playback.index)
-        if options.json and view.frame is not None:
-            plain.print_frame(view.frame)
-            return 0
-        if options.once:
-            plain.print_page(view, _width(), is_ascii=is_ascii)
-            return 0
+        if options.json or options.once:
+            if view.link.why:
+                sys.stderr.write(f"penstock: {view.link.why}\n")
+            if not options.json:
+                plain.print_page(view, _width(), is_ascii=is_ascii)
+            elif view.frame is not None:
+                plain.print_frame(view.frame)
+            return EXIT_DAMAGED if view.link.why else 0
         if options.plain or not has_terminal():
             plain.print_views(replay.views(playback.index), is_ascii=is_ascii)
             return 0

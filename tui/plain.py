@@ -41,7 +41,9 @@ def print_views(views: Iterable[View], *, is_ascii: bool) -> None:
     """Print a line for each view that has a frame, and each event."""
     seen = _Seen()
     for view in views:
-        if view.frame is not None:
+        if view.link.why:
+            _write([view.link.why], is_ascii=is_ascii)
+        elif view.frame is not None:
             lines = [header.summary(view), *seen.new_events(view.frame)]
             _write(lines, is_ascii=is_ascii)
 

@@ -141,7 +141,7 @@ def _latency_text(latency: Row) -> str:
         f" itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}"
         f" max {ms(latency.get('itl_ms_max'))},"
         f" handoff p50 {ms(latency.get('handoff_ms_p50'))}"
-        f" ({things(latency['num_requests'], 'request')} in {count(latency.get('window_s'))} s)"
+        f" ({count(latency['num_requests'])} finished in {count(latency.get('window_s'))} s)"
     )
 
 

@@ -19,6 +19,7 @@ from appliance.protocol import MAX_FRAME_EVENTS
 from appliance.recording import APPLICATION_ID, RECORDING_VERSION
 from engine.errors import RequestError
 
+_PREFIX = ".recording-"
 LONGEST_REQUEST = timedelta(days=1)
 """Requests that began longer ago than this before the span are not looked for in it."""
 _NEVER = "9"
@@ -72,8 +73,14 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
         db.execute("COMMIT")
 
 
+def remove_unfinished(log_path: Path) -> None:
+    """Remove recordings that a daemon was making when it was killed."""
+    for left in log_path.parent.glob(f"{_PREFIX}*"):
+        left.unlink(missing_ok=True)
+
+
 def temporary_recording(log_path: Path, span: Span) -> IO[bytes]:
     """A recording as an open file that is gone when it is closed; raises as write_recording()."""
-    with NamedTemporaryFile(prefix=".recording-", dir=log_path.parent) as made:
+    with NamedTemporaryFile(prefix=_PREFIX, dir=log_path.parent) as made:
         write_recording(log_path, Path(made.name), span)
         return open(made.name, "rb")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
-from appliance.log.extract import temporary_recording
+from appliance.log.extract import remove_unfinished, temporary_recording
 from appliance.log.file import abandon, file_id, open_log, remove_backups
 from appliance.log.insert import (
     Event,
@@ -93,6 +93,7 @@ class RequestLog:
         self._limits = limits or Limits()
         self._upkeep = Upkeep(self._limits)
         self._connection = open_log(path)
+        remove_unfinished(path)
         self._file_id = file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
         self._writer = threading.Thread(target=self._write, name="request-log", daemon=True)

@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder; only its shape counts")
     parser.add_argument("--small", action="store_true", help="little work, to see that it works")
     options = parser.parse_args()
-    size_bytes, matrix = (1 << 22, 256) if options.small else (1 << 30, 8192)
+    size_bytes, matrix = (1 << 26, 1024) if options.small else (1 << 30, 8192)
     cases, chunk = (SMALL_CASES, 128) if options.small else (CASES, CHUNK_TOKENS)
     try:
         bench = Bench(_config(options.model), size_bytes, matrix)

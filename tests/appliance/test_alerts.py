@@ -261,3 +261,12 @@ def test_the_table_is_in_order_and_its_codes_are_stable_words():
         bounds = [bound for bound in (threshold.warn, threshold.crit) if bound is not None]
         assert bounds
         assert bounds == sorted(bounds)
+
+
+def test_a_worker_that_is_back_is_not_told_to_be_down():
+    alerts = Alerts()
+    down = idle(workers=[worker("decode", state="restarting")])
+    assert [change.severity for change in alerts.update(down)] == ["error"]
+    back = idle(workers=[worker("decode")])
+    assert [change.severity for change in alerts.update(back)] == ["info"]
+    assert alerts.frames() == []

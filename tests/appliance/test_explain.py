@@ -9,7 +9,7 @@ from appliance.protocol import LatencyFrame
 from appliance.windows import Usual
 from tests.tui.frames import request, worker
 
-USUAL = Usual(20.0, 100.0, 1.0, 1.0, 10.0)
+USUAL = Usual(20.0, 0.2, 1.0, 1.0, 10.0)
 QUICK = {"tokenize_ms": 1.0, "queue_ms": 20.0, "prefill_ms": 100.0, "ttft_ms": 121.0}
 DONE = {**QUICK, "handoff_ms": 1.0, "decode_wait_ms": 1.0, "decode_ms": 290.0, "tpot_ms": 10.0}
 
@@ -50,6 +50,14 @@ def test_the_stage_that_took_most_too_much_is_named(changes, because):
     assert slow_because(finished(**changes), USUAL) == because
 
 
+def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
+    long = finished(prefill_ms=900.0)
+    long.prompt_tokens = 4100
+    assert slow_because(long, USUAL) is None
+    long.prefill_ms = 3000.0
+    assert slow_because(long, USUAL) == "prefill: 3.0 s for 4100 prompt tokens, usually 820 ms"
+
+
 def test_waiting_needs_no_comparison_and_computing_does():
     assert slow_because(finished(queue_ms=1500.0), Usual()) == (
         "queue: it waited 1.5 s for its turn"
@@ -63,8 +71,8 @@ def test_waiting_needs_no_comparison_and_computing_does():
         (live("queued", age_ms=50.0), None),
         (live("queued", age_ms=801.0), "queue: it waited 800 ms for its turn, usually 20 ms"),
         (
-            live("prefilling", age_ms=1021.0, queue_ms=20.0, prompt_tokens=7000),
-            "prefill: 1.0 s for 7000 prompt tokens, usually 100 ms",
+            live("prefilling", age_ms=1021.0, queue_ms=20.0, prompt_tokens=700),
+            "prefill: 1.0 s for 700 prompt tokens, usually 140 ms",
         ),
         (
             live("handing_off", age_ms=621.0, queue_ms=20.0, prefill_ms=100.0, ttft_ms=121.0),

@@ -78,9 +78,11 @@ def test_a_stall_is_long_against_the_usual_gap_and_for_a_person():
 def test_the_usual_is_the_median_of_what_finished_also_when_it_is_quiet():
     windows = Windows()
     for queue_ms in (10, 20, 3000):
+        assert windows.usual(SECOND) == Usual(), "two say nothing of what is usual"
         ended(windows, sequence(queue_ms=queue_ms))
     usual = windows.usual(SECOND + 120 * SECOND)
-    assert (usual.queue_ms, usual.prefill_ms, usual.tpot_ms) == (20.0, 100.0, 10.0)
+    per_token = 100.0 / sequence().num_prompt_tokens
+    assert (usual.queue_ms, usual.prefill_ms_per_token, usual.tpot_ms) == (20.0, per_token, 10.0)
     assert windows.usual(SECOND + 1000 * SECOND) == Usual()
 
 

@@ -202,6 +202,17 @@ async def test_a_damaged_frame_says_so_on_screen(tmp_path):
         assert "recording is damaged" not in grid(console)
 
 
+@pytest.mark.parametrize("template", [b"[" * 100_000 + b"]" * 100_000, b"[1,2", b""])
+async def test_a_damaged_template_damages_its_frames_and_is_no_live_console(tmp_path, template):
+    path = make_recording(tmp_path, [frame_at(second) for second in range(3)])
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE frame_templates SET frame = ?", (template,))
+    async with replaying(path, "+1s") as (console, _):
+        assert "this frame of the recording is damaged" in grid(console)
+        assert "REPLAY" in grid(console).splitlines()[0]
+        assert "LIVE" not in grid(console)
+
+
 async def test_rows_of_nonsense_end_it_with_a_sentence(tmp_path):
     path = make_recording(tmp_path, rows=[request_row("cmpl-1", 10)])
     with closing(sqlite3.connect(path)) as db, db:

@@ -77,6 +77,8 @@ def _link_span(view: View) -> Span:
         return Span(f"REPLAY {day} {fmt.clock(view.frame.at)}", Tone.WARN)
     if link.is_live and view.paused_s is not None:
         return Span(f"PAUSED +{fmt.whole_seconds(view.paused_s)}", Tone.WARN)
+    if link.word == REPLAY:
+        return Span(REPLAY, Tone.WARN)
     if link.is_live:
         return Span("● LIVE", Tone.GOOD)
     text = link.word

@@ -26,8 +26,7 @@ def title(view: View) -> str:
     if view.frame is None:
         return "LATENCY"
     latency = view.frame.latency
-    word = "request" if latency.num_requests == 1 else "requests"
-    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} {word}"
+    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} finished"
 
 
 def latency(view: View, width: int, height: int) -> list[Line]:

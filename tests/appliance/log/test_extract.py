@@ -95,6 +95,14 @@ def test_a_temporary_recording_leaves_no_file_behind(tmp_path: Path) -> None:
     assert log.close()
 
 
+def test_a_recording_that_a_killed_daemon_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".recording-x1y2"
+    left.write_bytes(b"half")
+    log = write_log(tmp_path / "requests.db", [frame_at(0)])
+    assert not left.exists()
+    assert log.close()
+
+
 def test_a_running_daemon_is_recorded_up_to_its_newest_frame(tmp_path: Path) -> None:
     log = write_log(tmp_path / "requests.db", [frame_at(0)])
     log.frame(frame_at(1))
