@@ -73,6 +73,8 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
 
     try:
         replay, playback = open_at(options.replay, options.at)
+        if options.once and not options.at:
+            playback = playback.seek(playback.moments_ms[-1])
         view = replay.view_at(playback.index)
         if options.json or options.once:
             if view.link.why:

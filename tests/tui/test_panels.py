@@ -146,7 +146,7 @@ def test_quantiles_that_are_not_reported_are_dashes():
 
 def test_the_latency_title_names_the_window():
     frame = frames.idle(latency=LatencyFrame(30.0, 12, *[None] * 8))
-    assert latency.title(View().after(frame)) == "LATENCY  last 30s, 12 requests"
+    assert latency.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
 
 
 @given(st.integers(40, 220), st.sampled_from(PHASES))

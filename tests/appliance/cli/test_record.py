@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -72,9 +74,23 @@ def test_without_a_daemon_its_file_is_read(
     assert shown.returncode == 0, shown.stderr
     assert "REPLAY 2999-11-21 14:00:12Z" in shown.stdout
     assert "decoding" in shown.stdout
+    last = penstock(environ, "top", "--replay", str(target), "--once")
+    assert "REPLAY 2999-11-21 14:00:19Z" in last.stdout
     lines = penstock(environ, "top", "--replay", str(target)).stdout.splitlines()
     assert len(lines) == 10
     assert all(line.startswith("REPLAY  14:00:1") for line in lines)
+
+
+@pytest.mark.usefixtures("log")
+def test_damage_is_told_in_every_form(environ: dict[str, str], target: Path) -> None:
+    assert penstock(environ, "record", "-o", str(target)).returncode == 0
+    with closing(sqlite3.connect(target)) as db, db:
+        db.execute("UPDATE frame_templates SET frame = '[1,2'")
+    for flags in (("--once", "--json"), ("--once",)):
+        shown = penstock(environ, "top", "--replay", str(target), *flags)
+        assert (shown.returncode, "frame of the recording is damaged" in shown.stderr) == (1, True)
+        assert "--json" not in flags or shown.stdout == ""
+    assert "is damaged" in penstock(environ, "top", "--replay", str(target), "--plain").stdout
 
 
 @pytest.mark.parametrize(
