@@ -20,9 +20,9 @@ ROLE_CHOICES = tuple(
     zip(
         ROLES,
         (
-            "each sequence goes the way that is predicted to be quickest",
-            "prefill and decode by their own workers, always",
-            "each sequence stays with one worker",
+            "each sequence the quickest way",
+            "prefill and decode always apart",
+            "one worker with all cores",
         ),
         strict=True,
     )

@@ -343,7 +343,9 @@ class Console(App[None]):
             if roles is not None:
                 self._confirm(actions.switch_roles(frame, roles))
 
-        dialog = Choose("ROLES", actions.ROLE_CHOICES, is_ascii=self._is_ascii)
+        dialog = Choose(
+            f"ROLES  {fmt.clean(frame.roles)} now", actions.ROLE_CHOICES, is_ascii=self._is_ascii
+        )
         self.push_screen(dialog, choose)
 
     def action_targets(self) -> None:
