@@ -320,8 +320,9 @@ class Service:
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
         """Tell the operator: journal, console and log, which also keeps whose doing it was."""
         log.log(_LOG_LEVELS[severity], "%s", message)
-        self._telemetry.events.append(EventFrame(utc_now(), severity, code, message))
-        self._log.event(severity, code, message, actor)
+        event = EventFrame(utc_now(), severity, code, message)
+        self._telemetry.events.append(event)
+        self._log.event(severity, code, message, actor, at=event.at)
 
     @property
     def drain_status(self) -> str:

@@ -147,11 +147,27 @@ class RequestLog:
             self._num_accepted += 1
             self._wake.notify_all()
 
-    def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
-        """Queue something an operator should know, and which peer caused it; returns at once."""
+    def event(
+        self,
+        severity: str,
+        code: str,
+        message: str,
+        actor: str | None = None,
+        *,
+        at: str | None = None,
+    ) -> None:
+        """Queue something an operator should know, and which peer caused it; returns at once.
+
+        Args:
+            severity: as EventFrame has it, also code and message.
+            code: what it is.
+            message: the same in a sentence.
+            actor: the peer; None: nobody.
+            at: when it was told elsewhere; None: now.
+        """
         with self._wake:
             self._make_room()
-            self._queued.events.append((utc_now(), severity, code, message, actor))
+            self._queued.events.append((at or utc_now(), severity, code, message, actor))
             self._num_accepted += 1
             self._wake.notify_all()
 
