@@ -21,9 +21,8 @@ from tui.lines import Line
 from tui.panels.replay import bar
 from tui.replay import Replay
 from tui.timeline import Playback, parse_moment
-from tui.widgets.dialogs import Detail
+from tui.widgets.dialogs import Ask, Detail
 from tui.widgets.panel import Panel
-from tui.widgets.prompt import Prompt
 
 TICK_S = 0.25
 
@@ -145,8 +144,8 @@ class ReplayConsole(Console, inherit_bindings=False):
 
     def action_go(self) -> None:
         """Ask for a time and go there."""
-        prompt = Prompt("GO TO", "14:02:11, -5m, +30s (UTC)", is_ascii=self._is_ascii)
-        self.push_screen(prompt, self._go)
+        hint = "14:02:11, -5m, +30s (UTC)"
+        self.push_screen(Ask("GO TO", hint, "", lambda _: "", is_ascii=self._is_ascii), self._go)
 
     def _go(self, text: str | None) -> None:
         if not text:

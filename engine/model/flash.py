@@ -13,7 +13,7 @@ Never: chooses between them, imports either before it was chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,34 +44,11 @@ def flash_attention(attend: _Function | None = None) -> PagedAttention:
     Args:
         attend: in place of its flash_attn_varlen_func.
     """
-    call = attend or _flash_attn()
 
-    def flash(
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        layer: int,
-        step: PagedStep,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        keys, values = kv[:, layer].unbind(1)
-        return call(
-            q,
-            keys,
-            values,
-            step.query_starts,
-            step.key_starts,
-            step.max_query_len,
-            step.max_seq_len,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_window(window),
-            softcap=softcap or 0.0,
-            block_table=step.block_tables,
-        )
+    def own(_step: PagedStep, scale: float, softcap: float | None) -> dict[str, Any]:
+        return {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
 
-    return flash
+    return _by(attend or _flash_attn(), own)
 
 
 def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
@@ -80,10 +57,20 @@ def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
     Args:
         attend: in place of its varlen_attn.
     """
-    # it knows no softcap, and is not chosen where there is one
-    call = attend or _torch_varlen()
 
-    def varlen(
+    # it knows no softcap, and is not chosen where there is one
+    def own(step: PagedStep, scale: float, _softcap: float | None) -> dict[str, Any]:
+        return {"scale": scale, "enable_gqa": True, "seqused_k": step.seq_lens}
+
+    return _by(attend or _torch_varlen(), own)
+
+
+def _by(
+    call: _Function, own: Callable[[PagedStep, float, float | None], dict[str, Any]]
+) -> PagedAttention:
+    """Attention by a library's function: what both take alike, and what each has of its own."""
+
+    def attend(
         q: torch.Tensor,
         kv: torch.Tensor,
         layer: int,
@@ -101,14 +88,12 @@ def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
             step.key_starts,
             step.max_query_len,
             step.max_seq_len,
-            scale=scale,
             window_size=_window(window),
-            enable_gqa=True,
-            seqused_k=step.seq_lens,
             block_table=step.block_tables,
+            **own(step, scale, softcap),
         )
 
-    return varlen
+    return attend
 
 
 def _flash_attn() -> _Function:

@@ -20,8 +20,7 @@ from tui.panels.replay import bar
 from tui.replay import open_at
 from tui.replay_console import ReplayConsole
 from tui.timeline import Playback
-from tui.widgets.dialogs import Detail
-from tui.widgets.prompt import Prompt
+from tui.widgets.dialogs import Ask, Detail
 
 KEYS = {
     ",": "comma", ".": "full_stop", "<": "less_than_sign", ">": "greater_than_sign",
@@ -127,7 +126,7 @@ async def test_play_pause_and_speed(incident):
 async def test_g_goes_to_a_time(incident, text, second):
     async with replaying(incident) as (console, pilot):
         await press(pilot, "g")
-        assert isinstance(console.screen, Prompt)
+        assert isinstance(console.screen, Ask)
         assert "GO TO" in grid(console)
         await press(pilot, *text, "enter")
         assert at(second)[11:19] in grid(console).splitlines()[0]
@@ -139,7 +138,7 @@ async def test_a_time_that_is_none_is_refused_with_an_example(incident):
         assert "soon is no time; give" in grid(console)
         assert at(45)[11:19] in grid(console).splitlines()[0]
         await press(pilot, "g", "escape")
-        assert not isinstance(console.screen, Prompt)
+        assert not isinstance(console.screen, Ask)
 
 
 async def test_what_needs_a_daemon_is_not_offered(incident):
