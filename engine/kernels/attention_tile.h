@@ -141,13 +141,19 @@ INLINE void add_rows_directly(const tile *t, const key_rows *keys, int64_t byte_
 INLINE void pack(const attention *a, const tile *t, const key_rows *keys, int64_t byte_offset,
                  const workspace *w, int type)
 {
-    for (int64_t k = 0; k < TILE_KEYS; k++) {
+    int64_t first = 0;
+#if LANES >= 8
+    for (; first + 8 <= a->head_dim; first += 8)
+        for (int64_t k = 0; k < TILE_KEYS; k += 8)
+            turn(w->packed_keys + first * TILE_KEYS + k, TILE_KEYS, keys->keys + k,
+                 byte_offset + first * size_of(type), type);
+#endif
+    for (int64_t k = 0; k < TILE_KEYS && first < a->head_dim; k++) {
         const char *key = keys->keys[k] + byte_offset;
         float lanes[LANES];
-        for (int64_t i = 0; i < a->head_dim; i += LANES) {
+        for (int64_t i = first; i < a->head_dim; i += LANES) {
             const int64_t count = smaller_of(LANES, a->head_dim - i);
-            store(lanes, count == LANES ? load(at(key, i, type), type)
-                                        : load_part(at(key, i, type), count, type), FLOAT32);
+            store(lanes, load_part(at(key, i, type), count, type), FLOAT32);
             for (int64_t lane = 0; lane < count; lane++)
                 w->packed_keys[(i + lane) * TILE_KEYS + k] = lanes[lane];
         }

@@ -46,6 +46,7 @@ struct tile {
     int64_t out_stride, row_stride; /* between inputs, and between the rows of the tile */
     const float *bias; /* begin with it, or NULL: with 0 */
     int is_added;      /* to what is there, instead */
+    const char *ahead[2]; /* rows to fetch meanwhile */
 };
 
 /* Weights of one part that follow each other. */
@@ -60,6 +61,7 @@ struct rows {
 struct share {
     int64_t input, num_inputs;
     int64_t first, depth;
+    int64_t number; /* of the share of the inputs: the first two fetch the next tile's rows */
 };
 
 /* Read anew each time: every register is taken, and a sum must not leave its own for a constant. */
@@ -128,8 +130,13 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
 #pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++)
             sums[i][j] = all(0);
-    for (int64_t k = 0; k < tile->depth; k += STEP)
+    for (int64_t k = 0; k < tile->depth; k += STEP) {
+        if (num_inputs > 1) { /* one alone waits for memory anyway */
+            __builtin_prefetch(tile->ahead[0] + k * item_bytes);
+            __builtin_prefetch(tile->ahead[1] + k * item_bytes);
+        }
         multiply_step(sums, rows, k * item_bytes, x, k, type, num_inputs);
+    }
 #pragma GCC unroll 6
     for (int i = 0; i < num_inputs; i++) {
         float *out = tile->out + i * tile->out_stride;
@@ -200,6 +207,10 @@ static void multiply_quarters(const struct product *p, const struct rows *rows, 
         tile.num_rows += is_there;
         tile.rows[j] = weights + (is_there ? row_read : row) * row_bytes;
     }
+    for (int j = 0; j < 2; j++) {
+        const int64_t quarter = share->number < 2 ? share->number * 2 + j : 0;
+        tile.ahead[j] = weights + (row + 1 + quarter * rows->quarter) * row_bytes;
+    }
     multiply(&tile, p->type, share->num_inputs);
     if (tile.depth < share->depth)
         multiply_rest(tile, share->depth, p->type, share->num_inputs);
@@ -222,7 +233,7 @@ static void multiply_rows(const struct product *p, const struct rows *rows)
     for (int64_t pass = 0; pass < num_passes; pass++)
         for (int64_t k = 0; k < p->depth; k += max_depth)
             for (int64_t i = 0; i < num_shares; i++) {
-                struct share share = {.input = p->num_inputs * i / num_shares, .first = k};
+                struct share share = {.input = p->num_inputs * i / num_shares, .first = k, .number = i};
                 share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
                 share.depth = p->depth - k < max_depth ? p->depth - k : max_depth;
                 for (int64_t tile = 0; tile < num_tiles; tile++)

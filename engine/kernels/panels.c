@@ -28,45 +28,6 @@ struct panel {
     int64_t column;     /* of the first row in out */
 };
 
-#if LANES >= 8
-/* Eight values of a row. */
-INLINE __m256 eight(const char *from, int type)
-{
-    if (type == FLOAT32)
-        return _mm256_loadu_ps((const float *)from);
-    const __m128i halves = _mm_loadu_si128((const __m128i *)from);
-    if (type == FLOAT16)
-        return _mm256_cvtph_ps(halves);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-
-/* to[k][row] = value k of eight rows, for eight values. */
-INLINE void turn(float *to, const char *const *rows, int64_t offset_bytes, int type)
-{
-    __m256 a[8], b[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        a[i] = eight(rows[i] + offset_bytes, type);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
-            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * PANEL_ROWS, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * PANEL_ROWS, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    }
-}
-#endif
-
 /* Values [first, depth) of one row into its column of the panel. */
 static void fill_column(float *column, const char *row, int64_t first, int64_t depth, int type)
 {
@@ -86,7 +47,7 @@ INLINE void fill_panel(float *panel, const char *const *rows, int64_t depth, int
 #if LANES >= 8
     for (; k + 8 <= depth; k += 8)
         for (int row = 0; row < PANEL_ROWS; row += 8)
-            turn(panel + k * PANEL_ROWS + row, rows + row, k * size_of(type), type);
+            turn(panel + k * PANEL_ROWS + row, PANEL_ROWS, rows + row, k * size_of(type), type);
 #endif
     for (int row = 0; row < PANEL_ROWS; row++)
         fill_column(panel + row, rows[row], k, depth, type);

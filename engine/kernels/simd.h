@@ -69,6 +69,18 @@ INLINE vec larger(vec a, vec b)
 #endif
 }
 
+/* The smaller of each pair; b if one is a NaN. */
+INLINE vec smaller(vec a, vec b)
+{
+#if LANES == 16
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
 INLINE vec load(const void *from, int type)
 {
     if (type == FLOAT32) {
@@ -116,6 +128,45 @@ INLINE void store_part(void *to, vec value, int64_t count, int type)
     memcpy(to, lanes, (size_t)(count * size_of(type)));
 }
 
+#if LANES >= 8
+/* Eight values of a row. */
+INLINE __m256 eight(const char *from, int type)
+{
+    if (type == FLOAT32)
+        return _mm256_loadu_ps((const float *)from);
+    const __m128i halves = _mm_loadu_si128((const __m128i *)from);
+    if (type == FLOAT16)
+        return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+/* to[k][row] = value k of eight rows, for eight values; to's rows are `stride` apart. */
+INLINE void turn(float *to, int64_t stride, const char *const *rows, int64_t offset_bytes, int type)
+{
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        a[i] = eight(rows[i] + offset_bytes, type);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+#endif
+
 /* What is left of `value` after it has been stored as `type`. */
 INLINE vec rounded(vec value, int type)
 {
@@ -151,8 +202,7 @@ INLINE float largest_of(vec value)
 /* e to the power of each lane, to about one unit in the last place; a NaN stays one. */
 INLINE vec exponential(vec x)
 {
-    x = choose(x < -87.0f, all(-87.0f), x);
-    x = choose(x > 88.0f, all(88.0f), x);
+    x = smaller(all(88.0f), larger(all(-87.0f), x));
     /* x = n ln 2 + r; adding 1.5 * 2^23 leaves the nearest integer in the low bits */
     const vec shifted = x * 1.44269504f + 12582912.0f;
     const vec n = shifted - 12582912.0f;
