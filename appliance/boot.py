@@ -18,9 +18,13 @@ from pathlib import Path
 
 from appliance.config import ServeConfig
 from appliance.devices.listing import list_gpus
-from appliance.gpu_placement import choose_gpus, installed_torch, place_on_gpu
+from appliance.gpu_placement import (
+    attention_for,
+    choose_gpus,
+    installed_torch,
+    place_on_gpu,
+)
 from appliance.placement import (
-    BLOCK_SIZE,
     MIN_BLOCKS,
     Placement,
     WorkerPlan,
@@ -29,6 +33,7 @@ from appliance.placement import (
     place,
 )
 from appliance.request import ModelInfo
+from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels
@@ -104,9 +109,13 @@ def check_plan(config: ServeConfig) -> str:
         ConfigError: as make_plan().
     """
     checkpoint, dtype, placement = _placed(config)
+    gpu, attention = placement.workers[0].gpu, ""
+    if gpu is not None:
+        choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
+        attention = f"; attention on {gpu.name} by {choice.title}"
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
-        f"up to {placement.max_model_len} tokens per request"
+        f"up to {placement.max_model_len} tokens per request{attention}"
     )
 
 
@@ -123,6 +132,7 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
         placement = place_on_gpu(
             checkpoint,
             gpus[0],
+            machine=this_machine(gpus[0].capability),
             dtype=dtype,
             roles=config.roles,
             transport=config.transport,
@@ -162,7 +172,7 @@ def _setups(
     specs, fds = {}, []
     for name, num_blocks in placement.num_blocks_by_pool.items():
         fd = None
-        if not is_on_gpu:
+        if not is_on_gpu or name == placement.ring_pool:
             fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[name] = PoolSpec(name, fd, num_blocks)
@@ -184,23 +194,24 @@ def _setups(
             worker=plan.name,
             model_dir=str(checkpoint.folder),
             dtype=dtype,
-            block_size=BLOCK_SIZE,
+            block_size=placement.block_size,
             pool=specs[plan.pool],
             ring=specs[placement.ring_pool] if placement.ring_pool else None,
             weights=weights,
             cpus=list(plan.cpus),
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
-            gpu=_gpu_spec(plan, has_graphs=has_graphs),
+            gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
         )
         workers.append((plan, setup))
     return workers, fds
 
 
-def _gpu_spec(plan: WorkerPlan, *, has_graphs: bool) -> GpuSpec | None:
+def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:
     if plan.gpu is None:
         return None
-    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs)
+    is_shared = len(placement.workers) > 1
+    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared)
 
 
 def _memfd(name: str, num_bytes: int) -> int:

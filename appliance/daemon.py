@@ -301,9 +301,9 @@ class _Daemon:
         log.info("serving %s%s in %s", model.model_id, note, self._plan.dtype)
         for worker in placement.workers:
             state = self._supervisor.workers[worker.name]
-            log.info("  %s on %s, attention %s", worker.name, worker.device, state.attention)
-            if state.graphs:
-                log.info("    %s", state.graphs)
+            log.info("  %s on %s, attention %s", worker.name, state.device, state.attention)
+            for line in state.about:
+                log.info("    %s", line)
         if self._router.roles.acts_static:
             log.info("  elastic roles act as static ones: both workers share one device")
         if placement.topology.transport is not None:

@@ -109,7 +109,7 @@ class Frames:
             devices=devices,
             energy=self.energy.frame(),
             host=telemetry.host(),
-            handoff=telemetry.handoff(router, elapsed_s),
+            handoff=telemetry.handoff(states, router, elapsed_s),
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)
@@ -120,11 +120,16 @@ class Frames:
         self._is_made = asyncio.Event()
         return changes
 
+    @property
+    def newest(self) -> Frame:
+        """The frame that was made last."""
+        assert self._frame is not None, "the service makes one before it is asked"
+        return self._frame
+
     def now(self, standing: Standing) -> Frame:
         """Everything as it is now; rates, readings and alerts are those of the newest frame."""
-        assert self._frame is not None, "the service makes one before it is asked"
-        parts = self._parts(standing, self._frame.workers, time.monotonic_ns())
-        return msgspec.structs.replace(self._frame, **parts)
+        parts = self._parts(standing, self.newest.workers, time.monotonic_ns())
+        return msgspec.structs.replace(self.newest, **parts)
 
     async def next_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""

@@ -1,8 +1,9 @@
 """Which GPUs serve, and what each worker does on them.
 
-On one GPU both phases are one worker's unless roles are asked for: two processes take turns on it,
-and what they gain by not waiting for each other's steps has to be measured first. Asked for, they
-share weights and pool. A second GPU is left alone until blocks can move between two of them.
+On one GPU both phases are one worker's unless roles or a transport are asked for: two processes
+take turns on it, and what they gain by not waiting for each other's steps has to be measured first.
+Asked for, they share weights and pool, or, if that is asked for, copy blocks by way of the host. A
+second GPU is left alone until blocks can move between two of them.
 Owns: nothing; pure. Called by: boot, doctor.
 Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
 Never: asks a driver (devices does), allocates.
@@ -13,7 +14,15 @@ from __future__ import annotations
 from importlib import metadata
 
 from appliance.devices.listing import Gpu
-from appliance.placement import BLOCK_SIZE, MIN_BLOCKS, Placement, WorkerPlan, split_cores
+from appliance.placement import (
+    MIN_BLOCKS,
+    MIN_COPIED_BLOCKS,
+    Placement,
+    WorkerPlan,
+    shm_counts,
+    split_cores,
+)
+from engine.attention_backends import Choice, Machine, Needs, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.topology import Topology
@@ -22,6 +31,9 @@ GPU_STEP_TOKENS = 4096
 """Prompt tokens in a step: where a GPU's matrix products are near their best rate."""
 MAX_SEQUENCES = 256
 """Of full length; a pool with room for more than can run at once is of no use."""
+
+WORKER_BYTES = 4 << 30
+"""That a worker may need beside weights and pool: its context, libraries, steps and graphs."""
 
 
 def choose_gpus(
@@ -80,10 +92,32 @@ def installed_torch() -> str | None:
         return None
 
 
+def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> Choice:
+    """What computes attention, with blocks as large as it likes them."""
+    config = checkpoint.config
+    needs = Needs(dtype, config.head_dim, config.attention_softcap is not None)
+    return choose_attention(needs, machine)
+
+
+def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
+    """Bytes for pools where each of two workers has weights of its own; each checks it again."""
+    return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
+
+
+def _topology(*, has_two: bool, is_copied: bool) -> Topology:
+    if not has_two:
+        return Topology("colocated", "colocated", "kv", "kv", None, homes={"kv": "colocated"})
+    if is_copied:
+        homes = {"prefill": "prefill", "decode": "decode"}
+        return Topology("prefill", "decode", "prefill", "decode", "shm", homes=homes)
+    return Topology("prefill", "decode", "kv", "kv", "alias", homes={"kv": "decode"})
+
+
 def place_on_gpu(
     checkpoint: Checkpoint,
     gpu: Gpu,
     *,
+    machine: Machine,
     dtype: str,
     roles: str,
     transport: str,
@@ -93,43 +127,46 @@ def place_on_gpu(
 ) -> Placement:
     """One worker, or two that share the GPU's memory; blocks are counted when they are made.
 
+    A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
+    transport share nothing but the ring.
+
     Raises:
-        ConfigError: the transport is none of a GPU's, or the KV memory holds nothing.
+        ConfigError: the KV memory holds nothing.
     """
-    if transport not in {"auto", "alias"}:
-        raise ConfigError(
-            f"{transport!r} is not for workers on one GPU, which share its memory",
-            where="transport",
-            hint="leave out --transport",
-        )
     config = checkpoint.config
-    block_bytes = config.kv_block_bytes(BLOCK_SIZE, dtype)
+    block_size = attention_for(checkpoint, dtype, machine).backend.default_block_size
+    block_bytes = config.kv_block_bytes(block_size, dtype)
     longest = config.max_position_embeddings
     wanted_len = min(max_model_len or longest, longest)
-    useful = -(-wanted_len // BLOCK_SIZE) * MAX_SEQUENCES + 1
-    num_blocks = min((kv_memory_bytes or gpu.memory_bytes) // block_bytes, useful)
-    if num_blocks < MIN_BLOCKS:
+    useful = -(-wanted_len // block_size) * MAX_SEQUENCES + 1
+    has_two = roles not in {"auto", "colocated"} or (roles == "auto" and transport != "auto")
+    is_copied = has_two and transport == "shm"
+    room = kv_memory_bytes or (_room_of_two(checkpoint, gpu) if is_copied else gpu.memory_bytes)
+    num_blocks = min(room // block_bytes, useful)
+    min_blocks = MIN_COPIED_BLOCKS if is_copied else MIN_BLOCKS
+    if num_blocks < min_blocks:
         raise ConfigError(
-            f"{kv_memory_bytes} bytes hold {num_blocks} KV blocks of {block_bytes} bytes",
+            f"{room} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes",
             where="kv_memory",
-            hint=f"give at least {MIN_BLOCKS * block_bytes} bytes",
+            hint=f"give at least {min_blocks * block_bytes} bytes",
         )
-    if roles in {"auto", "colocated"}:
-        topology = Topology("colocated", "colocated", "kv", "kv", None, homes={"kv": "colocated"})
-        workers = [WorkerPlan("colocated", tuple(cores), "kv", gpu)]
-    else:
-        prefill_cores, decode_cores = split_cores(cores)
-        topology = Topology("prefill", "decode", "kv", "kv", "alias", homes={"kv": "decode"})
+    topology = _topology(has_two=has_two, is_copied=is_copied)
+    counts = shm_counts(num_blocks, block_bytes) if is_copied else {"kv": num_blocks}
+    workers = [WorkerPlan("colocated", tuple(cores), "kv", gpu)]
+    if has_two:
         workers = [
-            WorkerPlan("prefill", tuple(prefill_cores), "kv", gpu, shares="maps"),
-            WorkerPlan("decode", tuple(decode_cores), "kv", gpu, shares="exports"),
+            WorkerPlan(name, tuple(own), topology.pool_of(name), gpu, None if is_copied else shares)
+            for name, own, shares in zip(
+                topology.workers, split_cores(cores), ("maps", "exports"), strict=True
+            )
         ]
     return Placement(
         topology=topology,
         workers=tuple(workers),
-        num_blocks_by_pool={"kv": num_blocks},
-        ring_pool=None,
+        num_blocks_by_pool=counts,
+        ring_pool="ring" if "ring" in counts else None,
         block_bytes=block_bytes,
         max_model_len=wanted_len,
         max_step_tokens=GPU_STEP_TOKENS,
+        block_size=block_size,
     )

@@ -30,6 +30,8 @@ MAX_DEFAULT_KV_BYTES = 4 << 30
 MAX_RING_BYTES = 64 << 20
 MAX_RING_SLOTS = 64
 MIN_RING_SLOTS = 4
+MIN_COPIED_BLOCKS = 12
+"""Of two pools and the ring between them."""
 DEFAULT_FULL_LENGTH_SEQUENCES = 64
 """Without --kv-memory a pool holds at most this many sequences of full length."""
 
@@ -63,10 +65,12 @@ class Placement:
     block_bytes: int
     max_model_len: int
     max_step_tokens: int = CPU_STEP_TOKENS
+    block_size: int = BLOCK_SIZE
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""
-        return [BlockPool(n, count, BLOCK_SIZE) for n, count in self.num_blocks_by_pool.items()]
+        counts = self.num_blocks_by_pool.items()
+        return [BlockPool(name, count, self.block_size) for name, count in counts]
 
 
 def available_cores(
@@ -184,7 +188,7 @@ def place(
         prefill_cores, decode_cores = split_cores(cores)
         counts = {"kv": num_blocks}
         if transport == "shm":
-            counts = _shm_counts(num_blocks, block_bytes)
+            counts = shm_counts(num_blocks, block_bytes)
         pools = ("kv", "kv") if transport == "alias" else ("prefill", "decode")
         topology = Topology("prefill", "decode", *pools, transport)
         workers = [
@@ -195,11 +199,12 @@ def place(
         (counts[p] - 1) * BLOCK_SIZE for p in (topology.prefill_pool, topology.decode_pool)
     )
     if held_by_pools < BLOCK_SIZE:
+        min_blocks = MIN_COPIED_BLOCKS if transport == "shm" else MIN_BLOCKS
         raise ConfigError(
             f"{kv_memory_bytes} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes; "
-            f"at least {'2' if transport != 'shm' else '12'} are needed",
+            f"at least {min_blocks} are needed",
             where="kv_memory",
-            hint=f"give at least {(2 if transport != 'shm' else 12) * block_bytes} bytes",
+            hint=f"give at least {min_blocks * block_bytes} bytes",
         )
     return Placement(
         topology=topology,
@@ -224,7 +229,7 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
     return asked
 
 
-def _shm_counts(num_blocks: int, block_bytes: int) -> dict[str, int]:
+def shm_counts(num_blocks: int, block_bytes: int) -> dict[str, int]:
     """A third to the prefill pool, the rest to decode, after a ring of at most an eighth."""
     ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
     ring = max(ring, MIN_RING_SLOTS)

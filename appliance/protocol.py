@@ -78,7 +78,7 @@ class WorkerFrame(msgspec.Struct):
     """`starting`, `loading`, `ready` or `restarting`."""
     pid: int | None
     device: str
-    """What it is pinned to, for people: `cpu 0` or `cpu 0-1`."""
+    """What it is pinned to, for people: `cpu 0`, `cpu 0-1`, `gpu0`, `gpu0, time-sliced`."""
     cpus: list[int]
     attention: str | None
     num_sequences: int

@@ -26,6 +26,7 @@ from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitt
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
+from appliance.watchdog import Watchdog
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.messages import CoresUsed, Loaded, PoolMade, Report, Stepped
 from engine.router import Router
@@ -67,6 +68,7 @@ class Service:
         self._frames = Frames(
             plan, self._model, router, supervisor, self._telemetry, devices, request_log.frame
         )
+        self._watchdog = Watchdog()
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
@@ -366,6 +368,8 @@ class Service:
         else:
             for change in changes:
                 self.event(*change)
+            for name, about in self._watchdog.hung(self._frames.newest).items():
+                self._supervisor.end_hung(name, about)
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:

@@ -19,12 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from appliance.placement import WorkerPlan
 from appliance.sharing import Sharing
+from appliance.worker_state import WorkerState
 from engine.channel import DaemonChannel
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.messages import (
@@ -52,34 +52,6 @@ EXIT_GRACE_S = 0.2
 GOMP_SPIN_COUNT = "10000"
 """Bounded spinning between parallel regions: passive waiting costs a futex wake in each small
 region, and endless spinning stalls as soon as anything else wants the core."""
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """What is known of one worker; read by telemetry."""
-
-    plan: WorkerPlan
-    setup: Setup
-    state: str = "starting"
-    pid: int | None = None
-    attention: str | None = None
-    graphs: str | None = None
-    """What was captured, for people; None: nothing was."""
-    num_restarts: int = 0
-    num_failed_starts: int = 0
-    """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
-    loaded_bytes: int = 0
-    total_bytes: int = 0
-    has_loaded: bool = False
-    """Its share of the weights is in place; stays true, since the memfd outlives it."""
-    process: subprocess.Popen[bytes] | None = None
-    socket: socket.socket | None = None
-    channel: DaemonChannel | None = None
-    failure: WorkerFailed | None = None
-    """What the worker said before it exited."""
-    is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its last process is gone, and the daemon knows."""
-
 
 OnReport = Callable[[str, Report], None]
 OnReady = Callable[[str], None]
@@ -281,8 +253,7 @@ class Supervisor:
                         self._pool_made(worker, num_blocks, memory)
                         self._on_report(worker.plan.name, report)
                     case Ready():
-                        worker.state, worker.attention = "ready", report.attention
-                        worker.graphs = _describe_graphs(report)
+                        worker.state, worker.ready = "ready", report
                         self._sharing.ready(worker.plan.name, report)
                         worker.num_failed_starts = 0
                         ready_at_s = time.monotonic()
@@ -336,6 +307,13 @@ class Supervisor:
         )
         self._sharing.exported(memory)
 
+    def end_hung(self, name: str, about: str) -> None:
+        """End a worker that will not end by itself; it is started again like any that has died."""
+        worker = self.workers[name]
+        if worker.state == "ready" and worker.process is not None:
+            worker.failure = WorkerFailed(about)
+            worker.process.kill()
+
     async def _end_mappers(self, worker: WorkerState) -> None:
         """End whoever has mapped a dead worker's memory, before there is new memory."""
         for name in self._sharing.ended(worker.plan.name):
@@ -377,15 +355,6 @@ class Supervisor:
             where=worker.plan.name,
             hint="its last words are above; out of memory kills are in the kernel log",
         )
-
-
-def _describe_graphs(ready: Ready) -> str | None:
-    if not ready.num_graphs:
-        return None
-    return (
-        f"{ready.num_graphs} graphs of decode steps, captured in "
-        f"{ready.capture_ms / 1e3:.1f} s, {ready.graph_bytes / 2**20:.0f} MiB"
-    )
 
 
 def _describe_exit(code: int | None) -> str:

@@ -25,11 +25,14 @@ from appliance.protocol import (
     WorkerFrame,
 )
 from appliance.request import Request
-from appliance.supervisor import WorkerState
 from appliance.windows import Windows
+from appliance.worker_state import WorkerState
 from engine.messages import Stepped
 from engine.router import Router
 from engine.sequence import Phase, Sequence
+
+_COMPUTED = (Phase.PREFILLING, Phase.DECODING)
+"""Of a sequence that its worker has to step."""
 
 
 @dataclass(slots=True)
@@ -109,16 +112,18 @@ class Telemetry:
         self._since_ns = now_ns
         return elapsed_s
 
-    def handoff(self, router: Router, elapsed_s: float) -> HandoffFrame:
+    def handoff(self, states: list[WorkerState], router: Router, elapsed_s: float) -> HandoffFrame:
         """What was handed over since the last call, and what is on its way."""
         before, counters = self._handoffs, router.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
         on_the_way = (*router.resuming, *router.running.values())
+        probed = [w.ring_bytes_per_s for w in states if w.ring_bytes_per_s is not None]
         return HandoffFrame(
             transport=router.topology.transport,
             num_in_flight=sum(s.phase is Phase.HANDING_OFF for s in on_the_way),
             handoffs_per_s=(counters.handoffs - before[0]) / elapsed_s,
             bytes_per_s=(counters.handoff_bytes - before[1]) / elapsed_s,
+            probe_bytes_per_s=min(probed, default=None),
         )
 
     def workers(
@@ -138,7 +143,10 @@ class Telemetry:
     ) -> WorkerFrame:
         name = state.plan.name
         num_sequences = sum(s.worker == name for s in router.running.values())
-        if not num_sequences:
+        is_computing = any(
+            s.worker == name and s.phase in _COMPUTED for s in router.running.values()
+        )
+        if not is_computing:
             self._active_ns[name] = now_ns
         num_steps = len(steps.step_ms)
         cpu_percent, rss_bytes = self._process(state.pid)
@@ -146,7 +154,7 @@ class Telemetry:
             name=name,
             state=state.state,
             pid=state.pid,
-            device=state.plan.device,
+            device=state.device,
             cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
             num_sequences=num_sequences,
@@ -163,7 +171,7 @@ class Telemetry:
             total_bytes=state.total_bytes,
             cpus_used=sorted(router.roles.cores.used(name)),
             batch_size_mean=steps.num_sequences / num_steps if num_steps else None,
-            last_step_age_ms=self._step_age_ms(name, now_ns) if num_sequences else None,
+            last_step_age_ms=self._step_age_ms(name, now_ns) if is_computing else None,
         )
 
     def _step_age_ms(self, worker: str, now_ns: int) -> float:

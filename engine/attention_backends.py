@@ -33,8 +33,6 @@ class AttentionBackend:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     has_softcap: bool = True
-    is_graph_safe: bool = True
-    """Steps of single queries can be captured, with host maxima that cover all replays."""
 
 
 ATTENTION_BACKENDS = (
@@ -60,7 +58,7 @@ ATTENTION_BACKENDS = (
         has_softcap=False,
     ),
     AttentionBackend("triton"),
-    AttentionBackend("torch", is_graph_safe=False),
+    AttentionBackend("torch"),
 )
 """Best first. All but the last need Triton, which comes with torch for CUDA and computes the small
 operations around them."""

@@ -102,6 +102,9 @@ class Forecast(NamedTuple):
     max_chunk_tokens: int | None = None
 
 
+_UNKNOWN = "too few steps of its kind since the start to compare ways; as static roles do"
+
+
 class _Unknown(Exception):
     """Too few steps have been seen to predict one that matters."""
 
@@ -114,7 +117,7 @@ def choose(situation: Situation, predict: Predict) -> Choice:
     try:
         forecasts = _Forecaster(situation, predict).all(ways)
     except _Unknown:
-        return Choice(Route.MOVE, "unknown", "too few steps seen to predict others")
+        return Choice(Route.MOVE, "unknown", _UNKNOWN)
     best = min(forecasts, key=_key)
     kept = [f for f in forecasts if f.route == situation.last and _is_as_good(f, best)]
     if kept and situation.last != best.route:

@@ -1,7 +1,7 @@
 """What a kernel has to move and to multiply at least, from its shapes.
 
 Owns: the arithmetic of floors, against which a measured time is a fraction.
-Called by: engine.workers.kernel_bench.
+Called by: engine.workers.kernel_bench, and measure, which holds times against them.
 Invariant: bytes that must cross the device's memory once, no more; products and sums as two
 operations.
 Never: measures.
@@ -20,9 +20,9 @@ class Cost:
     num_bytes: int
     num_flops: int = 0
 
-    def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """The least time, on a device that reaches both rates at once."""
-        return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+    def is_bound_by_bytes(self, bytes_per_s: float, flops_per_s: float) -> bool:
+        """True if moving takes longer than multiplying."""
+        return self.num_bytes / bytes_per_s >= self.num_flops / flops_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,9 @@ def gated_cost(num_tokens: int, width: int, itemsize: int) -> Cost:
 def sample_cost(num_rows: int, vocab_size: int) -> Cost:
     """Of reading float32 logits once, as a greedy row does."""
     return Cost(num_rows * vocab_size * 4)
+
+
+def product_cost(num_tokens: int, num_rows: int, depth: int, itemsize: int) -> Cost:
+    """Of tokens by a matrix [num_rows, depth]."""
+    num_values = num_rows * depth + num_tokens * (num_rows + depth)
+    return Cost(num_values * itemsize, 2 * num_tokens * num_rows * depth)

@@ -50,6 +50,8 @@ class GpuSpec(msgspec.Struct, frozen=True):
     """A pool of fewer is a failure; when the worker starts again, of fewer than before."""
     has_graphs: bool = True
     """Decode steps are captured and replayed."""
+    is_shared: bool = False
+    """Another worker computes on it, too."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
@@ -176,10 +178,16 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The worker has run a warm-up step and takes Admits. `attention` names the backend."""
 
     attention: str
+    max_step_tokens: int | None = None
+    """Of prompts in a step: more would be hardly faster on this GPU; None: as Setup has it."""
+    sharing: str | None = None
+    """How processes share its GPU: `mps` or `time-sliced`; None: it has the GPU or cores alone."""
     num_graphs: int = 0
     capture_ms: float = 0.0
     graph_bytes: int = 0
     """Device memory that the graphs took."""
+    ring_bytes_per_s: float | None = None
+    """Of blocks to the ring and back, found unchanged; None: it has no ring."""
     events: list[bytes] = []
     """Handles of the events that it records after steps, for the other worker on its GPU."""
 

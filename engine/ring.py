@@ -153,6 +153,11 @@ class Ring:
         """The sequence has ended; the ledger drains its slots."""
         self._transfers.pop(sequence.seq_id, None)
 
+    def give_up(self, sequence: Sequence) -> None:
+        """The rest of its blocks will not be stored: those that were are not needed, either."""
+        self.forget(sequence)
+        self._ledger.release(sequence.seq_id, self.pool)
+
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless every occupied slot has exactly one use."""
         for seq_id, transfer in self._transfers.items():

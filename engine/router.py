@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.messages import Admit, Command, CoresUsed, Loaded, Release, SequenceStep, Stepped
@@ -29,10 +30,6 @@ from engine.sequence import FinishReason, Phase, Route, Sequence, TokenLogprob
 from engine.topology import Topology
 
 MAX_RUNNING_SEQUENCES = 256
-PROBATION_SUSPICIONS = 2
-MAX_SUSPICIONS = 3
-"""A sequence that keeps killing workers is found out: after its second death each that was there
-makes its next step with no other suspect beside it, and a death then is blamed on it alone."""
 STARVATION_NS = 10_000_000_000
 """A sequence that has waited this long is not passed any more by what comes after it in order."""
 
@@ -143,8 +140,7 @@ class Router:
     def worker_died(self, worker: str, now_ns: int) -> None:
         """The worker is dead and everything that it sent has been handled.
 
-        Its sequences keep their blocks and outputs, and what has been acknowledged of their KV in
-        pools that outlive it.
+        Its sequences keep blocks, outputs, and what is acknowledged of KV in pools that outlive it.
         """
         self.roles.worker_died(worker)
         self.ledger.reap(worker)
@@ -152,12 +148,10 @@ class Router:
             self.ring.worker_died(worker)
         is_followed = self._lose_pools(worker)
         victims = [s for s in self.running.values() if s.worker == worker]
-        suspects = [] if is_followed else [s for s in victims if s.is_on_probation] or victims
-        for sequence in suspects:
-            sequence.num_suspicions += 1
-            sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
+        if not is_followed:
+            suspicion.blame(victims)
         for sequence in victims:
-            if sequence.num_suspicions > MAX_SUSPICIONS:
+            if suspicion.is_proven(sequence):
                 sequence.error = f"worker {worker} died {sequence.num_suspicions} times under it"
                 self.abort(sequence, FinishReason.ERROR, now_ns)
                 continue
@@ -273,6 +267,7 @@ class Router:
     def _resume(self, sequence: Sequence, now_ns: int) -> None:
         """Place a sequence that holds blocks, if the worker it needs is there."""
         topology = self.topology
+        self._give_up_storing(sequence)
         needs_prefill = sequence.route is Route.MOVE and (
             not sequence.num_output_tokens
             or (
@@ -296,6 +291,17 @@ class Router:
             sequence.phase = Phase.HANDING_OFF
             return
         self._admit(sequence, worker, now_ns)
+
+    def _give_up_storing(self, sequence: Sequence) -> None:
+        """Where blocks are gone before they were stored, and the first token is out, start anew."""
+        ring, pool = self.ring, self.topology.prefill_pool
+        is_gone = pool in sequence.lost_pools and sequence.num_output_tokens > 0
+        if ring is None or not is_gone or not self._moves(sequence) or ring.is_stored(sequence):
+            return
+        ring.give_up(sequence)
+        self.ledger.release(sequence.seq_id, pool)
+        sequence.forget_pool(pool)
+        sequence.route = Route.DECODE  # the prefill worker would have nothing to compute it for
 
     def _moves(self, sequence: Sequence) -> bool:
         """True if it is prefilled by one worker and decoded by another."""
@@ -346,20 +352,15 @@ class Router:
             sequence.is_on_probation = False
             if stamps.started_ns is None:
                 stamps.started_ns = step.started_ns
-            is_past_prompt = entry.num_computed_tokens > sequence.num_prompt_tokens
-            if is_past_prompt and stamps.decode_started_ns is None:
-                if sequence.transport is not None:
-                    stamps.attached_ns = max(entry.admitted_ns, stamps.first_token_ns or 0)
-                stamps.decode_started_ns = max(step.started_ns, stamps.attached_ns or 0)
+            if entry.num_computed_tokens > sequence.num_prompt_tokens:
+                has_moved = sequence.transport is not None
+                stamps.decoding(step.started_ns, entry.admitted_ns if has_moved else None)
         if entry.token_id is not None:
             sequence.output_token_ids.append(entry.token_id)
-            stamps.last_token_ns = now_ns
             if stamps.first_token_ns is None:
-                stamps.first_token_ns = now_ns
                 moves_on = sequence.worker != self.topology.decode_worker and self._moves(sequence)
                 sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
-            elif stamps.second_token_ns is None:
-                stamps.second_token_ns = now_ns
+            stamps.token(now_ns)
         if entry.finish_reason is not None:
             sequence.error = entry.error
             self.finish(sequence, FinishReason(entry.finish_reason), now_ns)

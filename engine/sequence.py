@@ -106,6 +106,26 @@ class Stamps:
     last_token_ns: int | None = None
     finished_ns: int | None = None
 
+    def token(self, now_ns: int) -> None:
+        """The daemon has read one more."""
+        self.last_token_ns = now_ns
+        if self.first_token_ns is None:
+            self.first_token_ns = now_ns
+        elif self.second_token_ns is None:
+            self.second_token_ns = now_ns
+
+    def decoding(self, started_ns: int, admitted_ns: int | None) -> None:
+        """A step has computed a position after the prompt.
+
+        Args:
+            started_ns: of that step.
+            admitted_ns: when its worker took the sequence over; None: it was never handed over.
+        """
+        if self.decode_started_ns is None:
+            if admitted_ns is not None:
+                self.attached_ns = max(admitted_ns, self.first_token_ns or 0)
+            self.decode_started_ns = max(started_ns, self.attached_ns or 0)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -149,6 +149,7 @@ class FakeDevice:
     """
 
     torch_device = DEVICE
+    is_served_by_mps = False
 
     def __init__(self, exported=None, order=None):
         self.accelerator = Accelerator()
@@ -157,6 +158,8 @@ class FakeDevice:
         self.exported = [] if exported is None else exported
         """Memory that another process can map: the one list of two workers' devices."""
         self.order = order
+        self.pinned_memory = []
+        """Host memory that it was told of."""
         self.replayed = []
         """Which capture each replay was of."""
 
@@ -185,6 +188,9 @@ class FakeDevice:
 
     def map(self, exported):
         return self.exported[int(exported)].view(-1).view(torch.uint8)
+
+    def pin(self, memory):
+        self.pinned_memory.append(memory)
 
     def new_event(self):
         return self.order.event()

@@ -9,6 +9,7 @@ known and not supported are refused unless they ask for nothing.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from appliance.api.ask import Ask, Chat
@@ -221,7 +222,8 @@ def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
         value = fields.get(name)
         if value is None or any(_is_same(value, one) for one in accepted):
             continue
-        raise unsupported(name, "is not supported" + (" with this value" if accepted else ""))
+        but = " or ".join(json.dumps(one) for one in accepted)
+        raise unsupported(name, "is not supported" + (f", but for {but}" if but else ""))
 
 
 def _is_same(value: object, neutral: object) -> bool:

@@ -49,7 +49,8 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
         return
     copy_gb_per_s, tflop_per_s = found["copy_bytes_per_s"] / 1e9, found["matmul_flop_per_s"] / 1e12
     terminal.note(
-        f"{found['device']}, torch {found['torch']}, {found['dtype']}: copies "
+        f"{found['device']}, torch {found['torch']}, {found['dtype']}, "
+        f"attention {found['attention']}: copies "
         f"{copy_gb_per_s:.0f} GB/s, multiplies {tflop_per_s:.2f} TFLOP/s"
     )
     terminal.write(terminal.listing("bench", DEVICE, output).render(found["data"]))

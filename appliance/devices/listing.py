@@ -21,6 +21,8 @@ class Gpu:
     model: str
     uuid: str
     memory_bytes: int
+    capability: tuple[int, int] | None = None
+    """CUDA's version of what its processors can do; None: the driver does not say."""
 
 
 def list_gpus(nvml: Nvml | None = None) -> list[Gpu]:
@@ -36,5 +38,7 @@ def list_gpus(nvml: Nvml | None = None) -> list[Gpu]:
         model, uuid = nvml.ask("nvmlDeviceGetName", handle), nvml.ask("nvmlDeviceGetUUID", handle)
         memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
         if model is not None and uuid is not None and memory is not None:
-            gpus.append(Gpu(f"gpu{index}", model, uuid, memory.total))
+            capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
+            known = None if capability is None else (capability[0], capability[1])
+            gpus.append(Gpu(f"gpu{index}", model, uuid, memory.total, known))
     return gpus

@@ -19,6 +19,7 @@ from engine.model.attention import AttentionPlan, StepBatch, torch_attention, wr
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels
 from engine.model.layers import gated, rms_norm, rotate
+from engine.model.sampler import sample_rows
 
 
 class Backend(Protocol):
@@ -74,6 +75,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
 
+    def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [n] of logits [n, vocab_size], as engine.model.sampler.sample_rows has them."""
+
 
 @dataclass(frozen=True, slots=True)
 class _TorchPlan:
@@ -84,6 +88,8 @@ class _TorchPlan:
 
 class TorchBackend:
     """Every device and dtype, by torch's own operations."""
+
+    sample_rows = staticmethod(sample_rows)
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name

@@ -16,6 +16,7 @@ import torch
 from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.buffers import Take, fresh
+from engine.model.sampler import sample_rows
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
@@ -80,6 +81,8 @@ class CompiledPlan:
 
 class CompiledBackend:
     """A step's small operations and its attention by the kernels of one instruction set."""
+
+    sample_rows = staticmethod(sample_rows)
 
     def __init__(self, kernels: Kernels, level: str, take: Take = fresh) -> None:
         self.name = f"compiled {level}"

@@ -20,6 +20,7 @@ from engine.model.flash import PagedAttention
 from engine.model.paged import PagedStep, paged_step
 from engine.model.tiling import num_parts, several_queries_tiling, single_query_tiling
 from engine.model.triton_attention import attend_several, attend_single
+from engine.model.triton_sampler import sample_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class CudaBackend:
         attention: that.
         queries_per_tile: what Triton's attention wants of a plan; 0: another was chosen.
     """
+
+    sample_rows = staticmethod(sample_rows)
 
     def __init__(self, name: str, attention: PagedAttention, queries_per_tile: int = 0) -> None:
         self.name = name

@@ -108,6 +108,11 @@ class Transformer:
         """What computes attention and the small operations, and why if it is not the best."""
         return self._backend.name
 
+    @property
+    def sample_rows(self) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+        """Tokens of logits, chosen where they lie; as engine.model.sampler.sample_rows."""
+        return self._backend.sample_rows
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """One step; returns float32 logits [len(batch.logit_rows), vocab_size].

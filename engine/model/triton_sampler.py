@@ -6,7 +6,7 @@ the border above which tokens are so many, or weigh so much, and is found by bis
 one pass over its logits if it is greedy, and some tens if it draws. Of tokens with equal logits the
 smaller id comes first.
 Owns: the kernel and its launch.
-Called by: a runner that samples where the logits are, so also within a captured graph.
+Called by: cuda, for the runner, and for its graphs.
 Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
 Never: looks at grammars, penalties or log-probabilities, keeps random state.
 """
@@ -17,31 +17,19 @@ import torch
 import triton
 import triton.language as tl
 
-_GREEDY_BELOW = tl.constexpr(1e-5)
+from engine.model.sampler import NUM_DRAW_FIELDS
+
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _BELOW_ALL = tl.constexpr(-(2**31))
 _TILE = 8192
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    min_ps: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    seeds: torch.Tensor,
-    output_indices: torch.Tensor,
-) -> torch.Tensor:
+def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """Choose one token per row: [n] int64.
 
     Args:
         logits: [n, vocab_size] float32, rows contiguous; not changed.
-        temperatures: [n] float32, as min_ps and top_ps; below 1e-5 is greedy.
-        min_ps: least weight against the likeliest token; 0: all.
-        top_ks: [n] int32; 0: all.
-        top_ps: 1: all.
-        seeds: [n] int64.
-        output_indices: [n] int64: how many tokens each row's sequence has generated before.
+        draws: [n, NUM_DRAW_FIELDS] float64, each as draw_of() has it; None: all are greedy.
     """
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -50,33 +38,15 @@ def sample_rows(
         _sample_kernel[(num_rows,)](
             token_ids,
             logits,
-            temperatures,
-            min_ps,
-            top_ks,
-            top_ps,
-            seeds,
-            output_indices,
+            token_ids if draws is None else draws,  # not read, but a pointer
             logits.stride(0),
             vocab_size,
+            IS_GREEDY=draws is None,
+            NUM_FIELDS=NUM_DRAW_FIELDS,
             TILE=tile,
             num_warps=max(4, tile // 256),
         )
     return token_ids
-
-
-@triton.jit
-def _mixed(x):
-    """The splitmix64 finalizer."""
-    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
-    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _uniform(seed, index):
-    """The number in [0, 1) for one output position, in steps of 2**-53."""
-    steps = (index.to(tl.uint64) + 1) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-    return (_mixed(_mixed(seed.to(tl.uint64)) + steps) >> 11).to(tl.float64) * (2.0**-53)
 
 
 @triton.jit
@@ -144,51 +114,24 @@ def _border(
     return high, above
 
 
-# views of a step's tensors begin anywhere, and no step may wait for a compiler
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "token_ids",
-        "temperatures",
-        "min_ps",
-        "top_ks",
-        "top_ps",
-        "seeds",
-        "output_indices",
-    ]
-)
-def _sample_kernel(
-    token_ids, logits, temperatures, min_ps, top_ks, top_ps, seeds, output_indices,
-    stride, vocab_size, TILE: tl.constexpr,
-):  # fmt: skip
-    """A program for each row."""
-    index = tl.program_id(0)
-    row = logits + index.to(tl.int64) * stride
-    largest, places = tl.full([TILE], -float("inf"), tl.float32), tl.arange(0, TILE)
-    for start in range(0, vocab_size, TILE):
-        ids, x = _load(row, start, vocab_size, TILE)
-        places = tl.where(x > largest, ids, places)
-        largest = tl.maximum(x, largest)
-    best = tl.max(largest, 0)
-    token_id = tl.min(tl.where(largest == best, places, vocab_size), 0)
-    temperature = tl.load(temperatures + index)
-    if (temperature < _GREEDY_BELOW) | (best == -float("inf")):
-        tl.store(token_ids + index, token_id.to(tl.int64))
-        return
-    sharpness = 1.0 / temperature
-    least, top_k = tl.load(min_ps + index), tl.load(top_ks + index)
+@triton.jit
+def _drawn(row, vocab_size, best, draw, TILE: tl.constexpr):
+    """The token where the distribution that is left reaches the draw's uniform number."""
+    sharpness = 1.0 / tl.load(draw).to(tl.float32)
+    least, top_k = tl.load(draw + 3).to(tl.float32), tl.load(draw + 4).to(tl.int32)
     if (top_k > 0) & (top_k < vocab_size):
         target = (top_k - 1).to(tl.float64)
         last, _ = _border(row, vocab_size, best, sharpness, 0.0, target, True, TILE)
         least = tl.maximum(least, _weight(_value(last), best, sharpness, 0.0))
     kept = _mass(row, vocab_size, best, sharpness, least, TILE)
-    top_p = tl.load(top_ps + index)
+    top_p = tl.load(draw + 2)
     if top_p < 1.0:
-        target = top_p.to(tl.float64) * kept
+        target = top_p * kept
         last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
         weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
         kept = tl.minimum(kept, above + tl.ceil((target - above) / weight) * weight)
-    u = _uniform(tl.load(seeds + index), tl.load(output_indices + index))
-    target = tl.minimum(u, 1.0 - 2.0**-50) * kept  # never rounded up to the very end
+    # never rounded up to the very end
+    target = tl.minimum(tl.load(draw + 1), 1.0 - 2.0**-50) * kept
     last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
     weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
     rank = tl.floor((target - above) / weight).to(tl.int32) + 1
@@ -199,4 +142,27 @@ def _sample_kernel(
         ranks = count + tl.cumsum(is_last, 0)
         token_id = tl.maximum(token_id, tl.max(tl.where(ranks <= rank, ids * is_last, 0), 0))
         count += tl.sum(is_last, 0)
+    return token_id
+
+
+# views of a step's tensors begin anywhere, and no step may wait for a compiler
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "draws"])
+def _sample_kernel(
+    token_ids, logits, draws, stride, vocab_size,
+    IS_GREEDY: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program for each row."""
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    largest, places = tl.full([TILE], -float("inf"), tl.float32), tl.arange(0, TILE)
+    for start in range(0, vocab_size, TILE):
+        ids, x = _load(row, start, vocab_size, TILE)
+        places = tl.where(x > largest, ids, places)
+        largest = tl.maximum(x, largest)
+    best = tl.max(largest, 0)
+    token_id = tl.min(tl.where(largest == best, places, vocab_size), 0)
+    if not IS_GREEDY:
+        draw = draws + index * NUM_FIELDS
+        if (tl.load(draw) > 0) & (best > -float("inf")):
+            token_id = _drawn(row, vocab_size, best, draw, TILE)
     tl.store(token_ids + index, token_id.to(tl.int64))

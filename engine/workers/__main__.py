@@ -78,6 +78,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
     from engine.workers.runner import Runner
+    from engine.workers.transfer import probe
 
     use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
@@ -98,9 +99,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
-    ring = None
+    ring, ring_bytes_per_s = None, None
     if setup.ring is not None:
         ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
+        ring_bytes_per_s = probe(pool, ring)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens)
@@ -112,7 +114,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    channel.send(Ready(transformer.attention_backend))
+    channel.send(Ready(transformer.attention_backend, ring_bytes_per_s=ring_bytes_per_s))
     worker.run()
 
 
@@ -133,10 +135,11 @@ def _serve_on_gpu(
         channel,
         started.runner,
         pool=started.pool,
-        ring=None,
+        ring=started.ring,
         eos_token_ids=checkpoint.config.eos_token_ids,
-        max_step_tokens=setup.max_step_tokens,
+        max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
         ordering=started.ordering,
+        device=device,
     )
     channel.send(started.ready)
     worker.run()

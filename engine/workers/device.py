@@ -9,6 +9,7 @@ Never: sets CUDA_VISIBLE_DEVICES, which would hide the other worker's memory; ch
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,8 @@ import torch
 from engine.errors import WorkerFailed
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ATTRIBUTE_MPS_ENABLED = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED of cuda.h."""
 _UNSHAREABLE = ("expandable_segments:true", "backend:cudamallocasync")
 
 
@@ -75,6 +78,13 @@ class Device(Protocol):
 
     def map(self, exported: bytes) -> torch.Tensor:
         """[num_bytes] of uint8: what another process has exported, not a copy of it."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Let the device copy from and to host memory that is there already, for good."""
+
+    @property
+    def is_served_by_mps(self) -> bool:
+        """True if processes compute on it at the same time; else they take turns."""
 
     def new_event(self) -> SharedEvent:
         """One that another process can open."""
@@ -165,6 +175,28 @@ class CudaDevice:
         mapped: Any = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         mapped.set_(storage)
         return torch.as_tensor(mapped)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Lock its pages and tell the driver; whoever ends takes it back."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        num_bytes = memory.numel() * memory.element_size()
+        error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if error:
+            raise WorkerFailed(
+                f"{num_bytes} bytes of the ring could not be pinned (CUDA error {error})",
+                where=str(self.torch_device),
+                hint="raise the limit of locked memory, or serve with --transport alias",
+            )
+
+    @property
+    def is_served_by_mps(self) -> bool:
+        """As the driver has it."""
+        value = ctypes.c_int(0)
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuDeviceGetAttribute(
+            ctypes.byref(value), _ATTRIBUTE_MPS_ENABLED, self.torch_device.index
+        )
+        return bool(value.value)
 
     def new_event(self) -> SharedEvent:
         """Without times, which no event between processes has."""

@@ -22,13 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.model.attention import StepBatch
-from engine.model.sampler import (
-    NO_DRAW,
-    NUM_DRAW_FIELDS,
-    draw_of,
-    is_plain,
-    sample_rows,
-)
+from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
 from engine.model.transformer import Transformer
 from engine.workers.device import Device
 from engine.workers.running import Running
@@ -205,6 +199,6 @@ class DecodeGraphs:
         draws = None if is_greedy else self._draws[:size]
 
         def sample() -> None:
-            tokens.copy_(sample_rows(logits, draws))
+            tokens.copy_(self._transformer.sample_rows(logits, draws))
 
         return sample

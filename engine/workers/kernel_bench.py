@@ -1,25 +1,22 @@
-"""Each kernel of the GPU on its own, beside what the device reaches: one JSON document.
+"""Each kernel of a model's step on its own: calls on shapes that matter, and what they cost.
 
-    python -m engine.workers.kernel_bench
-
-Calls are captured in a graph and replayed, each on another layer's memory, so that neither the host
-nor the cache is measured; a kernel that cannot be captured fails here.
-Owns: the shapes that are measured, and how.
-Called by: whoever wants the table, as a process.
-Invariant: ceilings are measured in the same run as what is held against them.
-Never: checks results; tests do.
+Owns: the shapes, and the tensors that a case works on.
+Called by: measure, which times them.
+Invariant: each call of a case is on another layer's memory, or reads a matrix as large as a
+layer's, so that no cache is measured but for logits, which come from one; no call looks at the
+device, so that all can be captured in a graph.
+Never: times anything; checks results, which tests do.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 import torch
 
+from engine.config import ModelConfig
 from engine.kernel_costs import (
     Cost,
     Heads,
@@ -27,35 +24,19 @@ from engine.kernel_costs import (
     gated_cost,
     norm_cost,
     place_cost,
+    product_cost,
     sample_cost,
 )
-from engine.model import triton_ops
 from engine.model.attention import StepBatch
-from engine.model.cuda import DeviceLimits, TritonAttention
-from engine.model.paged import paged_step
-from engine.model.triton_sampler import sample_rows
+from engine.model.backend import Backend, choose_backend
+from engine.model.layers import rope_table
+from engine.model.linear import choose_linears
+from engine.model.sampler import draw_of
+from engine.sequence import SamplingParams
 
-_NUM_REPLAYS = 10
-_COPIED_BYTES = 1 << 30
-_MATRIX_DIM = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a model."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_layers: int
-    """Of the pool; so many calls are captured."""
-
-
-LLAMA_8B = Shape(32, 8, 128, 4096, 14336, 128_256, 8)
-SEQUENCES = {
+Sequences = list[tuple[int, int]]
+"""Of a step: tokens before, and new ones."""
+SEQUENCES: dict[str, Sequences] = {
     "prefill 4k": [(0, 4096)],
     "prefill 2k after 6k": [(6144, 2048)],
     "prefill 8 x 512": [(0, 512)] * 8,
@@ -64,181 +45,165 @@ SEQUENCES = {
     "decode 8 x 8k": [(8191, 1)] * 8,
     "decode 64 x 1k": [(1023, 1)] * 64,
 }
+SMALL_SEQUENCES: dict[str, Sequences] = {
+    "prefill 64": [(0, 64)],
+    "decode 4 x 64": [(63, 1)] * 4,
+}
+NUM_LAYERS = 8
+MAX_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One kernel on one shape."""
 
-    name: str
+    what: str
+    shape: str
     cost: Cost
     call: Callable[[int], object]
     """Once, on the layer given."""
 
 
-def cases(
-    shape: Shape,
-    sequences: dict[str, list[tuple[int, int]]],
-    token_counts: list[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    limits: DeviceLimits,
-) -> Iterator[Case]:
-    """Every kernel, with tensors that live as long as its case."""
-    group_size = shape.num_heads // shape.num_kv_heads
-    attend = TritonAttention(group_size, shape.head_dim, dtype.itemsize, limits)
-    for name, members in sequences.items():
-        yield _attention_case(name, shape, members, attend, device, dtype)
-    for num_tokens in token_counts:
-        yield from _operation_cases(shape, num_tokens, device, dtype)
-        yield from _sampler_cases(shape.vocab_size, min(num_tokens, 64), device)
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """What all cases are of.
 
+    Args:
+        config: the shape of a model.
+        backend: what computes attention and the small operations.
+        dtype: of activations and the pool.
+        device: where they are.
+        num_layers: of the pool, and of what else is there once for each call.
+        block_size: tokens of a block.
+    """
 
-def _attention_case(
-    name: str,
-    shape: Shape,
-    members: list[tuple[int, int]],
-    attend: TritonAttention,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int = 64,
-) -> Case:
-    counts = [-(-(context + new) // block_size) for context, new in members]
-    tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-    batch = StepBatch(
-        input_ids=torch.empty(0),
-        positions=torch.empty(0),
-        token_slots=torch.empty(0),
-        query_lens=[new for _, new in members],
-        seq_lens=[context + new for context, new in members],
-        block_tables=[table.tolist() for table in tables],
-        logit_rows=[],
-    )
-    step = paged_step(batch, device, attend.queries_per_tile)
-    kv = _pool(shape, sum(counts) + 1, block_size, device, dtype)
-    q = torch.randn(
-        sum(batch.query_lens), shape.num_heads, shape.head_dim, device=device, dtype=dtype
-    )
-    scale = shape.head_dim**-0.5
-    cost = attention_cost(_heads(shape, dtype), members)
-    return Case(name, cost, lambda layer: attend(q, kv, layer, step, scale, None, None))
+    config: ModelConfig
+    backend: Backend
+    dtype: torch.dtype
+    device: torch.device
+    num_layers: int = NUM_LAYERS
+    block_size: int = 64
 
+    @classmethod
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int
+    ) -> Bed:
+        """With the backend that a worker would choose."""
+        backend = choose_backend(device, dtype, config, block_size)
+        num_layers = NUM_LAYERS if device.type == "cuda" else 1
+        return cls(config, backend, dtype, device, num_layers, block_size)
 
-def _operation_cases(
-    shape: Shape, num_tokens: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[Case]:
-    def noise(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, dtype=dtype)
+    def cases(self, sequences: dict[str, Sequences], token_counts: list[int]) -> Iterator[Case]:
+        """Every kernel, with tensors that live as long as its case."""
+        for name, members in sequences.items():
+            yield self._attention(name, members)
+        for num_tokens in token_counts:
+            yield from self._small_operations(num_tokens)
+            yield from self._products(num_tokens)
+        for num_rows in dict.fromkeys(min(count, MAX_SAMPLED_ROWS) for count in token_counts):
+            yield from self._samplers(num_rows)
 
-    x, added = (noise(shape.num_layers, num_tokens, shape.hidden_size) for _ in range(2))
-    weight, size = noise(shape.hidden_size), dtype.itemsize
-    yield Case(
-        f"norm {num_tokens}",
-        norm_cost(num_tokens, shape.hidden_size, size),
-        lambda layer: triton_ops.norm(x[layer], weight, 1e-5, added[layer], 1.0),
-    )
-    gate_up = noise(shape.num_layers, num_tokens, 2 * shape.intermediate_size)
-    yield Case(
-        f"gated {num_tokens}",
-        gated_cost(num_tokens, shape.intermediate_size, size),
-        lambda layer: triton_ops.gated(gate_up[layer], "silu"),
-    )
-    num_rows = shape.num_heads + 2 * shape.num_kv_heads
-    qkv = noise(shape.num_layers, num_tokens, num_rows, shape.head_dim)
-    kv = _pool(shape, -(-num_tokens // 64) + 1, 64, device, dtype)
-    positions = torch.arange(num_tokens, device=device)
-    angles = (noise(num_tokens, 1, shape.head_dim), noise(num_tokens, 1, shape.head_dim))
-    yield Case(
-        f"place {num_tokens}",
-        place_cost(_heads(shape, dtype), num_tokens),
-        lambda layer: triton_ops.place(
-            qkv[layer], shape.num_heads, angles, kv, layer, positions, positions + 64
-        ),
-    )
+    @property
+    def _heads(self) -> Heads:
+        c = self.config
+        return Heads(c.num_heads, c.num_kv_heads, c.head_dim, self.dtype.itemsize)
 
+    def _noise(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=self.device).to(self.dtype)
 
-def _sampler_cases(vocab_size: int, num_rows: int, device: torch.device) -> Iterator[Case]:
-    logits = torch.randn(num_rows, vocab_size, device=device) * 4
-    ones, zeros = torch.ones(num_rows, device=device), torch.zeros(num_rows, device=device)
-    indices = torch.arange(num_rows, device=device)
-
-    def case(name: str, temperatures: torch.Tensor, top_ps: torch.Tensor) -> Case:
-        how = (temperatures, zeros, zeros.int(), top_ps, indices, indices)
-        cost = sample_cost(num_rows, vocab_size)
-        return Case(f"{name} {num_rows}", cost, lambda _layer: sample_rows(logits, *how))
-
-    yield case("greedy", zeros, ones)
-    yield case("drawn", ones, ones)
-    yield case("drawn top_p", ones, 0.9 * ones)
-
-
-def _pool(
-    shape: Shape, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    block = (shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim)
-    return torch.randn(num_blocks, *block, device=device, dtype=dtype)
-
-
-def _heads(shape: Shape, dtype: torch.dtype) -> Heads:
-    return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype.itemsize)
-
-
-def measure_s(call: Callable[[int], object], num_layers: int) -> float:
-    """Seconds of one call on the device, over all layers in a captured graph."""
-    for layer in range(num_layers):
-        call(layer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(num_layers):
-            call(layer)
-    times_ms: list[float] = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for _ in range(_NUM_REPLAYS):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    return median(times_ms) / 1e3 / num_layers
-
-
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second, read and written, of a copy; operations per second of a matrix product."""
-    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = measure_s(lambda _layer: target.copy_(source), 2)
-    a, b = (torch.randn(_MATRIX_DIM, _MATRIX_DIM, device=device, dtype=dtype) for _ in range(2))
-    product_s = measure_s(lambda _layer: a @ b, 2)
-    return 2 * _COPIED_BYTES / copy_s, 2 * _MATRIX_DIM**3 / product_s
-
-
-@torch.inference_mode()
-def measure() -> dict[str, object]:
-    """The table, in bfloat16."""
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    bytes_per_s, flops_per_s = measure_ceilings(device, dtype)
-    rows = []
-    for case in cases(LLAMA_8B, SEQUENCES, [1, 64, 4096], device, dtype, DeviceLimits.of(device)):
-        elapsed_s = measure_s(case.call, LLAMA_8B.num_layers)
-        floor_s = case.cost.floor_s(bytes_per_s, flops_per_s)
-        rows.append(
-            {
-                "name": case.name,
-                "time_us": elapsed_s * 1e6,
-                "gb_per_s": case.cost.num_bytes / elapsed_s / 1e9,
-                "tflop_per_s": case.cost.num_flops / elapsed_s / 1e12,
-                "share_of_ceiling": floor_s / elapsed_s,
-            }
+    def _step(self, members: Sequences) -> tuple[StepBatch, torch.Tensor]:
+        """Sequences in blocks that lie anywhere, and a pool that has them."""
+        size, c = self.block_size, self.config
+        counts = [-(-(before + new) // size) for before, new in members]
+        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+        of_each = [torch.arange(before, before + new) for before, new in members]
+        slots = [
+            table[positions // size] * size + positions % size
+            for table, positions in zip(tables, of_each, strict=True)
+        ]
+        batch = StepBatch(
+            input_ids=torch.empty(0),
+            positions=torch.cat(of_each).to(self.device),
+            token_slots=torch.cat(slots).to(self.device),
+            query_lens=[new for _, new in members],
+            seq_lens=[before + new for before, new in members],
+            block_tables=[table.tolist() for table in tables],
+            logit_rows=[],
         )
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "copy_gb_per_s": bytes_per_s / 1e9,
-        "matmul_tflop_per_s": flops_per_s / 1e12,
-        "kernels": rows,
-    }
+        block = (self.num_layers, 2, size, c.num_kv_heads, c.head_dim)
+        return batch, self._noise(sum(counts) + 1, *block)
+
+    def _attention(self, name: str, members: Sequences) -> Case:
+        c, (batch, kv) = self.config, self._step(members)
+        plan = self.backend.plan(batch, kv, [])
+        qkv = self._noise(len(batch.positions), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+
+        def attend(layer: int) -> object:
+            scale = c.attention_scale
+            return self.backend.attend(qkv, c.num_heads, kv, layer, plan, scale, None, None)
+
+        return Case("attention", name, attention_cost(self._heads, members), attend)
+
+    def _small_operations(self, num_tokens: int) -> Iterator[Case]:
+        c, backend, size = self.config, self.backend, self.dtype.itemsize
+        tokens = f"{num_tokens} tokens"
+        x, added = (self._noise(self.num_layers, num_tokens, c.hidden_size) for _ in range(2))
+        weight = self._noise(c.hidden_size)
+        yield Case(
+            "norm after residual",
+            tokens,
+            norm_cost(num_tokens, c.hidden_size, size),
+            lambda layer: backend.norm(x[layer], weight, 1e-5, added[layer], 1.0),
+        )
+        gate_up = self._noise(self.num_layers, num_tokens, 2 * c.intermediate_size)
+        yield Case(
+            "gated activation",
+            tokens,
+            gated_cost(num_tokens, c.intermediate_size, size),
+            lambda layer: backend.gated(gate_up[layer], c.hidden_act),
+        )
+        num_rows = c.num_heads + 2 * c.num_kv_heads
+        qkv = self._noise(self.num_layers, num_tokens, num_rows, c.head_dim)
+        batch, kv = self._step([(0, num_tokens)])
+        rope = next(rope for rope in c.ropes if rope is not None)
+        plan = backend.plan(
+            batch, kv, [rope_table(rope, num_tokens, num_tokens, self.dtype, self.device)]
+        )
+        yield Case(
+            "rope and KV write",
+            tokens,
+            place_cost(self._heads, num_tokens),
+            lambda layer: backend.place(qkv[layer], c.num_heads, 0, kv, layer, plan),
+        )
+
+    def _products(self, num_tokens: int) -> Iterator[Case]:
+        c, linears = self.config, choose_linears(self.device.type, self.dtype)
+        shapes = {
+            "up": (2 * c.intermediate_size, c.hidden_size),
+            "down": (c.hidden_size, c.intermediate_size),
+            "head": (c.vocab_size, c.hidden_size),
+        }
+        for name, (num_rows, depth) in shapes.items():
+            weights = {f"{name}.weight": self._noise(num_rows, depth).div_(depth**0.5)}
+            multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
+            yield Case(
+                f"product {name}",
+                f"{num_tokens} tokens",
+                product_cost(num_tokens, num_rows, depth, self.dtype.itemsize),
+                _on_any_layer(partial(multiply, x)),
+            )
+
+    def _samplers(self, num_rows: int) -> Iterator[Case]:
+        logits = torch.randn(num_rows, self.config.vocab_size, device=self.device) * 4
+        cost = sample_cost(num_rows, self.config.vocab_size)
+        how = {"greedy": (0.0, 1.0), "drawn": (1.0, 1.0), "drawn top_p": (1.0, 0.9)}
+        for name, (temperature, top_p) in how.items():
+            params = SamplingParams(1, 0, temperature=temperature, top_p=top_p)
+            rows = [draw_of(params, index) for index in range(num_rows)]
+            draws = torch.tensor(rows, dtype=torch.float64, device=self.device)
+            call = partial(self.backend.sample_rows, logits, draws if temperature else None)
+            yield Case(f"sample {name}", f"{num_rows} rows", cost, _on_any_layer(call))
 
 
-if __name__ == "__main__":
-    json.dump(measure(), sys.stdout)
+def _on_any_layer(call: Callable[[], object]) -> Callable[[int], object]:
+    return lambda _layer: call()

@@ -39,6 +39,7 @@ from engine.messages import (
 from engine.plan import plan
 from engine.sequence import FinishReason
 from engine.workers.cores import use_cores
+from engine.workers.device import Device
 from engine.workers.ordering import Ordering
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
@@ -70,6 +71,7 @@ class Worker:
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
         ordering: Ordering | None = None,
+        device: Device | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
@@ -80,6 +82,8 @@ class Worker:
         self._max_step_tokens = max_step_tokens
         self._ordering = ordering
         """Of its steps and another worker's on the same GPU; None: they share no memory."""
+        self._device = device
+        """Of the pool; None: it is in the host's memory."""
         self._use_cores = use_cores
         self._is_parked = False
         self._running: dict[int, Running] = {}
@@ -234,7 +238,7 @@ class Worker:
         count = max(0, min(storable - first, len(self._slots)))  # computed again: less than before
         slots = [self._slots.popleft() for _ in range(count)]
         block_ids = running.block_table[first : first + count]
-        copy_blocks(self._pool, block_ids, self._ring, slots)
+        copy_blocks(self._pool, block_ids, self._ring, slots, self._device)
         running.num_stored_blocks += count
         return [Stored(slot, first + i) for i, slot in enumerate(slots)]
 
@@ -270,5 +274,5 @@ class Worker:
         if self._ring is None:
             raise TypeError("Load without a ring")
         started_ns = time.monotonic_ns()
-        num_bytes = copy_blocks(self._ring, load.slots, self._pool, load.block_ids)
+        num_bytes = copy_blocks(self._ring, load.slots, self._pool, load.block_ids, self._device)
         self._channel.send(Loaded(load.load_id, num_bytes, started_ns, time.monotonic_ns()))

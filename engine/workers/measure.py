@@ -2,7 +2,7 @@
 
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
-Owns: the timing, and the bytes and operations that each row is held against.
+Owns: the timing, and what steps and transports are held against; kernel_bench has the kernels'.
 Called by: appliance.bench.device and people, as a process.
 Invariant: a share is of what this device did in this run, never of a data sheet.
 Never: serves; reads weights.
@@ -21,20 +21,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
+from engine.attention_backends import Needs, choose_attention, this_machine
 from engine.checkpoint import expected_shapes
 from engine.config import ModelConfig
 from engine.errors import PenstockError
-from engine.model.backend import Backend, choose_backend
-from engine.model.linear import choose_linears
+from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.sequence import SamplingParams
 from engine.workers.device import CudaDevice, Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
+from engine.workers.kernel_bench import SEQUENCES, SMALL_SEQUENCES, Bed
 from engine.workers.runner import Runner
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
@@ -50,13 +50,12 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
-BLOCK_SIZE = 64
 CASES = [(1, 1024), (64, 1024), (1, 8192)]
 """Sequences, and tokens of each, in a decode step."""
 SMALL_CASES = [(1, 64), (4, 64)]
 CHUNK_TOKENS = 4096
-_MANY_TOKENS = 128
-"""From here on a product is bound by arithmetic, below it by reading the weights."""
+_NUM_CAPTURED = 4
+"""Times that a graph has a kernel on every layer: the host's part of a launch is lost in them."""
 _MIN_SAMPLE_S = 0.3
 _MAX_SAMPLES = 200
 
@@ -88,10 +87,17 @@ class Bench:
         self.name, self.config = name, config
         self.on = torch.device("cpu") if self.device is None else self.device.torch_device
         self.dtype = "float32" if self.device is None else "bfloat16"
+        self.block_size = 64
+        if self.device is not None:
+            needs = Needs(self.dtype, config.head_dim, config.attention_softcap is not None)
+            choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability()))
+            self.block_size = choice.backend.default_block_size
+        dtype = getattr(torch, self.dtype)
+        self.attention = choose_backend(self.on, dtype, config, self.block_size).name
         self._size_bytes = size_bytes
         source, target = self.bytes(size_bytes), self.bytes(size_bytes)
         copy_ms = self.time(lambda: target.copy_(source))
-        a = torch.randn(matrix, matrix, device=self.on).to(getattr(torch, self.dtype))
+        a = torch.randn(matrix, matrix, device=self.on).to(dtype)
         matmul_ms = self.time(lambda: torch.mm(a, a))
         self.ceilings = {
             "B/s": 2 * size_bytes / copy_ms * 1e3,
@@ -116,6 +122,18 @@ class Bench:
             samples.append((time.perf_counter_ns() - started_ns) / 1e6)
         return statistics.median(samples)
 
+    def time_layers(self, call: Callable[[int], object], num_layers: int) -> float:
+        """Milliseconds of a call, of many in a row: from a graph where there is a device."""
+
+        def all_layers() -> None:
+            for _ in range(1 if self.device is None else _NUM_CAPTURED):
+                for layer in range(num_layers):
+                    call(layer)
+
+        if self.device is None:
+            return self.time(all_layers) / num_layers
+        return self.time(self.device.capture(all_layers)) / num_layers / _NUM_CAPTURED
+
     def _wait(self) -> None:
         if self.device is not None:
             self.device.mark()()
@@ -132,26 +150,20 @@ class Bench:
         for name, shape in expected_shapes(self.config):
             values = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.on)
             weights[name] = values.normal_(std=1 / math.sqrt(shape[-1]))
-        return Transformer(self.config, weights, self.dtype, max_model_len)
+        return Transformer(self.config, weights, self.dtype, max_model_len, self.block_size)
 
-    def pool(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
+    def pool(self, num_blocks: int) -> torch.Tensor:
         """KV blocks on the device."""
         config = self.config
-        shape = (
-            num_layers or config.num_layers,
-            2,
-            BLOCK_SIZE,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        shape = (config.num_layers, 2, self.block_size, config.num_kv_heads, config.head_dim)
         return torch.zeros(num_blocks, *shape, dtype=getattr(torch, self.dtype), device=self.on)
 
 
 def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Row]:
     """Whole steps: decode against what it has to read, prefill against what it has to compute."""
-    config = bench.config
+    config, size = bench.config, bench.block_size
     longest = max(context for _, context in cases) + 1
-    num_blocks = max(batch * -(-(context + 1) // BLOCK_SIZE) for batch, context in cases) + 1
+    num_blocks = max(batch * -(-(context + 1) // size) for batch, context in cases) + 1
     transformer, pool = bench.transformer(max(longest, chunk)), bench.pool(num_blocks)
     graphs = None
     if bench.device is not None and transformer.is_capturable:
@@ -159,17 +171,17 @@ def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Ro
             transformer,
             pool,
             bench.device,
-            block_size=BLOCK_SIZE,
+            block_size=size,
             max_model_len=longest,
             max_batch=max(batch for batch, _ in cases),
         )
         graphs.capture()
-    runner = Runner(transformer, pool, BLOCK_SIZE, _no_grammars(), bench.device, graphs)
+    runner = Runner(transformer, pool, size, _no_grammars(), bench.device, graphs)
     num_weights = sum(math.prod(shape) for _, shape in expected_shapes(config))
     item_bytes = pool.element_size()
-    token_bytes = config.kv_block_bytes(BLOCK_SIZE, bench.dtype) // BLOCK_SIZE
+    token_bytes = config.kv_block_bytes(size, bench.dtype) // size
     for batch, context in cases:
-        planned = [(each, 1) for each in _decoding(batch, context)]
+        planned = [(each, 1) for each in _decoding(batch, context, size)]
         amount = num_weights * item_bytes + batch * context * token_bytes
         decode = partial(_step, runner, planned)
         yield bench.row("decode step", f"{batch} x {context}", decode, amount, "B/s")
@@ -183,60 +195,19 @@ def _step(runner: Runner, planned: list[tuple[Running, int]]) -> None:
     runner.collect(runner.launch(planned))
 
 
-def kernels(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Row]:
-    """One layer's parts, by what each has to read and write, or to compute."""
-    config, dtype = bench.config, getattr(torch, bench.dtype)
-    backend = choose_backend(bench.on, dtype, config, BLOCK_SIZE)
-    linears = choose_linears(bench.on.type, dtype)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = {
-        "up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "head": (config.vocab_size, hidden),
-    }
-    weights = {
-        f"{name}.weight": torch.randn(shape, device=bench.on).div_(shape[1] ** 0.5).to(dtype)
-        for name, shape in shapes.items()
-    }
-    norm_weight, item_bytes = torch.ones(hidden, dtype=dtype, device=bench.on), dtype.itemsize
-    products = {name: linears.make(weights, [name]) for name in shapes}
-    for num_tokens in dict.fromkeys([*(batch for batch, _ in cases), chunk]):
-        shape = f"{num_tokens} tokens"
-        x = torch.randn(num_tokens, hidden, device=bench.on).to(dtype)
-        gate_up = torch.randn(num_tokens, 2 * inner, device=bench.on).to(dtype)
-        norm = partial(backend.norm, x, norm_weight, config.rms_norm_eps, x)
-        yield bench.row("norm after residual", shape, norm, 4 * x.numel() * item_bytes, "B/s")
-        gated = partial(backend.gated, gate_up, config.hidden_act)
-        yield bench.row(
-            "gated activation", shape, gated, gate_up.numel() * item_bytes * 3 // 2, "B/s"
-        )
-        for name, product in products.items():
-            num_weights = math.prod(shapes[name])
-            amount, unit = num_weights * item_bytes, "B/s"
-            if num_tokens >= _MANY_TOKENS:
-                amount, unit = 2 * num_weights * num_tokens, "FLOP/s"
-            given = gate_up[:, :inner].contiguous() if name == "down" else x
-            yield bench.row(f"product {name}", shape, partial(product, given), amount, unit)
-    yield from _attention(bench, backend, cases)
-
-
-def _attention(bench: Bench, backend: Backend, cases: list[tuple[int, int]]) -> Iterator[Row]:
-    """One layer's attention in decode steps: it reads each sequence's keys and values once."""
-    config = bench.config
-    num_blocks = max(batch * -(-(context + 1) // BLOCK_SIZE) for batch, context in cases) + 1
-    kv = bench.pool(num_blocks, num_layers=1)
-    runner = Runner(cast("Transformer", None), kv, BLOCK_SIZE, _no_grammars(), bench.device)
-    num_rows = config.num_heads + 2 * config.num_kv_heads
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * kv.element_size()
-    for batch, context in cases:
-        planned = [(each, 1) for each in _decoding(batch, context)]
-        plan = backend.plan(runner.batch(planned), kv, [])
-        qkv = torch.randn(batch, num_rows, config.head_dim, device=bench.on).to(kv.dtype)
-        attend = partial(
-            backend.attend, qkv, config.num_heads, kv, 0, plan, config.attention_scale, None, None
-        )
-        amount = batch * context * token_bytes
-        yield bench.row("decode attention", f"{batch} x {context}", attend, amount, "B/s")
+def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
+    """Each kernel on its own, by what it has to read and write, or to compute."""
+    dtype = getattr(torch, bench.dtype)
+    bed = Bed.of(bench.config, dtype, bench.on, bench.block_size)
+    sequences, token_counts = (SMALL_SEQUENCES, [4]) if is_small else (SEQUENCES, [1, 64, 4096])
+    for case in bed.cases(sequences, token_counts):
+        ms = bench.time_layers(case.call, bed.num_layers)
+        bytes_per_s, flops_per_s = bench.ceilings["B/s"], bench.ceilings["FLOP/s"]
+        amount, unit = case.cost.num_flops, "FLOP/s"
+        if case.cost.is_bound_by_bytes(bytes_per_s, flops_per_s):
+            amount, unit = case.cost.num_bytes, "B/s"
+        rate = amount / ms * 1e3
+        yield Row(case.what, case.shape, ms, rate, unit, rate / bench.ceilings[unit])
 
 
 def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
@@ -248,13 +219,13 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
     shape = f"{num_blocks} blocks"
     for what, source, target in (("to the host", pool, ring), ("from the host", ring, pool)):
         whole_ms = bench.time(partial(target[1:].copy_, source[1:], non_blocking=True))
-        ms = bench.time(partial(copy_blocks, source, ids, target, ids))
+        ms = bench.time(partial(copy_blocks, source, ids, target, ids, bench.device))
         rate = amount / ms * 1e3
         yield Row(f"blocks {what}", shape, ms, rate, "B/s", whole_ms / ms)
 
 
-def _decoding(batch: int, context: int) -> list[Running]:
-    count = -(-(context + 1) // BLOCK_SIZE)
+def _decoding(batch: int, context: int, block_size: int) -> list[Running]:
+    count = -(-(context + 1) // block_size)
     return [
         Running(
             seq_id=i,
@@ -301,15 +272,17 @@ def main() -> None:
         with torch.inference_mode():
             if options.what == "transports":
                 rows = list(transports(bench, 4 if options.small else 64))
+            elif options.what == "steps":
+                rows = list(steps(bench, cases, chunk))
             else:
-                measure = steps if options.what == "steps" else kernels
-                rows = list(measure(bench, cases, chunk))
+                rows = list(kernels(bench, is_small=options.small))
     except (PenstockError, torch.cuda.OutOfMemoryError) as error:
         sys.exit(str(error))
     found = {
         "device": bench.name,
         "torch": torch.__version__,
         "dtype": bench.dtype,
+        "attention": bench.attention,
         "copy_bytes_per_s": bench.ceilings["B/s"],
         "matmul_flop_per_s": bench.ceilings["FLOP/s"],
         "data": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],

@@ -1,7 +1,8 @@
 """A worker's start on a GPU: weights, profile, pool, graphs, and what two workers share.
 
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
-an admit with the same block ids, and the weights are read once and lie there once.
+an admit with the same block ids, and the weights are read once and lie there once. Where they have
+a ring instead, each has weights and a pool of its own, and blocks go by way of the host.
 Owns: the order of the start. Called by: engine.workers.__main__.
 Invariant: the pool is allocated once, by itself, after the largest step has been run and measured.
 Never: steps for clients; chooses who exports.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -33,10 +36,12 @@ from engine.model.transformer import Transformer
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
+from engine.workers.kv_cache import map_pool
 from engine.workers.ordering import Ordering
 from engine.workers.runner import Runner
-from engine.workers.sizing import check_blocks, num_blocks_that_fit
+from engine.workers.sizing import check_blocks, num_blocks_that_fit, step_tokens
 from engine.workers.streaming import Progress, arena_views, stream_weights
+from engine.workers.transfer import probe
 
 _SEAL_BYTES = 16
 
@@ -47,6 +52,7 @@ class Started:
 
     runner: Runner
     pool: torch.Tensor
+    ring: torch.Tensor | None
     ordering: Ordering | None
     ready: Ready
 
@@ -65,22 +71,9 @@ def start(
     Raises:
         WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
     """
-    shared = None
-    if gpu.shares == "maps":
-        channel.send(WeightsLoaded())
-        channel.expect(Go)
-        shared = channel.expect(MapShared).memory
-        arena = device.map(shared.weights)
-        views = _views(checkpoint, setup, arena)
-        progress(checkpoint.num_bytes, checkpoint.num_bytes)
-    else:
-        num_bytes = arena_layout(checkpoint, setup.dtype).num_bytes
-        arena = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-        views = _views(checkpoint, setup, arena)
-        stream_weights(checkpoint, views, device, progress)
-        channel.send(WeightsLoaded())
-        channel.expect(Go)
+    shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
+    views = arena_views(checkpoint, setup.dtype, arena_layout(checkpoint, setup.dtype), arena)
     transformer = Transformer(config, views, setup.dtype, setup.max_model_len, block_size)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
@@ -94,36 +87,78 @@ def start(
             seal = _sealed(memory)
             exported = SharedMemory(device.export(arena), device.export(memory), num_blocks, seal)
         channel.send(PoolMade(num_blocks, exported))
-    before = device.memory()
-    graphs = None
+    ring = None if setup.ring is None else map_pool(setup.ring, config, block_size, setup.dtype)
+    if ring is not None:
+        device.pin(ring)
+    before, graphs = device.memory(), None
     if has_graphs:
+        longest = setup.max_model_len
         graphs = DecodeGraphs(
-            transformer,
-            pool,
-            device,
-            block_size=setup.block_size,
-            max_model_len=setup.max_model_len,
+            transformer, pool, device, block_size=block_size, max_model_len=longest
         )
         graphs.capture()
-    runner = Runner(transformer, pool, setup.block_size, grammars, device, graphs)
+    runner = Runner(transformer, pool, block_size, grammars, device, graphs)
     runner.warm_up(setup.max_step_tokens)
-    ordering = None if gpu.shares is None else Ordering(device)
     graph_bytes = before.free_bytes - device.memory().free_bytes
-    ready = _ready(transformer.attention_backend, graphs, graph_bytes, ordering)
-    return Started(runner, pool, ordering, ready)
+    ordering = None if gpu.shares is None else Ordering(device)
+    ready = Ready(
+        transformer.attention_backend,
+        step_tokens(setup.max_step_tokens, partial(_seconds_of, runner, setup, device)),
+        _sharing(gpu, device),
+        num_graphs=0 if graphs is None else graphs.num_graphs,
+        capture_ms=0.0 if graphs is None else graphs.capture_ms,
+        graph_bytes=0 if graphs is None else graph_bytes,
+        ring_bytes_per_s=None if ring is None else probe(pool, ring, device),
+        events=[] if ordering is None else ordering.handles,
+    )
+    return Started(runner, pool, ring, ordering, ready)
 
 
-def _ready(
-    attention: str, graphs: DecodeGraphs | None, graph_bytes: int, ordering: Ordering | None
-) -> Ready:
-    events = [] if ordering is None else ordering.handles
-    if graphs is None:
-        return Ready(attention, events=events)
-    return Ready(attention, graphs.num_graphs, graphs.capture_ms, graph_bytes, events)
+def _weights(
+    channel: WorkerChannel,
+    setup: Setup,
+    gpu: GpuSpec,
+    checkpoint: Checkpoint,
+    device: Device,
+    progress: Progress,
+) -> tuple[SharedMemory | None, torch.Tensor]:
+    """The bytes of all weights, read or mapped, when all workers have them."""
+    if gpu.shares == "maps":
+        channel.send(WeightsLoaded())
+        channel.expect(Go)
+        shared = channel.expect(MapShared).memory
+        progress(checkpoint.num_bytes, checkpoint.num_bytes)
+        return shared, device.map(shared.weights)
+    layout = arena_layout(checkpoint, setup.dtype)
+    arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
+    stream_weights(
+        checkpoint, arena_views(checkpoint, setup.dtype, layout, arena), device, progress
+    )
+    channel.send(WeightsLoaded())
+    channel.expect(Go)
+    return None, arena
 
 
-def _views(checkpoint: Checkpoint, setup: Setup, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    return arena_views(checkpoint, setup.dtype, arena_layout(checkpoint, setup.dtype), arena)
+def _sharing(gpu: GpuSpec, device: Device) -> str | None:
+    if not gpu.is_shared:
+        return None
+    return "mps" if device.is_served_by_mps else "time-sliced"
+
+
+def _rehearse(runner: Runner, setup: Setup, num_tokens: int) -> None:
+    """A step of so many prompt tokens, of more than one prompt if none may be so long."""
+    length = min(num_tokens, setup.max_model_len)
+    runner.rehearse(num_tokens // length, length)
+
+
+def _seconds_of(runner: Runner, setup: Setup, device: Device, num_tokens: int) -> float:
+    """Of a step, when it has run once before."""
+    _rehearse(runner, setup, num_tokens)
+    device.mark()()
+    started_ns = time.monotonic_ns()
+    _rehearse(runner, setup, num_tokens)
+    device.mark()()
+    return max(time.monotonic_ns() - started_ns, 1) / 1e9
 
 
 def _mapped_pool(
@@ -182,7 +217,7 @@ def _num_blocks(
     runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
-    runner.rehearse(1, min(setup.max_step_tokens, setup.max_model_len))
+    _rehearse(runner, setup, setup.max_step_tokens)
     runner.rehearse(BATCH_SIZES[-1], 1)
     measured = device.memory()
     num_fitting = num_blocks_that_fit(
@@ -191,7 +226,7 @@ def _num_blocks(
         block_bytes=block_bytes,
         static_bytes=BATCH_SIZES[-1] * transformer.config.vocab_size * 4 if has_graphs else 0,
         has_graphs=has_graphs,
-        is_shared=gpu.shares is not None,
+        is_shared=gpu.is_shared,
     )
     check_blocks(num_fitting, gpu.min_blocks, block_bytes, gpu.uuid)
     return min(num_fitting, setup.pool.num_blocks)

@@ -16,7 +16,7 @@ import torch
 
 from engine.grammar import GrammarError
 from engine.model.adjust import adjust, is_adjusted
-from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample, sample_rows
+from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
 from engine.sequence import SamplingParams, TokenLogprob
 from engine.workers.device import Device
@@ -123,10 +123,10 @@ class Runner:
             return None
         draws = [draw_of(r.sampling, r.num_output_tokens) for r in sampling]
         if all(draw == NO_DRAW for draw in draws):
-            return sample_rows(logits)
+            return self._transformer.sample_rows(logits, None)
         flat = self._device.pinned([value for draw in draws for value in draw], torch.float64)
         on_device = flat.to(self._device.torch_device, non_blocking=True)
-        return sample_rows(logits, on_device.view(len(draws), -1))
+        return self._transformer.sample_rows(logits, on_device.view(len(draws), -1))
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Sampled]:

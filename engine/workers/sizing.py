@@ -1,4 +1,4 @@
-"""How many blocks a GPU's pool gets: what is left when weights, steps and graphs have theirs.
+"""How large a GPU's pool and steps are: by what is left, and by what the steps gain.
 
 Owns: the arithmetic, and what is kept free. Called by: on_gpu, after its profiling run.
 Invariant: nothing that a worker will allocate later is given to the pool.
@@ -6,6 +6,8 @@ Never: measures or allocates.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from engine.errors import WorkerFailed
 
@@ -16,6 +18,24 @@ CONTEXT_BYTES = 768 << 20
 GRAPHS_BYTES = 512 << 20
 """Of the graphs themselves, beside the memory of a step that they keep for good; how much it was
 is said when they have been captured."""
+
+MIN_STEP_TOKENS = 512
+GOOD_RATE = 0.9
+"""Of the best: a smaller step that comes so close is better, for those who decode beside it."""
+
+
+def step_tokens(max_tokens: int, seconds_of: Callable[[int], float]) -> int:
+    """The fewest prompt tokens of a step at a good rate: max_tokens, or a half, a quarter of it...
+
+    Args:
+        max_tokens: most that a step may have.
+        seconds_of: runs a step of so many and times it.
+    """
+    sizes = [max_tokens]
+    while sizes[-1] // 2 >= MIN_STEP_TOKENS:
+        sizes.append(sizes[-1] // 2)
+    rates = {size: size / seconds_of(size) for size in sizes}
+    return min(size for size, rate in rates.items() if rate >= GOOD_RATE * max(rates.values()))
 
 
 def num_blocks_that_fit(

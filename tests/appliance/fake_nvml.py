@@ -64,6 +64,7 @@ def h100() -> FakeGpu:
         name="NVIDIA H100 80GB HBM3",
         uuid="GPU-h100",
         readings={
+            "CudaComputeCapability": [9, 0],
             "TotalEnergyConsumption": 1_000_000,
             "EnforcedPowerLimit": 700_000,
             "Temperature": 54,

@@ -14,7 +14,7 @@ from appliance.config import ServeConfig
 from appliance.log.request_log import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
-from appliance.supervisor import WorkerState
+from appliance.worker_state import WorkerState
 from engine.blocks import Ledger
 from engine.queue import FairQueue
 from engine.router import Router

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot import lock_state_dir, make_plan
+from appliance.boot import check_plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
 from appliance.devices.listing import Gpu
 from engine.errors import CheckpointError, ConfigError, PenstockError
@@ -94,9 +94,23 @@ def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny
 def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
     plan = plan_of(model=tiny_llama, roles="static", eager=True)
     prefill, decode = (setup.gpu for _, setup in plan.workers)
-    assert prefill == GpuSpec("GPU-0", "maps", has_graphs=False)
-    assert decode == GpuSpec("GPU-0", "exports", has_graphs=False)
+    assert prefill == GpuSpec("GPU-0", "maps", has_graphs=False, is_shared=True)
+    assert decode == GpuSpec("GPU-0", "exports", has_graphs=False, is_shared=True)
     assert plan.roles == "static"
+
+
+def test_two_workers_on_a_gpu_that_copy_inherit_nothing_but_the_ring(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, transport="shm")
+    assert plan.roles == "elastic"
+    assert [setup.gpu.shares for _, setup in plan.workers] == [None, None]
+    assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
+    assert {setup.ring.fd for _, setup in plan.workers} == set(plan.inherited_fds)
+
+
+def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_path):
+    assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))
+    on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
+    assert "attention" not in check_plan(on_cores)
 
 
 def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):

@@ -6,10 +6,11 @@ from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
 from appliance.gpu_placement import GPU_STEP_TOKENS, choose_gpus, place_on_gpu
 from appliance.placement import BLOCK_SIZE
+from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint, choose_dtype
 from engine.errors import ConfigError
 
-GPUS = [Gpu(f"gpu{i}", "Test", f"GPU-{i}", 16 << 30) for i in range(2)]
+GPUS = [Gpu(f"gpu{i}", "Test", f"GPU-{i}", 16 << 30, (9, 0)) for i in range(2)]
 CUDA, CPU = "2.11.0+cu130", "2.13.0+cpu"
 
 
@@ -42,6 +43,7 @@ def test_a_gpu_that_is_asked_for_and_cannot_be_had_is_an_error(found, torch):
 
 def place(checkpoint, **changes):
     options = {
+        "machine": Machine((2, 11), frozenset({"triton"}), (9, 0)),
         "dtype": "bfloat16",
         "roles": "auto",
         "transport": "auto",
@@ -77,6 +79,23 @@ def test_two_workers_on_a_gpu_share_what_the_decoding_one_exports(checkpoint, ro
     assert placement.topology.homes == {"kv": "decode"}
 
 
+@pytest.mark.parametrize("roles", ["auto", "elastic"])
+def test_two_workers_that_copy_have_pools_of_their_own_and_a_ring(checkpoint, roles):
+    placement = place(checkpoint, roles=roles, transport="shm")
+    prefill, decode = placement.workers
+    assert (prefill.shares, decode.shares) == (None, None)
+    assert (prefill.pool, decode.pool, placement.ring_pool) == ("prefill", "decode", "ring")
+    assert placement.topology.homes == {"prefill": "prefill", "decode": "decode"}
+    num_bytes = sum(placement.num_blocks_by_pool.values()) * placement.block_bytes
+    assert num_bytes + 2 * checkpoint.num_bytes <= GPUS[0].memory_bytes
+
+
+def test_one_worker_copies_nothing(checkpoint):
+    placement = place(checkpoint, roles="colocated", transport="shm")
+    assert placement.num_blocks_by_pool.keys() == {"kv"}
+    assert place(checkpoint, transport="alias").topology.transport == "alias"
+
+
 def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoint):
     block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "bfloat16")
     asked = place(checkpoint, kv_memory_bytes=10 * block_bytes)
@@ -85,9 +104,19 @@ def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoi
     assert useful.num_blocks_by_pool == {"kv": 257}
 
 
+def test_a_block_is_as_large_as_the_attention_wants_it(checkpoint):
+    assert place(checkpoint).block_size == BLOCK_SIZE
+    with_flash = Machine((2, 11), frozenset({"triton", "flash_attn"}), (9, 0))
+    placement = place(checkpoint, machine=with_flash, kv_memory_bytes=1 << 20)
+    assert placement.block_size == 256
+    assert placement.block_bytes == checkpoint.config.kv_block_bytes(256, "bfloat16")
+    (pool,) = placement.pools()
+    assert (pool.block_size, pool.num_blocks) == (256, (1 << 20) // placement.block_bytes)
+
+
 def test_what_cannot_be_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="shm"):
-        place(checkpoint, transport="shm")
+    with pytest.raises(ConfigError, match="blocks"):
+        place(checkpoint, transport="shm", kv_memory_bytes=1)
     with pytest.raises(ConfigError, match="blocks"):
         place(checkpoint, kv_memory_bytes=1)
 
@@ -116,6 +145,9 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, handle):  # noqa: N802
         return f"GPU-{handle}"
+
+    def nvmlDeviceGetCudaComputeCapability(self, _handle):  # noqa: N802
+        return [9, 0]
 
     def nvmlDeviceGetMemoryInfo(self, handle, _version):  # noqa: N802
         return type("Memory", (), {"total": 16 << 30})()

@@ -155,3 +155,13 @@ async def test_both_killed_at_once_start_again():
         await until(lambda: len(daemon.died) == 2 and daemon.is_whole(*pids), 30)
         await asyncio.sleep(0)
         assert sorted(daemon.died) == ["decode", "prefill"]
+
+
+async def test_a_worker_that_hangs_is_ended_and_starts_again():
+    async with Daemon() as daemon:
+        mapper = daemon.prefill.pid
+        os.kill(mapper, signal.SIGSTOP)
+        daemon.supervisor.end_hung("prefill", "it hangs")
+        await until(lambda: daemon.died and daemon.is_whole(mapper), 30)
+        assert daemon.died == ["prefill"]
+        assert daemon.about.endswith("it hangs")

@@ -11,16 +11,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.model import triton_attention, triton_ops, triton_sampler
+from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.tiling import padded_dim, several_queries_tiling, single_query_tiling
 
 SHARED_BYTES = {80: 166_912, 90: 232_448}
-INTEGERS = {"block_tables", "query_starts", "seq_lens", "query_tiles", "top_ks"}
+INTEGERS = {"block_tables", "query_starts", "seq_lens", "query_tiles"}
 POINTERS = (
     dict.fromkeys(INTEGERS, "i32")
-    | dict.fromkeys(["positions", "token_slots", "token_ids", "seeds", "output_indices"], "i64")
-    | dict.fromkeys(
-        ["logits", "temperatures", "min_ps", "top_ps", "part_mixed", "part_sums"], "fp32"
-    )
+    | dict.fromkeys(["positions", "token_slots", "token_ids"], "i64")
+    | dict.fromkeys(["logits", "part_mixed", "part_sums"], "fp32")
+    | {"draws": "fp64"}
     | dict.fromkeys(["out", "q", "keys", "values", "x", "added", "weight", "gate_up"], "bf16")
     | dict.fromkeys(["qkv", "pool", "cosines", "sines"], "bf16")
 )
@@ -71,7 +71,8 @@ def others(capability):
     place = {"HEAD_DIM": 128, "HALF": 48, "HALF_WIDTH": 64, "PASSING_WIDTH": 32}
     place |= {"BLOCK_SIZE": 64, "HEIGHT": 8}
     yield built(triton_ops._place_kernel, place, 4, capability)
-    yield built(triton_sampler._sample_kernel, {"TILE": 8192}, 32, capability)
+    sample = {"IS_GREEDY": False, "NUM_FIELDS": NUM_DRAW_FIELDS, "TILE": 8192}
+    yield built(triton_sampler._sample_kernel, sample, 32, capability)
 
 
 def main():

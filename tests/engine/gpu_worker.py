@@ -6,7 +6,7 @@ import threading
 
 from engine.channel import WorkerChannel
 from engine.errors import WorkerFailed
-from engine.messages import Admit, Go, GpuSpec, PoolSpec, Setup, WeightsLoaded
+from engine.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
 from engine.sequence import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.loop import Worker
@@ -30,7 +30,7 @@ def no_grammars():
 class GpuWorker:
     """A worker's start in a thread, with this test as the daemon."""
 
-    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32"):
+    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32", ring=None):
         self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
         self.setup = Setup(
             worker=name,
@@ -38,7 +38,7 @@ class GpuWorker:
             dtype=dtype,
             block_size=BLOCK_SIZE,
             pool=PoolSpec("kv", None, num_blocks),
-            ring=None,
+            ring=ring,
             weights=None,
             cpus=[0],
             max_step_tokens=32,
@@ -83,23 +83,25 @@ class GpuWorker:
             self.channel,
             self.started.runner,
             pool=self.started.pool,
-            ring=None,
+            ring=self.started.ring,
             eos_token_ids=(),
-            max_step_tokens=32,
+            max_step_tokens=self.started.ready.max_step_tokens,
             ordering=self.started.ordering,
+            device=self.device,
         )
 
     def run(self, *commands):
         """Take commands and step until nothing is left; the entries."""
-        for command in commands:
-            self.worker._apply(command)
         entries = []
         with on(self.device):
+            for command in commands:
+                self.worker._apply(command)
             while self.worker._running or self.worker._flight:
                 self.worker.step()
                 for report in reports_in(self.sockets[0]):
-                    entries += report.entries
-                    self.last_event = report.event
+                    if isinstance(report, Stepped):  # a Loaded comes before its sequence's
+                        entries += report.entries
+                        self.last_event = report.event
         return entries
 
     def close(self):

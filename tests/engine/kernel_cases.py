@@ -8,7 +8,7 @@ from engine.model import triton_ops
 from engine.model.attention import StepBatch, reference_attention
 from engine.model.backend import TorchBackend
 from engine.model.paged import paged_step
-from engine.model.sampler import sample
+from engine.model.sampler import NO_DRAW, draw_of, sample
 from engine.model.tiling import Tiling
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampler import sample_rows
@@ -250,18 +250,12 @@ def check_place(rows: Rows, device: str, rotary_dim: int, block_size: int) -> No
 def sample_on(device: str, logits: torch.Tensor, params: list[SamplingParams], indices: list[int]):
     """One token for each row, drawn by the kernel."""
 
-    def column(values, dtype):
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return sample_rows(
-        logits.to(device),
-        column([p.temperature for p in params], torch.float32),
-        column([p.min_p for p in params], torch.float32),
-        column([p.top_k for p in params], torch.int32),
-        column([p.top_p for p in params], torch.float32),
-        column([p.seed for p in params], torch.int64),
-        column(indices, torch.int64),
-    ).tolist()
+    draws = [draw_of(p, index) for p, index in zip(params, indices, strict=True)]
+    rows = torch.tensor(draws, dtype=torch.float64, device=device)
+    tokens = sample_rows(logits.to(device), rows)
+    if all(draw == NO_DRAW for draw in draws):
+        assert sample_rows(logits.to(device)).equal(tokens)
+    return tokens.tolist()
 
 
 def check_draws(device: str, num_rows: int, vocab_size: int) -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernel_costs import Cost, Heads, attention_cost
+from engine.checkpoint import Checkpoint
+from engine.kernel_costs import Cost, Heads, attention_cost, product_cost
 from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
 from engine.model.paged import paged_step
 from engine.model.tiling import num_parts, several_queries_tiling, single_query_tiling
-from engine.workers.kernel_bench import Shape, cases
+from engine.workers.kernel_bench import Bed
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_transformer import load
 
@@ -96,16 +97,18 @@ def test_tiles_hold_a_group_and_what_is_staged_fits(group_size, head_dim, itemsi
         assert (tiling.num_rows + 4 * tiling.num_keys) * row_bytes <= shared_bytes
 
 
-def test_every_kernel_has_a_case_that_can_be_measured():
-    shape = Shape(4, 2, 32, 64, 48, 100, num_layers=2)
+def test_every_kernel_has_a_case_that_can_be_measured(tmp_path):
+    config = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_hidden_layers=2)).config
+    backend = interpreted(None, torch.float32, config, 16)
+    bed = Bed(config, backend, torch.float32, torch.device("cpu"), num_layers=2, block_size=16)
     sequences = {"prefill": [(0, 20), (9, 3)], "decode": [(30, 1), (5, 1)]}
-    device, dtype = torch.device("cpu"), torch.float32
-    measured = list(cases(shape, sequences, [3], device, dtype, LIMITS))
+    measured = list(bed.cases(sequences, [3]))
     for case in measured:
         case.call(1)
         assert case.cost.num_bytes > 0
-    names = "prefill, decode, norm 3, gated 3, place 3, greedy 3, drawn 3, drawn top_p 3"
-    assert [case.name for case in measured] == names.split(", ")
+    whats = "attention, attention, norm after residual, gated activation, rope and KV write"
+    whats += ", product up, product down, product head, sample greedy, sample drawn"
+    assert [case.what for case in measured] == [*whats.split(", "), "sample drawn top_p"]
 
 
 def test_attention_costs_what_it_sees():
@@ -114,4 +117,6 @@ def test_attention_costs_what_it_sees():
     assert attention_cost(heads, [(0, 3)]) == Cost((6 * 2 + 6 * 4) * 16, 4 * 6 * 4 * 8)
     windowed = replace(heads, window=2)
     assert attention_cost(windowed, [(9, 2)]) == Cost((6 * 2 + 4 * 4) * 16, 4 * 4 * 4 * 8)
-    assert Cost(10, 40).floor_s(bytes_per_s=5.0, flops_per_s=10.0) == 4.0
+    assert Cost(10, 40).is_bound_by_bytes(bytes_per_s=5.0, flops_per_s=100.0)
+    assert not Cost(10, 40).is_bound_by_bytes(bytes_per_s=5.0, flops_per_s=10.0)
+    assert product_cost(2, 3, 5, itemsize=4) == Cost((15 + 2 * 8) * 4, 2 * 2 * 15)

@@ -20,7 +20,6 @@ from engine.messages import (
 )
 from engine.sequence import SamplingParams
 from engine.workers.runner import Sampled
-from engine.workers.transfer import copy_blocks
 from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE = 4
@@ -188,15 +187,6 @@ def test_reports_carry_the_steps_times_and_tokens(make):
     assert isinstance(report, Stepped)
     assert (report.num_decode_tokens, report.num_prefill_tokens) == (1, 5)
     assert 0 < report.started_ns <= report.ended_ns
-
-
-def test_copy_blocks_copies_whole_blocks_in_order():
-    source, target = torch.rand(4, 2, 2, 3, 1, 5), torch.zeros(6, 2, 2, 3, 1, 5)
-    num_bytes = copy_blocks(source, [3, 1], target, [5, 2])
-    assert target[5].equal(source[3])
-    assert target[2].equal(source[1])
-    assert num_bytes == 2 * source[0].numel() * 4
-    assert not target[[0, 1, 3, 4]].any()
 
 
 def test_a_sequence_waits_for_its_grammar_and_holds_up_no_other(make):

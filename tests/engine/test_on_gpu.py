@@ -1,7 +1,9 @@
 """The start of workers on a GPU, up to the first tokens: alone, and two over one memory."""
 
 import contextlib
+import os
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -12,15 +14,18 @@ from engine.errors import CheckpointError, WorkerFailed
 from engine.messages import (
     Go,
     GpuSpec,
+    GrantSlots,
+    Load,
     MapShared,
     PoolMade,
+    PoolSpec,
     UseEvents,
     WeightsLoaded,
 )
 from engine.model.weights import load_weights
 from engine.workers import streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
-from engine.workers.sizing import num_blocks_that_fit
+from engine.workers.sizing import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
 from engine.workers.streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
@@ -125,6 +130,8 @@ def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected
         worker.loop()
         assert worker.started.ready.num_graphs == worker.device.num_captures > 0
         assert worker.started.ready.events == []
+        assert worker.started.ready.max_step_tokens == 32
+        assert worker.started.ready.sharing is None
         assert worker.told[-1][0] == worker.told[-1][1]
         tokens = [e.token_id for e in worker.run(admit()) if e.token_id is not None]
         assert tokens == [t for t in expected if t is not None]
@@ -169,6 +176,52 @@ def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
         rest = [e.token_id for e in decode.run(moved) if e.token_id is not None]
         assert [token, *rest] == [t for t in expected if t is not None]
         assert order.events[prefill.started.ready.events[0]].recorded
+
+
+def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
+    num_slots = 5
+    fd = os.memfd_create("ring")
+    os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32"))
+    ring, gpu = PoolSpec("ring", fd, num_slots), GpuSpec("GPU-0", is_shared=True)
+    prefill, decode = (
+        GpuWorker(checkpoint, name, FakeDevice(), gpu, ring=ring) for name in ("prefill", "decode")
+    )
+    with contextlib.closing(prefill), contextlib.closing(decode):
+        for worker in (prefill, decode):
+            worker.report(WeightsLoaded)
+            worker.send(Go())
+            assert worker.report(PoolMade).memory is None
+            worker.loop()
+            assert worker.started.ready.sharing == "time-sliced"
+            assert worker.device.pinned_memory == [worker.started.ring]
+        stored = msgspec.structs.replace(admit(until=1), num_stored_blocks=0)
+        first = prefill.run(GrantSlots([3, 1, 4]), stored)
+        blocks = [block for entry in first for block in entry.stored]
+        assert [(block.slot, block.block_index) for block in blocks] == [(3, 0), (1, 1)]
+        token, computed = first[-1].token_id, first[-1].num_computed_tokens
+        moved = admit([token], computed, seq_id=2)
+        load = Load(7, [b.slot for b in blocks], [moved.block_table[b.block_index] for b in blocks])
+        rest = [e.token_id for e in decode.run(load, moved) if e.token_id is not None]
+        assert [token, *rest] == [t for t in expected if t is not None]
+    os.close(fd)
+
+
+@given(
+    max_tokens=st.integers(1, 1 << 15), overhead_s=st.floats(0, 1), token_s=st.floats(1e-6, 1e-3)
+)
+def test_a_step_has_the_fewest_tokens_at_a_good_rate(max_tokens, overhead_s, token_s):
+    asked = []
+
+    def seconds_of(size):
+        asked.append(size)
+        return overhead_s + size * token_s
+
+    chosen = step_tokens(max_tokens, seconds_of)
+    rates = {size: size / (overhead_s + size * token_s) for size in asked}
+    assert asked[0] == max_tokens
+    assert min(asked) >= min(max_tokens, MIN_STEP_TOKENS)
+    assert rates[chosen] >= 0.9 * max(rates.values())
+    assert all(rate < 0.9 * max(rates.values()) for n, rate in rates.items() if n < chosen)
 
 
 def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, expected):

@@ -10,12 +10,13 @@ from engine.messages import CoresUsed
 from engine.queue import FairQueue
 from engine.ring import Ring
 from engine.roles import ROLES
-from engine.router import MAX_SUSPICIONS, Router
+from engine.router import Router
 from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence, Stamps
+from engine.suspicion import MAX_SUSPICIONS
 from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
-ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm", "gpu", "gpu colocated")
+ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm", "gpu", "gpu shm", "gpu colocated")
 
 
 class World:
@@ -30,6 +31,10 @@ class World:
         elif arm == "gpu":
             homes = {"kv": "decode"}
             self.topology = Topology("prefill", "decode", "kv", "kv", "alias", homes=homes)
+        elif arm == "gpu shm":
+            homes = {"prefill": "prefill", "decode": "decode"}
+            pools = ("prefill", "decode")
+            self.topology = Topology("prefill", "decode", *pools, "shm", homes=homes)
         elif arm in ("alias", "elastic"):
             self.topology = Topology("prefill", "decode", "kv", "kv", "alias")
         else:
@@ -111,9 +116,9 @@ class World:
 
     def kill(self, name):
         """The worker dies, and who has mapped its memory; what they have sent is still read."""
-        homes = self.topology.homes
-        is_home = name in homes.values()
-        killed = [name, *(n for n in self.workers if is_home and n != name)]
+        topology = self.topology
+        lost = {pool for pool, home in topology.homes.items() if home == name}
+        killed = [name, *(n for n in self.workers if n != name and topology.pool_of(n) in lost)]
         for each in killed:
             worker = self.workers[each]
             while worker.outbox:
@@ -121,8 +126,8 @@ class World:
             worker.restart()
             self.router.worker_died(each, self.now_ns)
             self.check()
-        if is_home:
-            self.memory.clear()
+        for place in [place for place in self.memory if place[0] in lost]:
+            del self.memory[place]
         return set(killed)
 
     def revive(self, name):

@@ -4,13 +4,23 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import pytest
 
 from appliance.devices.listing import Gpu
 from appliance.gpu_placement import GPU_STEP_TOKENS
 from appliance.placement import WorkerPlan
 from appliance.supervisor import Supervisor
-from engine.messages import GpuSpec, PoolMade, PoolSpec, Setup, Stepped
+from engine.messages import (
+    GpuSpec,
+    GrantSlots,
+    Load,
+    Loaded,
+    PoolMade,
+    PoolSpec,
+    Setup,
+    Stepped,
+)
 from tests.checkpoints import load_oracle
 from tests.engine.gpu_worker import BLOCK_SIZE, PROMPT, admit
 from tests.gpu.test_one_worker import MAX_MARGIN, assert_like_the_oracle
@@ -19,13 +29,14 @@ START_S = 120
 
 
 class Workers:
-    """A prefill and a decode worker, as the daemon starts them."""
+    """A prefill and a decode worker, as the daemon starts them; over one memory or with a ring."""
 
-    def __init__(self, checkpoint, uuid, dtype):
+    def __init__(self, checkpoint, uuid, dtype, ring=None):
         gpu = Gpu("gpu0", "GPU", uuid, 0)
-        self.reports, self.died = asyncio.Queue(), []
+        self.reports, self.died, self.stored = asyncio.Queue(), [], []
         workers = []
-        for name, shares in (("prefill", "maps"), ("decode", "exports")):
+        all_shares = ("maps", "exports") if ring is None else (None, None)
+        for name, shares in zip(("prefill", "decode"), all_shares, strict=True):
             plan = WorkerPlan(name, tuple(sorted(os.sched_getaffinity(0)))[:2], "kv", gpu, shares)
             setup = Setup(
                 worker=name,
@@ -33,17 +44,17 @@ class Workers:
                 dtype=dtype,
                 block_size=BLOCK_SIZE,
                 pool=PoolSpec("kv", None, 200),
-                ring=None,
+                ring=ring,
                 weights=None,
                 cpus=list(plan.cpus),
                 max_step_tokens=GPU_STEP_TOKENS,
                 max_model_len=64,
-                gpu=GpuSpec(uuid, shares),
+                gpu=GpuSpec(uuid, shares, is_shared=True),
             )
             workers.append((plan, setup))
         self.supervisor = Supervisor(
             workers,
-            [],
+            [] if ring is None else [ring.fd],
             on_report=lambda name, report: self.reports.put_nowait((name, report)),
             on_ready=lambda name: None,
             on_died=lambda name, about: self.died.append(name),
@@ -66,10 +77,11 @@ class Workers:
         async with asyncio.timeout(START_S):
             while True:
                 _, report = await self.reports.get()
-                if isinstance(report, PoolMade):
+                if isinstance(report, PoolMade | Loaded):
                     continue
                 assert isinstance(report, Stepped)
                 for entry in report.entries:
+                    self.stored += entry.stored
                     tokens += [] if entry.token_id is None else [entry.token_id]
                     if entry.is_released:
                         return tokens, report.event, entry.num_computed_tokens
@@ -78,6 +90,17 @@ class Workers:
         """A sequence's tokens, prefilled by one and decoded by the other."""
         tokens, event, computed = await self.run("prefill", admit(until=1))
         rest, _, _ = await self.run("decode", admit(tokens, computed, after_event=event))
+        return tokens + rest
+
+    async def copied_over(self):
+        """The same by way of the ring."""
+        self.supervisor.send("prefill", GrantSlots([3, 1, 4]))
+        stored = msgspec.structs.replace(admit(until=1), num_stored_blocks=0)
+        tokens, _, computed = await self.run("prefill", stored)
+        moved, slots = admit(tokens, computed, seq_id=2), [block.slot for block in self.stored]
+        blocks = [moved.block_table[block.block_index] for block in self.stored]
+        self.supervisor.send("decode", Load(1, slots, blocks))
+        rest, _, _ = await self.run("decode", moved)
         return tokens + rest
 
     async def back(self, *old_pids):
@@ -104,6 +127,22 @@ def test_a_handoff_is_an_admit_and_the_tokens_are_transformers(checkpoint, uuid,
                 assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[dtype])
 
     run(test())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_handoff_by_way_of_the_host_is_the_same(checkpoint, uuid, dtype):
+    fd, num_slots = os.memfd_create("ring"), 5
+    os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(BLOCK_SIZE, dtype))
+
+    async def test():
+        async with Workers(checkpoint, uuid, dtype, PoolSpec("ring", fd, num_slots)) as workers:
+            tokens = await workers.copied_over()
+            assert len(tokens) == 12
+            oracle = load_oracle(checkpoint.folder)
+            assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[dtype])
+
+    run(test())
+    os.close(fd)
 
 
 def test_a_killed_mapping_worker_loses_nothing(checkpoint, uuid):

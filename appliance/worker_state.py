@@ -1,0 +1,79 @@
+"""What the daemon knows of one worker and its process.
+
+Owns: the record, and its words for people.
+Called by: supervisor, which keeps it; telemetry, which reads it.
+Invariant: what a worker's start has found is that of its last start.
+Never: starts or ends anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from dataclasses import dataclass, field
+
+from appliance.placement import WorkerPlan
+from engine.channel import DaemonChannel
+from engine.errors import WorkerFailed
+from engine.messages import Ready, Setup
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One worker."""
+
+    plan: WorkerPlan
+    setup: Setup
+    state: str = "starting"
+    pid: int | None = None
+    ready: Ready | None = None
+    """What it said when it was last ready; None: it never was."""
+    num_restarts: int = 0
+    num_failed_starts: int = 0
+    """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    has_loaded: bool = False
+    """Its share of the weights is in place; stays true, since the memfd outlives it."""
+    process: subprocess.Popen[bytes] | None = None
+    socket: socket.socket | None = None
+    channel: DaemonChannel | None = None
+    failure: WorkerFailed | None = None
+    """Why it ended: what it said before it exited, or why it was ended."""
+    is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its last process is gone, and the daemon knows."""
+
+    @property
+    def attention(self) -> str | None:
+        """What computes attention in it."""
+        return None if self.ready is None else self.ready.attention
+
+    @property
+    def ring_bytes_per_s(self) -> float | None:
+        """Of blocks to the ring and back, when it started."""
+        return None if self.ready is None else self.ready.ring_bytes_per_s
+
+    @property
+    def device(self) -> str:
+        """What it computes on, and how it shares that."""
+        sharing = None if self.ready is None else self.ready.sharing
+        return ", ".join(filter(None, (self.plan.device, sharing)))
+
+    @property
+    def about(self) -> list[str]:
+        """What its start has found on a GPU, a line for each."""
+        ready = self.ready
+        lines: list[str] = []
+        if ready is None:
+            return lines
+        if ready.sharing == "time-sliced":
+            lines.append("time-sliced: MPS does not run, so the workers on its GPU take turns")
+        if ready.max_step_tokens is not None:
+            lines.append(f"up to {ready.max_step_tokens:,} prompt tokens in a step")
+        if ready.num_graphs:
+            lines.append(
+                f"{ready.num_graphs} graphs of decode steps, captured in "
+                f"{ready.capture_ms / 1e3:.1f} s, {ready.graph_bytes / 2**20:.0f} MiB"
+            )
+        return lines

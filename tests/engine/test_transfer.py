@@ -1,0 +1,57 @@
+"""Blocks between pool and ring, and the try at start."""
+
+import pytest
+import torch
+
+from engine.errors import WorkerFailed
+from engine.workers import transfer
+from engine.workers.transfer import copy_blocks, probe
+from tests.accelerator import DEVICE, FakeDevice
+
+SHAPE = (2, 2, 4, 1, 8)
+
+
+def pool_and_ring(dtype=torch.float32):
+    return torch.randn(6, *SHAPE).to(dtype), torch.randn(4, *SHAPE).to(dtype)
+
+
+def test_copy_blocks_copies_whole_blocks_in_order():
+    source, target = torch.rand(4, 2, 2, 3, 1, 5), torch.zeros(6, 2, 2, 3, 1, 5)
+    num_bytes = copy_blocks(source, [3, 1], target, [5, 2])
+    assert target[5].equal(source[3])
+    assert target[2].equal(source[1])
+    assert num_bytes == 2 * source[0].numel() * 4
+    assert not target[[0, 1, 3, 4]].any()
+
+
+def test_copied_blocks_are_there_with_all_layers_also_on_a_device():
+    pool, ring = pool_and_ring()
+    device = FakeDevice()
+    with device.accelerator.on():
+        on_device = pool.to(DEVICE)
+        assert copy_blocks(on_device, [5, 2], ring, [1, 3], device) == 2 * pool[0].nbytes
+        assert copy_blocks(ring, [3], on_device, [4], device) == pool[0].nbytes
+        assert torch.equal(on_device[4].cpu(), pool[2])
+    assert torch.equal(ring[1], pool[5])
+    assert torch.equal(ring[3], pool[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_try_touches_nobodys_block_and_says_how_fast_it_was(dtype):
+    pool, ring = pool_and_ring(dtype)
+    pool_before, ring_before = pool.clone(), ring.clone()
+    assert probe(pool, ring) > 0
+    assert torch.equal(pool[1:], pool_before[1:])
+    assert torch.equal(ring[1:], ring_before[1:])
+    assert not pool[0].any()
+
+
+def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
+    def lossy(source, source_ids, target, target_ids, device=None):
+        copied = copy_blocks(source, source_ids, target, target_ids, device)
+        target[target_ids[0]].view(-1)[-1] = 300
+        return copied
+
+    monkeypatch.setattr(transfer, "copy_blocks", lossy)
+    with pytest.raises(WorkerFailed, match="not what was sent"):
+        probe(*pool_and_ring())
