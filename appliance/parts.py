@@ -32,8 +32,9 @@ _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODIN
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
     """Every pool's books."""
     live = list(live)
+    ring = None if router.ring is None else router.ring.pool
     return [
-        _pool_frame(pool, _owners(router, live, name), block_bytes)
+        _pool_frame(pool, _owners(router, live, name), block_bytes, is_ring=name == ring)
         for name, pool in router.ledger.pools.items()
     ]
 
@@ -51,9 +52,14 @@ def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
     return [OwnerFrame(user, num_blocks, requests[user]) for user, num_blocks in most]
 
 
-def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
+def _pool_frame(
+    pool: BlockPool, owners: list[OwnerFrame], block_bytes: int, *, is_ring: bool
+) -> PoolFrame:
     """One pool's books; padding block 0 is left out."""
     counts = {state.name.lower(): count for state, count in pool.counts.items()}
+    if is_ring:  # a slot that is granted ahead, to be filled some day, is free to whoever looks
+        counts["free"] += counts["reserved"]
+        counts["reserved"] = 0
     return PoolFrame(
         name=pool.name,
         num_blocks=pool.capacity,

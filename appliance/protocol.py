@@ -100,7 +100,7 @@ class WorkerFrame(msgspec.Struct):
     batch_size_mean: float | None = None
     """Sequences in a step, mean of the last second's steps."""
     last_step_age_ms: float | None = None
-    """Since its last step ended, while it has work; None: it has none."""
+    """Since its last step ended, while it has work or an answer to give; None: it has neither."""
 
 
 class OwnerFrame(msgspec.Struct):

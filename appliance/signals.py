@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from appliance.protocol import Frame, PoolFrame
+from appliance.protocol import Frame, PoolFrame, WorkerFrame
 
 PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
@@ -168,15 +168,22 @@ def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(1 - rate / usual, about)
 
 
+def is_parked(worker: WorkerFrame, frame: Frame) -> bool:
+    """True if its cores are lent: it has to wait, and the other is to blame if that takes long."""
+    others = (other for other in frame.workers if other is not worker)
+    return any(set(worker.cpus) & set(other.cpus_used) for other in others)
+
+
 def step_age_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
     """How long a worker has been without a step that has something to do."""
     for worker in frame.workers:
-        if worker.last_step_age_ms is not None and worker.state == "ready":
+        age_ms = worker.last_step_age_ms
+        if age_ms is not None and worker.state == "ready" and not is_parked(worker, frame):
             longest_ms = past.longest_step_ms(worker.name)
             patience_ms = max(MIN_PATIENCE_MS, STEP_PATIENCE * longest_ms)
             about = f"worker {worker.name} has work, and has ended no step"
-            about += f" for {worker.last_step_age_ms / 1000:.1f} s"
-            yield Signal(worker.last_step_age_ms / patience_ms, about, worker.name)
+            about += f" for {age_ms / 1000:.1f} s"
+            yield Signal(age_ms / patience_ms, about, worker.name)
 
 
 def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:

@@ -35,6 +35,21 @@ _COMPUTED = (Phase.PREFILLING, Phase.DECODING)
 """Of a sequence that its worker has to step."""
 
 
+def owes_something(router: Router, worker: str) -> bool:
+    """True if a worker has something to compute, to load, to let go of, or cores to change.
+
+    A prompt that waits for slots of the ring is none of it: those come from others.
+    """
+    if router.roles.cores.awaits(worker):
+        return True
+    for kind, number, _ in router.ledger.unanswered(worker):
+        sequence = router.running.get(number) if kind == "admit" else None
+        is_waiting = sequence is not None and sequence.phase not in _COMPUTED
+        if kind != "grant" and not is_waiting:
+            return True
+    return False
+
+
 @dataclass(slots=True)
 class _Steps:
     """One worker's steps since the last frame."""
@@ -143,10 +158,8 @@ class Telemetry:
     ) -> WorkerFrame:
         name = state.plan.name
         num_sequences = sum(s.worker == name for s in router.running.values())
-        is_computing = any(
-            s.worker == name and s.phase in _COMPUTED for s in router.running.values()
-        )
-        if not is_computing:
+        owes = owes_something(router, name)
+        if not owes:
             self._active_ns[name] = now_ns
         num_steps = len(steps.step_ms)
         cpu_percent, rss_bytes = self._process(state.pid)
@@ -171,7 +184,7 @@ class Telemetry:
             total_bytes=state.total_bytes,
             cpus_used=sorted(router.roles.cores.used(name)),
             batch_size_mean=steps.num_sequences / num_steps if num_steps else None,
-            last_step_age_ms=self._step_age_ms(name, now_ns) if is_computing else None,
+            last_step_age_ms=self._step_age_ms(name, now_ns) if owes else None,
         )
 
     def _step_age_ms(self, worker: str, now_ns: int) -> float:

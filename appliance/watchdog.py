@@ -1,4 +1,4 @@
-"""Which workers hang: they have work, end no step, and use no CPU time.
+"""Which workers hang: they have work or owe an answer, end no step, and use no CPU time.
 
 A step may take minutes on a slow machine, but it takes CPU time, also one that waits for a GPU. A
 process that was stopped, or that waits for itself, takes none.
@@ -11,6 +11,7 @@ Never: ends a process.
 from __future__ import annotations
 
 from appliance.protocol import Frame, WorkerFrame
+from appliance.signals import is_parked
 
 HUNG_AFTER_FRAMES = 20
 """Readings, about a second apart: a daemon that was stopped itself has seen none meanwhile."""
@@ -27,11 +28,11 @@ class Watchdog:
         still = {
             (worker.name, worker.pid): self._num_still.get((worker.name, worker.pid), 0) + 1
             for worker in frame.workers
-            if _is_still(worker) and not _is_parked(worker, frame)
+            if _is_still(worker) and not is_parked(worker, frame)
         }
         self._num_still = still
         return {
-            name: f"it hangs: no step and no CPU time in {count} s, with work to do"
+            name: f"it hangs: no step and no CPU time in {count} s, with something to do"
             for (name, _), count in still.items()
             if count >= HUNG_AFTER_FRAMES
         }
@@ -40,9 +41,3 @@ class Watchdog:
 def _is_still(worker: WorkerFrame) -> bool:
     has_work = worker.state == "ready" and worker.last_step_age_ms is not None
     return has_work and not worker.steps_per_s and worker.cpu_percent == 0
-
-
-def _is_parked(worker: WorkerFrame, frame: Frame) -> bool:
-    """True if its cores are lent: then it has to wait, and the other may be to blame."""
-    others = (other for other in frame.workers if other is not worker)
-    return any(set(worker.cpus) & set(other.cpus_used) for other in others)

@@ -166,6 +166,10 @@ class Ledger:
             for block_id in block_ids:
                 num_commands[block_id] += 1
 
+    def unanswered(self, worker: str) -> list[CommandKey]:
+        """Commands to a worker that are open."""
+        return [key for key, command in self._commands.items() if command.worker == worker]
+
     def close_command(self, key: CommandKey) -> bool:
         """The worker has answered, after its last touch; False if no such command is open."""
         command = self._commands.pop(key, None)

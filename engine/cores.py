@@ -50,6 +50,10 @@ class Cores:
         """What its steps run on, as it has last answered; empty: parked, or down."""
         return self._used[worker]
 
+    def awaits(self, worker: str) -> bool:
+        """True if it was told something that it has not answered."""
+        return bool(self._told[worker])
+
     def worker_ready(self, worker: str) -> None:
         """It takes commands, starts on its own cores, and computes nothing before the first.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import torch
 from engine.attention_backends import Needs, choose_attention, this_machine
 from engine.checkpoint import expected_shapes
 from engine.config import ModelConfig
-from engine.errors import PenstockError
+from engine.errors import PenstockError, WorkerFailed
 from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.sequence import SamplingParams
@@ -50,6 +51,7 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
+SMALL_SHAPE = {"num_hidden_layers": 2, "vocab_size": 8192}
 CASES = [(1, 1024), (64, 1024), (1, 8192)]
 """Sequences, and tokens of each, in a decode step."""
 SMALL_CASES = [(1, 64), (4, 64)]
@@ -145,7 +147,21 @@ class Bench:
         return Row(what, shape, ms, rate, unit, rate / self.ceilings[unit])
 
     def transformer(self, max_model_len: int) -> Transformer:
-        """The model, with weights that keep activations finite."""
+        """The model, with weights that keep activations finite.
+
+        Raises:
+            WorkerFailed: they do not fit into the host's memory, where they would lie.
+        """
+        num_values = sum(math.prod(shape) for _, shape in expected_shapes(self.config))
+        num_bytes = num_values * getattr(torch, self.dtype).itemsize
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.device is None and num_bytes > host_bytes // 2:
+            raise WorkerFailed(
+                f"weights of {num_bytes / 1e9:.0f} GB need too much of the memory, "
+                f"which is {host_bytes / 1e9:.0f} GB",
+                where="bench",
+                hint="name the folder of a smaller model, or add --small",
+            )
         weights = {}
         for name, shape in expected_shapes(self.config):
             values = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.on)
@@ -250,11 +266,12 @@ def _no_grammars() -> Grammars:
     return Grammars(load)  # type: ignore[arg-type]
 
 
-def _config(folder: Path | None) -> ModelConfig:
+def _config(folder: Path | None, *, is_small: bool) -> ModelConfig:
     if folder is not None:
         return ModelConfig.from_folder(folder)
     with tempfile.TemporaryDirectory() as made:
-        (Path(made) / "config.json").write_text(json.dumps(LLAMA_8B))
+        shape = LLAMA_8B | (SMALL_SHAPE if is_small else {})
+        (Path(made) / "config.json").write_text(json.dumps(shape))
         return ModelConfig.from_folder(Path(made))
 
 
@@ -268,7 +285,7 @@ def main() -> None:
     size_bytes, matrix = (1 << 26, 1024) if options.small else (1 << 30, 8192)
     cases, chunk = (SMALL_CASES, 128) if options.small else (CASES, CHUNK_TOKENS)
     try:
-        bench = Bench(_config(options.model), size_bytes, matrix)
+        bench = Bench(_config(options.model, is_small=options.small), size_bytes, matrix)
         with torch.inference_mode():
             if options.what == "transports":
                 rows = list(transports(bench, 4 if options.small else 64))

@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from appliance.telemetry import owes_something
 from engine.messages import SequenceStep, Stepped
+from engine.sequence import FinishReason, Phase
 from tests.appliance.machine import Machine, make_machine
+from tests.engine.test_router import World
 
 
 @pytest.fixture
@@ -147,3 +150,36 @@ def test_an_alert_is_in_the_frame_and_in_the_events_until_it_is_over(machine):
     machine.service.make_frame()
     told = [event for event in machine.frame["events"] if event["code"] == "worker.down"]
     assert [event["severity"] for event in told] == ["error"]
+
+
+@pytest.mark.parametrize("arm", ["alias", "shm", "elastic", "colocated"])
+def test_a_worker_owes_something_until_it_has_answered_whatever_it_was_told(arm):
+    world = World(arm)
+    names = [world.topology.prefill_worker, world.topology.decode_worker]
+    assert not any(owes_something(world.router, name) for name in names)
+    sequence = world.sequence(20, 30)
+    world.submit(sequence)
+    assert owes_something(world.router, names[0])
+    while sequence.num_output_tokens < 4:
+        world.tick()
+    assert owes_something(world.router, sequence.worker)
+    world.router.abort(sequence, FinishReason.ABORT, world.now_ns)
+    assert owes_something(world.router, names[1])  # it has not let go of it yet
+    world.run()
+    assert not any(owes_something(world.router, name) for name in names)
+
+
+def test_a_prompt_that_waits_for_slots_is_owed_by_who_has_to_load_it():
+    world = World("shm", num_slots=2)
+    sequence = world.sequence(30, 4)
+    world.submit(sequence)
+    prefill = world.workers["prefill"]
+    for _ in range(20):
+        while prefill.inbox:
+            prefill.receive(world.now_ns)
+        prefill.step(world.now_ns)
+        while prefill.outbox:
+            world.deliver(prefill)
+    assert sequence.phase is Phase.HANDING_OFF
+    assert not owes_something(world.router, "prefill")
+    assert owes_something(world.router, "decode")

@@ -179,4 +179,4 @@ def placeholder(view: View) -> Line:
         return [Span("  no request passes the filter; / changes it", Tone.MUTED)]
     if view.link.word == REPLAY:
         return [Span("  no live requests that the log knows of", Tone.MUTED)]
-    return [Span('  no live requests; send one with: penstock run "Hello"', Tone.MUTED)]
+    return [Span('  no live requests; send one with: penstock run --chat "Hello"', Tone.MUTED)]
