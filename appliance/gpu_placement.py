@@ -94,9 +94,7 @@ def installed_torch() -> str | None:
 
 def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> Choice:
     """What computes attention, with blocks as large as it likes them."""
-    config = checkpoint.config
-    needs = Needs(dtype, config.head_dim, config.attention_softcap is not None)
-    return choose_attention(needs, machine)
+    return choose_attention(Needs.of(checkpoint.config, dtype), machine)
 
 
 def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:

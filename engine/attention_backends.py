@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from engine.config import ModelConfig
+
 _HALVES = ("bfloat16", "float16")
 
 
@@ -73,6 +75,11 @@ class Needs:
     has_softcap: bool
     block_size: int | None = None
     """None: to be chosen, as the backend likes it."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> Needs:
+        """Those of a model that is computed in a dtype."""
+        return cls(dtype, config.head_dim, config.attention_softcap is not None, block_size)
 
 
 @dataclass(frozen=True, slots=True)

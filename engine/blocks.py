@@ -191,7 +191,7 @@ class Ledger:
 
     def reap(self, worker: str) -> list[CommandKey]:
         """The worker is dead and its channel read to the end: its commands have ended."""
-        keys = [key for key, command in self._commands.items() if command.worker == worker]
+        keys = self.unanswered(worker)
         for key in keys:
             self.close_command(key)
         return keys

@@ -128,14 +128,11 @@ class Daemon:
                     yield json.loads(line.removeprefix("data: "))
 
     def assert_all_free(self) -> None:
-        """The pools are entirely free (granted ring slots aside) and the books add up."""
+        """The pools are entirely free and the books add up."""
 
         def is_free() -> bool:
             pools = self.state()["pools"]
-            return all(
-                p["num_blocks"] == p["free"] + (p["reserved"] if p["name"] == "ring" else 0)
-                for p in pools
-            )
+            return all(pool["num_blocks"] == pool["free"] for pool in pools)
 
         self.wait_for(is_free, 20)
         self.fresh_state()

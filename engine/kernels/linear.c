@@ -233,7 +233,8 @@ static void multiply_rows(const struct product *p, const struct rows *rows)
     for (int64_t pass = 0; pass < num_passes; pass++)
         for (int64_t k = 0; k < p->depth; k += max_depth)
             for (int64_t i = 0; i < num_shares; i++) {
-                struct share share = {.input = p->num_inputs * i / num_shares, .first = k, .number = i};
+                struct share share = {.first = k, .number = i};
+                share.input = p->num_inputs * i / num_shares;
                 share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
                 share.depth = p->depth - k < max_depth ? p->depth - k : max_depth;
                 for (int64_t tile = 0; tile < num_tiles; tile++)

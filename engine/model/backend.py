@@ -182,9 +182,7 @@ def choose_backend(
 def _choose_cuda_backend(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int | None
 ) -> Backend:
-    has_softcap = config.attention_softcap is not None
-    name = str(dtype).removeprefix("torch.")
-    needs = Needs(name, config.head_dim, has_softcap, block_size)
+    needs = Needs.of(config, str(dtype).removeprefix("torch."), block_size)
     choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability(device)))
     if choice.backend.name == "torch":
         return TorchBackend(choice.title)

@@ -91,8 +91,8 @@ class Bench:
         self.dtype = "float32" if self.device is None else "bfloat16"
         self.block_size = 64
         if self.device is not None:
-            needs = Needs(self.dtype, config.head_dim, config.attention_softcap is not None)
-            choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability()))
+            machine = this_machine(torch.cuda.get_device_capability())
+            choice = choose_attention(Needs.of(config, self.dtype), machine)
             self.block_size = choice.backend.default_block_size
         dtype = getattr(torch, self.dtype)
         self.attention = choose_backend(self.on, dtype, config, self.block_size).name
@@ -142,7 +142,10 @@ class Bench:
 
     def row(self, what: str, shape: str, run: Callable[[], object], amount: int, unit: str) -> Row:
         """Time something that reads and writes so many bytes, or does so many operations."""
-        ms = self.time(run)
+        return self.row_of(what, shape, self.time(run), amount, unit)
+
+    def row_of(self, what: str, shape: str, ms: float, amount: int, unit: str) -> Row:
+        """The same of what has been timed."""
         rate = amount / ms * 1e3
         return Row(what, shape, ms, rate, unit, rate / self.ceilings[unit])
 
@@ -222,8 +225,7 @@ def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
         amount, unit = case.cost.num_flops, "FLOP/s"
         if case.cost.is_bound_by_bytes(bytes_per_s, flops_per_s):
             amount, unit = case.cost.num_bytes, "B/s"
-        rate = amount / ms * 1e3
-        yield Row(case.what, case.shape, ms, rate, unit, rate / bench.ceilings[unit])
+        yield bench.row_of(case.what, case.shape, ms, amount, unit)
 
 
 def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
