@@ -296,20 +296,37 @@ static void round_rows(char *to, const float *from, int64_t count, int type)
         store_part(to + i * size_of(type), load_part(from + i, count - i, FLOAT32), count - i, type);
 }
 
-/* linear(out, x, type, num_inputs, depth, parts, num_parts, weight_type, bias, num_threads)
+/* A product with parts of one scheme, which fill num_columns of the output from `column` on. */
+static struct product of_one_scheme(const struct product *whole, int64_t *next_part, int64_t column,
+                                    int64_t *num_columns)
+{
+    struct product p = *whole;
+    p.parts += *next_part;
+    p.out += column;
+    p.bias = p.bias == NULL ? NULL : p.bias + column;
+    p.type = (int)p.parts[0].scheme;
+    p.num_parts = *num_columns = 0;
+    while (*next_part < whole->num_parts && whole->parts[*next_part].scheme == p.type) {
+        *num_columns += whole->parts[(*next_part)++].num_rows;
+        p.num_parts++;
+    }
+    return p;
+}
+
+/* linear(out, x, type, num_inputs, depth, parts, num_parts, bias, num_threads)
  *
  * out is [num_inputs, rows of all parts], x is [num_inputs, depth], both contiguous and of type
- * FLOAT32 or BFLOAT16; parts are pairs of int64: address and rows of a contiguous matrix; bias is
- * float32 for all rows, or address 0. */
-KERNEL(linear, "ppiiipiipi")
+ * FLOAT32 or BFLOAT16; parts are int64 [num_parts, 3]: address and rows of a contiguous matrix, and
+ * the scheme of its values; bias is float32 for all rows, or address 0. */
+KERNEL(linear, "ppiiipipi")
 {
     void *out, *x, *parts, *bias;
-    int64_t type, num_inputs, depth, num_parts, weight_type, num_threads;
+    int64_t type, num_inputs, depth, num_parts, num_threads;
     read_words(words, linear_format, &out, &x, &type, &num_inputs, &depth, &parts,
-                       &num_parts, &weight_type, &bias, &num_threads);
+                       &num_parts, &bias, &num_threads);
     const int has_many = num_inputs >= MANY_INPUTS;
     const int is_read_in_place = has_many && type == FLOAT32;
-    struct product p = {
+    struct product whole = {
         .parts = parts,
         .bias = bias,
         .num_parts = num_parts,
@@ -318,24 +335,26 @@ KERNEL(linear, "ppiiipiipi")
         .x = x,
         .x_stride = is_read_in_place ? depth : (depth + STEP - 1) / STEP * STEP,
         .num_items = num_threads > 1 ? num_threads * ITEMS_PER_THREAD : 1,
-        .type = (int)weight_type,
     };
     for (int64_t i = 0; i < num_parts; i++)
-        p.out_stride += p.parts[i].num_rows;
-    const int64_t num_x = is_read_in_place ? 0 : num_inputs * p.x_stride;
-    const int64_t num_out = num_inputs * p.out_stride;
+        whole.out_stride += whole.parts[i].num_rows;
+    const int64_t num_x = is_read_in_place ? 0 : num_inputs * whole.x_stride;
+    const int64_t num_out = num_inputs * whole.out_stride;
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out);
     float *memory = scratch((size_t)num_floats * sizeof(float));
     if (memory == NULL && num_floats > 0)
         return -1;
     if (!is_read_in_place)
-        p.x = memory;
-    p.out = type == FLOAT32 ? out : memory + num_x;
-    for (int64_t i = 0; i < (is_read_in_place ? 0 : num_inputs); i++)
-        arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type,
-                has_many ? FLOAT32 : p.type);
-    parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
+        whole.x = memory;
+    whole.out = type == FLOAT32 ? out : memory + num_x;
+    for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
+        struct product p = of_one_scheme(&whole, &part, column, &num_columns);
+        for (int64_t i = 0; i < (is_read_in_place ? 0 : num_inputs); i++)
+            arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type,
+                    has_many ? FLOAT32 : p.type);
+        parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
+    }
     if (type != FLOAT32)
-        round_rows(out, p.out, num_out, (int)type);
+        round_rows(out, whole.out, num_out, (int)type);
     return 0;
 }

@@ -8,6 +8,7 @@
 struct part {
     int64_t address;
     int64_t num_rows;
+    int64_t scheme; /* of its values: FLOAT32, BFLOAT16 or FLOAT16 */
 };
 
 struct product {
@@ -16,7 +17,7 @@ struct product {
     float *out;     /* [num_inputs, out_stride] */
     const float *bias;
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
-    int type; /* of the weights */
+    int type; /* of the weights, which is one for all parts */
 };
 
 /* The product as a body of parallel_for, for many inputs, as they are. */

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.kernels.cpu import FLOAT16, Kernels
+from engine.kernels.cpu import BFLOAT16, FLOAT16, FLOAT32, Kernels
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
+from engine.model.weight import Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
 
-_WEIGHT_TYPES = {**ELEMENT_TYPES, torch.float16: FLOAT16}
+_KERNEL_SCHEMES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 # MKL multiplies a large matrix by so few rows in half the time the other way round.
 _FEW_ROWS = 4
@@ -42,7 +43,7 @@ class Linears:
 
     def make(
         self,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         names: list[str],
         *,
         has_bias: bool = False,
@@ -53,7 +54,7 @@ class Linears:
         What one of them returns lasts until the next is called, unless it is kept.
         """
         matrices = [weights[f"{name}.weight"] for name in names]
-        biases = [weights[f"{name}.bias"] for name in names] if has_bias else []
+        biases = [weights[f"{name}.bias"].values for name in names] if has_bias else []
         if self.kernels is None:
             return TorchLinear(matrices, biases)
         return CompiledLinear(self.kernels, matrices, biases, fresh if is_kept else self.take)
@@ -75,29 +76,29 @@ def choose_linears(
 
 
 class CompiledLinear:
-    """Weights of any dtype, read in place; inputs and outputs are float32 or bfloat16."""
+    """Weights of any scheme, read in place; inputs and outputs are float32 or bfloat16."""
 
     def __init__(
         self,
         kernels: Kernels,
-        matrices: list[torch.Tensor],
+        matrices: list[Weight],
         biases: list[torch.Tensor],
         take: Take = fresh,
     ) -> None:
         self._take = take
-        if len({matrix.dtype for matrix in matrices}) > 1:  # one call reads one dtype
-            matrices = [matrix.float() for matrix in matrices]
-        self._matrices = [matrix.contiguous() for matrix in matrices]
+        self._data = [matrix.data.contiguous() for matrix in matrices]
         self._bias = torch.cat(biases).float() if biases else None
-        self._num_outputs = sum(map(len, matrices))
-        parts = [(matrix.data_ptr(), len(matrix)) for matrix in self._matrices]
+        self._num_outputs = sum(map(len, self._data))
+        parts = [
+            (data.data_ptr(), len(data), _KERNEL_SCHEMES[matrix.scheme])
+            for data, matrix in zip(self._data, matrices, strict=True)
+        ]
         self._parts = torch.tensor(parts, dtype=torch.int64)
         self._linear = kernels.linear
         self._prepared = (
-            matrices[0].shape[1],
+            self._data[0].shape[1],
             self._parts.data_ptr(),
             len(parts),
-            _WEIGHT_TYPES[matrices[0].dtype],
             0 if self._bias is None else self._bias.data_ptr(),
         )
 
@@ -120,9 +121,10 @@ class CompiledLinear:
 class TorchLinear:
     """Weights in the dtype of the inputs; neighbours in memory are multiplied as one matrix."""
 
-    def __init__(self, matrices: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
-        fused = as_one_matrix(matrices)
-        self._matrices = matrices if fused is None else [fused]
+    def __init__(self, matrices: list[Weight], biases: list[torch.Tensor]) -> None:
+        values = [matrix.values for matrix in matrices]
+        fused = as_one_matrix(values)
+        self._matrices = values if fused is None else [fused]
         if not biases:
             self._biases: list[torch.Tensor | None] = [None] * len(self._matrices)
         else:

@@ -27,6 +27,7 @@ from engine.model.compiled import CompiledBackend
 from engine.model.layers import bend, rope_table
 from engine.model.linear import Linears, choose_linears
 from engine.model.tape import MAX_TOKENS, Tapes
+from engine.model.weight import Weight
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -59,7 +60,7 @@ class Transformer:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         dtype: str,
         max_model_len: int | None = None,
         block_size: int | None = None,
@@ -68,7 +69,7 @@ class Transformer:
         self.dtype: torch.dtype = getattr(torch, dtype)
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
-        self._embedding = weights[f"{embedding}.weight"]
+        self._embedding = weights[f"{embedding}.weight"].values
         self.device = self._embedding.device
         # rounded as transformers rounds it, where it keeps the factor as a tensor
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
@@ -190,7 +191,7 @@ class _Branch:
 
 def _branches(
     config: ModelConfig,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Weight],
     layer: int,
     rope_index: int | None,
     backend: Backend,
@@ -225,7 +226,7 @@ class _Attention:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         layer: int,
         rope_index: int | None,
         backend: Backend,
@@ -289,7 +290,7 @@ class _FeedForward:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         prefix: str,
         backend: Backend,
         linears: Linears,
@@ -310,7 +311,7 @@ class _Experts:
     def __init__(
         self,
         experts: ExpertsConfig,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         prefix: str,
         activation: str,
         backend: Backend,
@@ -347,9 +348,9 @@ class _Experts:
         return output
 
 
-def _norm_weight(config: ModelConfig, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def _norm_weight(config: ModelConfig, weights: dict[str, Weight], name: str) -> torch.Tensor:
     """A norm's factors, in float32 where the family rounds after the product."""
-    family, weight = config.family, weights[f"{name}.weight"]
+    family, weight = config.family, weights[f"{name}.weight"].values
     if family.has_wide_norms:
         weight = weight.float()
     return weight + family.norm_offset if family.norm_offset else weight

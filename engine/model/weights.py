@@ -1,6 +1,6 @@
-"""Weights as tensors: the checkpoint's own files mapped, or an arena of converted ones.
+"""Weights in memory: the checkpoint's own files mapped, or an arena of converted ones.
 
-Owns: turning a Checkpoint into named tensors without a second copy in memory.
+Owns: turning a Checkpoint into named weights without a second copy in memory.
 Called by: a worker at start, before Transformer.
 Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint.
 Never: decides the dtype or the layout (engine.checkpoint does), makes the arena (the daemon does).
@@ -20,6 +20,7 @@ import torch
 from engine.checkpoint import Checkpoint, weights_layout
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
+from engine.model.weight import Weight
 
 Progress = Callable[[int, int], None]
 
@@ -33,8 +34,8 @@ def load_weights(
     arena: mmap.mmap | None,
     share: tuple[int, int] | None,
     progress: Progress,
-) -> dict[str, torch.Tensor]:
-    """The model's tensors by name: in `dtype`, but for matrices that are mapped in another.
+) -> dict[str, Weight]:
+    """The model's weights by name: in `dtype`, but for matrices that are mapped in another.
 
     Args:
         checkpoint: where the stored tensors lie.
@@ -47,15 +48,15 @@ def load_weights(
     if arena is None:
         mapped = _map_files(checkpoint, progress)
         return {
-            name: tensor.to(getattr(torch, dtype)) if tensor.dim() == 1 else tensor
-            for name, tensor in mapped.items()
+            name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
+            for name, values in mapped.items()
         }
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         _convert_share(_map_files(checkpoint, _ignore), views, share, DTYPE_BYTES[dtype], progress)
     else:
         progress(len(arena), len(arena))
-    return views
+    return {name: Weight.plain(view) for name, view in views.items()}
 
 
 def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:

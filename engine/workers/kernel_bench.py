@@ -32,6 +32,7 @@ from engine.model.backend import Backend, choose_backend
 from engine.model.layers import rope_table
 from engine.model.linear import choose_linears
 from engine.model.sampler import draw_of
+from engine.model.weight import Weight
 from engine.sequence import SamplingParams
 
 Sequences = list[tuple[int, int]]
@@ -184,7 +185,8 @@ class Bed:
             "head": (c.vocab_size, c.hidden_size),
         }
         for name, (num_rows, depth) in shapes.items():
-            weights = {f"{name}.weight": self._noise(num_rows, depth).div_(depth**0.5)}
+            values = self._noise(num_rows, depth).div_(depth**0.5)
+            weights = {f"{name}.weight": Weight.plain(values)}
             multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
             yield Case(
                 f"product {name}",

@@ -31,6 +31,7 @@ from engine.config import ModelConfig
 from engine.errors import PenstockError, WorkerFailed
 from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.sequence import SamplingParams
 from engine.workers.device import CudaDevice, Device
 from engine.workers.grammars import Grammars
@@ -168,7 +169,7 @@ class Bench:
         weights = {}
         for name, shape in expected_shapes(self.config):
             values = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.on)
-            weights[name] = values.normal_(std=1 / math.sqrt(shape[-1]))
+            weights[name] = Weight.plain(values.normal_(std=1 / math.sqrt(shape[-1])))
         return Transformer(self.config, weights, self.dtype, max_model_len, self.block_size)
 
     def pool(self, num_blocks: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from engine.messages import (
     WeightsLoaded,
 )
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
@@ -74,7 +75,8 @@ def start(
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
     views = arena_views(checkpoint, setup.dtype, arena_layout(checkpoint, setup.dtype), arena)
-    transformer = Transformer(config, views, setup.dtype, setup.max_model_len, block_size)
+    weights = {name: Weight.plain(view) for name, view in views.items()}
+    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, block_size)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
         pool = _mapped_pool(device.map(shared.pool), shared, setup, gpu, transformer)

@@ -23,6 +23,7 @@ from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from tests.engine.test_attention import batch_of
 
@@ -66,7 +67,8 @@ class Arm:
         weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
         backend, linears = transformer.choose_backend, transformer.choose_linears
         if name == "torch":
-            weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+            to = getattr(torch, dtype)
+            weights = {name: Weight.plain(w.values.to(to)) for name, w in weights.items()}
             backend = lambda *_: TorchBackend()  # noqa: E731
             linears = lambda *_, **__: Linears("torch", None)  # noqa: E731
         before = transformer.choose_backend, transformer.choose_linears

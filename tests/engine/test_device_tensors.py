@@ -10,6 +10,7 @@ from engine.checkpoint import Checkpoint
 from engine.model.attention import StepBatch
 from engine.model.sampler import draw_of, sample, sample_rows
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.sequence import SamplingParams
 from tests.accelerator import DEVICE, Accelerator
@@ -73,7 +74,7 @@ def models(checkpoint):
     """The model on the CPU and on the accelerator."""
     weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
     with Accelerator().on():
-        on_device = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
+        on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
         there = Transformer(checkpoint.config, on_device, "float32", 64)
     return Transformer(checkpoint.config, weights, "float32", 64), there
 

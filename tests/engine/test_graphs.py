@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.checkpoint import Checkpoint
 from engine.messages import Admit, Release
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.sequence import SamplingParams
 from engine.workers.grammars import Grammars
@@ -52,7 +53,7 @@ class Machine:
         self.device = FakeDevice()
         shape = (1 + NUM_SEQUENCES * BLOCKS_EACH, config.num_layers, 2, BLOCK_SIZE)
         with self.device.accelerator.on():
-            on_device = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
+            on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
             self.pool = torch.zeros(*shape, config.num_kv_heads, config.head_dim, device=DEVICE)
             self.graphs = None

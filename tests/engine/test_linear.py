@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import CheckpointError
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import (
     CompiledLinear,
@@ -12,6 +13,7 @@ from engine.model.linear import (
     TorchLinear,
     choose_linears,
 )
+from engine.model.weight import Weight
 
 MANY_TOKENS = 30
 """MANY_INPUTS of linear.c."""
@@ -54,6 +56,10 @@ def assert_close(linear, x, matrices, biases):
     assert (error <= 1e-6 * size + unit * expected.abs()).all()
 
 
+def compiled_linear(kernels, matrices, biases=(), *take):
+    return CompiledLinear(kernels, list(map(Weight.plain, matrices)), list(biases), *take)
+
+
 def some_linear(generator, num_tokens, depth, rows, weight_dtype, dtype, has_bias):
     x = torch.randn(num_tokens, depth, generator=generator).to(dtype)
     matrices = [torch.randn(n, depth, generator=generator).to(weight_dtype) for n in rows]
@@ -83,7 +89,7 @@ def test_kernels_agree_with_float64_for_any_shape(
     )
     kernels, _ = load_kernels(level)
     torch.set_num_threads(num_threads)
-    assert_close(CompiledLinear(kernels, matrices, biases), x, matrices, biases)
+    assert_close(compiled_linear(kernels, matrices, biases), x, matrices, biases)
 
 
 @pytest.mark.parametrize("num_tokens", [*range(1, 20), *range(MANY_TOKENS - 1, MANY_TOKENS + 15)])
@@ -92,7 +98,7 @@ def test_any_number_of_inputs_is_cut_into_tiles(compiled, num_tokens):
     x, matrices, _ = some_linear(
         generator, num_tokens, 96, [7, 12], torch.bfloat16, torch.float32, has_bias=False
     )
-    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
+    assert_close(compiled_linear(compiled.kernels, matrices, []), x, matrices, [])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 70])
@@ -100,7 +106,7 @@ def test_rows_that_lie_at_odd_addresses_are_read(compiled, num_tokens):
     stored = torch.randn(9 * 64 + 1).bfloat16()
     matrices = [stored[1:].view(9, 64)]
     x = torch.randn(num_tokens, 64)
-    assert_close(CompiledLinear(compiled.kernels, matrices, []), x, matrices, [])
+    assert_close(compiled_linear(compiled.kernels, matrices, []), x, matrices, [])
 
 
 @pytest.mark.parametrize("num_tokens", [5, MANY_TOKENS + 1])
@@ -109,8 +115,8 @@ def test_nothing_before_or_after_the_output_is_written(compiled, num_tokens):
     matrices = [torch.randn(n, 33).bfloat16() for n in rows]
     around = torch.full((num_tokens + 2, sum(rows)), 7.0)
     x = torch.randn(num_tokens, 33)
-    expected = CompiledLinear(compiled.kernels, matrices, [])(x)
-    CompiledLinear(compiled.kernels, matrices, [], lambda *_: around[1:-1])(x)
+    expected = compiled_linear(compiled.kernels, matrices, [])(x)
+    compiled_linear(compiled.kernels, matrices, [], lambda *_: around[1:-1])(x)
     assert torch.equal(around[1:-1], expected)
     assert (around[0] == 7).all()
     assert (around[-1] == 7).all()
@@ -124,7 +130,7 @@ def test_every_stored_value_is_widened_exactly(compiled, weight_dtype):
         stored = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(weight_dtype)
         stored = stored[stored.isfinite()]
     matrix = stored[: len(stored) // 64 * 64].view(-1, 64)
-    linear = CompiledLinear(compiled.kernels, [matrix], [])
+    linear = compiled_linear(compiled.kernels, [matrix], [])
     for few in (torch.eye(64)[:1], torch.eye(64)[1:9], torch.eye(64)):
         assert torch.equal(linear(few), few @ matrix.float().t())
 
@@ -133,7 +139,7 @@ def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
     matrix = torch.randn(16, 48).bfloat16()
     x = torch.randn(4, 48)
     x[2, 5] = torch.nan
-    output = CompiledLinear(compiled.kernels, [matrix], [])(x)
+    output = compiled_linear(compiled.kernels, [matrix], [])(x)
     assert output[2].isnan().all()
     assert output[[0, 1, 3]].isfinite().all()
 
@@ -141,22 +147,24 @@ def test_an_input_that_is_not_a_number_stays_in_its_row(compiled):
 def test_an_infinite_weight_stays_in_its_row(compiled):
     matrix = torch.ones(6, 37).half()
     matrix[4, 36] = torch.inf
-    output = CompiledLinear(compiled.kernels, [matrix], [])(torch.ones(2, 37))
+    output = compiled_linear(compiled.kernels, [matrix], [])(torch.ones(2, 37))
     assert output[:, 4].isposinf().all()
     assert (output[:, [0, 1, 2, 3, 5]] == 37).all()
 
 
-def test_matrices_of_several_dtypes_are_one_projection(compiled):
+@pytest.mark.parametrize("num_tokens", [3, MANY_TOKENS])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_matrices_of_several_schemes_are_one_projection(compiled, num_tokens, dtype):
     x, matrices, biases = some_linear(
-        torch.Generator().manual_seed(1), 3, 40, [5, 6], torch.bfloat16, torch.float32, True
+        torch.Generator().manual_seed(1), num_tokens, 40, [5, 6, 3, 9], torch.bfloat16, dtype, True
     )
-    matrices[1] = matrices[1].half()
-    assert_close(CompiledLinear(compiled.kernels, matrices, biases), x, matrices, biases)
+    matrices[1], matrices[2] = matrices[1].half(), matrices[2].float()
+    assert_close(compiled_linear(compiled.kernels, matrices, biases), x, matrices, biases)
 
 
 def test_threads_change_nothing_in_the_result(compiled):
     matrices = [torch.randn(501, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
-    linear = CompiledLinear(compiled.kernels, matrices, [])
+    linear = compiled_linear(compiled.kernels, matrices, [])
     for num_tokens in (1, 5, 64):
         x = torch.randn(num_tokens, 200)
         alone = linear(x)
@@ -177,7 +185,8 @@ def test_torch_multiplies_what_the_kernels_do_not(num_tokens, has_bias):
         torch.float32,
         has_bias,
     )
-    assert_close(TorchLinear(matrices, biases), x, matrices, biases)
+    linear = TorchLinear(list(map(Weight.plain, matrices)), biases)
+    assert_close(linear, x, matrices, biases)
 
 
 def test_a_way_that_is_not_the_best_says_why():
@@ -187,3 +196,17 @@ def test_a_way_that_is_not_the_best_says_why():
     unknown = choose_linears("cpu", torch.float32, "no such level")
     assert unknown.kernels is None
     assert "compiled kernels" in unknown.name
+
+
+def test_a_scheme_that_nobody_knows_is_refused_by_name():
+    with pytest.raises(CheckpointError, match="unknown scheme 'int4'"):
+        Weight(torch.zeros(2, 2), None, "int4")
+    with pytest.raises(CheckpointError, match="unknown scheme 'int32'"):
+        Weight.plain(torch.zeros(2, 2, dtype=torch.int32))
+
+
+def test_data_and_scales_are_what_the_scheme_has():
+    with pytest.raises(CheckpointError, match="not bfloat16"):
+        Weight(torch.zeros(2, 2), None, "bfloat16")
+    with pytest.raises(CheckpointError, match="with scales are not float32"):
+        Weight(torch.zeros(2, 2), torch.ones(2), "float32")

@@ -58,7 +58,7 @@ def test_streamed_weights_are_the_files_in_the_serving_dtype(
         views = arena_views(checkpoint, dtype, layout, arena)
         stream_weights(checkpoint, views, device, lambda *progress: told.append(progress))
         for name, view in views.items():
-            assert torch.equal(view.cpu(), stored[name].to(getattr(torch, dtype)))
+            assert torch.equal(view.cpu(), stored[name].values.to(getattr(torch, dtype)))
     assert told[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 

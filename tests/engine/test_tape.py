@@ -11,6 +11,7 @@ from engine.checkpoint import Checkpoint
 from engine.kernels.cpu import load_kernels
 from engine.model.tape import MAX_TAPES, MAX_TOKENS
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_attention import batch_of
@@ -46,7 +47,8 @@ class Model:
     def __init__(self, folder, dtype="float32"):
         checkpoint = Checkpoint.open(folder)
         weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
-        weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+        to = getattr(torch, dtype)
+        weights = {name: Weight.plain(w.values.to(to)) for name, w in weights.items()}
         self.taped, self.plain = (
             Transformer(checkpoint.config, weights, dtype, 512) for _ in range(2)
         )

@@ -1,0 +1,56 @@
+"""A tensor of the model on its way to a product: its data, what scales them, and the scheme.
+
+Owns: which schemes there are in memory, and the check that data and scales are what theirs says.
+Called by: weights and streaming, which make them; transformer and linear, which multiply by them.
+Invariant: a Weight's scheme is one of SCHEMES, and its data are of the dtype that the scheme has.
+Never: converts data; a copy is not made by looking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import CheckpointError
+
+SCHEMES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Names to the dtype of data; all of these are plain: a datum is a value, and nothing scales it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix, [outputs, inputs], or a vector of the model.
+
+    Raises:
+        CheckpointError: the scheme is unknown, or data or scales are not what it has.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    """What data are multiplied by, as the scheme says; None where nothing scales them."""
+    scheme: str
+
+    def __post_init__(self) -> None:
+        dtype = SCHEMES.get(self.scheme)
+        if dtype is None:
+            hint = f"one of {', '.join(SCHEMES)}"
+            raise CheckpointError(f"unknown scheme {self.scheme!r}", where="weight", hint=hint)
+        if self.data.dtype != dtype or self.scales is not None:
+            with_scales = "" if self.scales is None else " with scales"
+            what = f"data of {self.data.dtype}{with_scales} are not {self.scheme}"
+            raise CheckpointError(what, where="weight", hint=f"{self.scheme}: {dtype}, no scales")
+
+    @classmethod
+    def plain(cls, data: torch.Tensor) -> Weight:
+        """Values as they are; the scheme is named after their dtype."""
+        return cls(data, None, str(data.dtype).removeprefix("torch."))
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values themselves: of every scheme that there is today, its data."""
+        return self.data
