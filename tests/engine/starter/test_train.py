@@ -13,6 +13,20 @@ from engine.starter.lessons import Teacher
 from engine.starter.train import Training
 
 
+def assert_close(ours, theirs):
+    """Equal but for the order of sums: by the size of all values, as float32 rounds the largest.
+
+    Another instruction set adds up in another order, and what cancels keeps the error of its parts.
+    """
+    scale = theirs.abs().max().item()
+    difference = (ours - theirs).abs().max().item()
+    assert difference <= 5e-5 * scale, f"{difference:.2g} apart at values up to {scale:.2g}"
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "STEP_TOKENS", 600)
@@ -32,7 +46,7 @@ def test_what_is_exported_is_a_llama_with_the_same_logits(training, tmp_path):
     with torch.no_grad():
         ours = training.network(ids, torch.arange(ids.shape[1]))
         theirs = reference(ids).logits[0]
-    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert_close(ours, theirs)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("What?").input_ids == training.tokenizer.encode("What?").ids
 
@@ -66,6 +80,8 @@ def test_shares_of_a_step_give_the_gradients_of_the_whole(training):
     whole = training._learned(lessons)
     weights = [sum(answer.end - answer.start for answer in x.answers) for x in lessons]
     parts = [training._learned([lesson]) for lesson in lessons]
-    for index, gradient in enumerate(whole.gradients):
-        total = sum(w * p.gradients[index] for w, p in zip(weights, parts, strict=True))
-        assert torch.allclose(gradient, total / sum(weights), rtol=1e-3, atol=1e-4)
+    shared = [
+        sum(w * p.gradients[index] for w, p in zip(weights, parts, strict=True)) / sum(weights)
+        for index in range(len(whole.gradients))
+    ]
+    assert_close(flat(whole.gradients), flat(shared))
