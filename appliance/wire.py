@@ -9,8 +9,6 @@ Never: knows a route.
 from __future__ import annotations
 
 import math
-import re
-import secrets
 import time
 from typing import cast
 
@@ -18,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.arrival import arrival_of, client_request_id
 from appliance.request import Appliance
 from engine.errors import RequestError
 
@@ -60,18 +59,10 @@ def error_response(http: Request, error: RequestError) -> Response:
 
 
 def reply_headers(http: Request) -> dict[str, str]:
-    """What every reply carries; a request that has no id yet gets one."""
-    state = http.scope["state"]
-    headers = {"x-request-id": state.setdefault("request_id", f"req-{secrets.token_hex(12)}")}
-    if "arrived_ns" in state:
-        elapsed_ms = (time.monotonic_ns() - state["arrived_ns"]) // 1_000_000
-        headers["openai-processing-ms"] = str(elapsed_ms)
+    """What every reply carries."""
+    arrival = arrival_of(http)
+    elapsed_ms = (time.monotonic_ns() - arrival.arrived_ns) // 1_000_000
+    headers = {"x-request-id": arrival.request_id, "openai-processing-ms": str(elapsed_ms)}
     if client_id := client_request_id(http):
         headers["x-client-request-id"] = client_id
     return headers
-
-
-def client_request_id(http: Request) -> str | None:
-    """The client's own id for the request, of harmless characters; None if it has none."""
-    given = http.headers.get("x-request-id", "")
-    return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:128] or None

@@ -1,7 +1,7 @@
 """From a body to a request that can be submitted: everything that may refuse it but the queue.
 
 Owns: when a body is read; rendering, tokenizing and the grammar; what the request's sequences are.
-Called by: generation, responses; routes, for the turns.
+Called by: generation; routes, for the turns.
 Invariant: what takes time is done in turns, so that the loop does not stand still for it, and
 large bodies have turns of their own, so that small ones do not wait for them.
 Never: touches the queue.
@@ -9,7 +9,6 @@ Never: touches the queue.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,16 +17,16 @@ from typing import cast
 from starlette.requests import Request as HttpRequest
 
 from appliance.api.ask import Ask
-from appliance.api.authority import peer_of, require
+from appliance.api.authority import require
 from appliance.api.constraints import Constraint
 from appliance.api.stream import Echo
 from appliance.api.tool_format import ToolFormat, tool_format_of
 from appliance.api.tools import Tools
 from appliance.api.turns import Turns
+from appliance.arrival import arrival_of, client_request_id
 from appliance.fields import Fields, invalid_value, unsupported
-from appliance.protocol import utc_now
 from appliance.request import ModelInfo, Request, Role
-from appliance.wire import appliance_of, client_request_id
+from appliance.wire import appliance_of
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.sequence import Sequence, Stamps
@@ -77,12 +76,11 @@ class _Prepared:
     grammar: str | None
 
 
-async def accept(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) -> Accepted:
+async def accept(http: HttpRequest, read: Callable[[Fields], Ask]) -> Accepted:
     """Read a body, and make what it asks for into sequences, if its peer may generate and we can.
 
     Args:
         http: what asks.
-        prefix: of the request's id.
         read: validates the body; in a thread, if that is large.
 
     Raises:
@@ -91,12 +89,9 @@ async def accept(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) 
         QueueFull: too much of this peer waits to be read.
         RequestError: it cannot be served, whatever there is room for.
     """
-    state = http.scope["state"]
-    state["request_id"] = f"{prefix}{secrets.token_hex(12)}"
     require(http, Role.USER)
     body = await http.body()
-    # A client that sends slowly has not waited for us, and gains no place in the queue by it.
-    state |= {"arrived_ns": time.monotonic_ns(), "received_at": utc_now()}
+    arrival_of(http).has_body()
     appliance_of(http).check_available()
     fields, ask, prepared = await _read(http, body, read)
     request = _request(http, ask, prepared)
@@ -150,31 +145,31 @@ def _check_choices(ask: Ask, most: int, most_tokens: int) -> None:
 
 def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
     """The request with its sequences."""
-    appliance, state = appliance_of(http), http.scope["state"]
-    model, peer = appliance.model, peer_of(http)
+    appliance, arrival = appliance_of(http), arrival_of(http)
+    model, peer = appliance.model, arrival.peer
     tokenized_ns = time.monotonic_ns()
     sequences = [
         Sequence(
             seq_id=appliance.next_seq_id(),
-            request_id=state["request_id"],
+            request_id=arrival.request_id,
             index=index * ask.num_choices + choice,
             prompt_token_ids=token_ids,
             sampling=ask.sampling(
                 len(token_ids), model.max_model_len, choice=choice, grammar=prepared.grammar
             ),
-            stamps=Stamps(arrived_ns=state["arrived_ns"], tokenized_ns=tokenized_ns),
+            stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
             owner=peer.name,
         )
         for index, token_ids in enumerate(prepared.prompts)
         for choice in range(ask.num_choices)
     ]
     return Request(
-        request_id=state["request_id"],
+        request_id=arrival.request_id,
         endpoint=http.url.path,
         model=model.model_id,
         peer=peer,
         is_stream=ask.is_stream,
-        received_at=state["received_at"],
+        received_at=arrival.received_at,
         sequences=sequences,
         prompt_text=prepared.text,
         client_request_id=client_request_id(http),

@@ -8,11 +8,9 @@ Never: finds out who a peer is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 from starlette.requests import Request
 
+from appliance.arrival import arrival_of
 from appliance.request import Peer, Role
 from appliance.wire import appliance_of
 from engine.errors import Forbidden, RequestError
@@ -20,12 +18,12 @@ from engine.errors import Forbidden, RequestError
 
 def peer_of(http: Request) -> Peer:
     """Who asks, as the server found out."""
-    return cast(Peer | None, http.scope["state"].get("peer")) or Peer()
+    return arrival_of(http).peer
 
 
 def is_known(http: Request) -> bool:
     """Whether who asks would still be let in; a reply that has no end asks again and again."""
-    return cast(Callable[[], bool], http.scope["state"]["is_known"])()
+    return arrival_of(http).is_known()
 
 
 def require(http: Request, role: Role) -> Peer:

@@ -25,6 +25,7 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from appliance.api.metrics import HttpCounts
+from appliance.arrival import arrival_of
 from appliance.request import Appliance
 from appliance.wire import CLIENT_CLOSED_REQUEST, error_response, reply_headers
 from engine.errors import RequestError
@@ -64,7 +65,7 @@ class Edge(Starlette):
             await super().__call__(scope, receive, send)
             return
         scope["path"] = plain_path(scope["path"])
-        arrived_ns = scope.setdefault("state", {})["arrived_ns"] = time.monotonic_ns()
+        arrived_ns = arrival_of(Request(scope)).arrived_ns
         status = CLIENT_CLOSED_REQUEST
 
         async def send_with_headers(message: Message) -> None:

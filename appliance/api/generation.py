@@ -1,7 +1,8 @@
-"""A reply that generates, and the two POSTs of OpenAI: from a body to a request's one end.
+"""A POST that generates, from its body to its request's one end.
 
-Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
-Called by: routes (`complete`, `chat`); responses, which brings a shape of its own.
+Owns: the way in, which is the same for every such endpoint; the watch for a client that hangs up,
+and what keeps a waiting stream alive.
+Called by: endpoints, which has a row for each of them.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
 Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
 while it writes a large one.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -23,11 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept
 from appliance.api.ask import Ask
-from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.stream import Delta, Reply
+from appliance.arrival import arrival_of
 from appliance.fields import Fields
-from appliance.request import HUNG_UP
+from appliance.request import HUNG_UP, Appliance
 from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
@@ -60,38 +60,45 @@ class Shape(Protocol):
         """What a stream ends with instead if it fails."""
 
 
-async def complete(http: HttpRequest) -> Generation:
-    """POST /v1/completions."""
-    model, max_prompts = appliance_of(http).model, appliance_of(http).max_per_request
-    return await _generation(
-        http, "cmpl-", lambda fields: completion_ask(fields, model, max_prompts)
-    )
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What sets one POST that generates apart from the others."""
+
+    id_prefix: str
+    """Of its requests' ids."""
+    read: Callable[[Fields, Appliance], Ask]
+    """Validates a body; called in a thread where that is large."""
+    shape: Callable[[Accepted, Appliance], Shape]
+    """What its replies look like."""
+    refusal: Callable[[RequestError], RequestError] = lambda error: error
+    """A refusal of what was asked, in words that its clients know."""
 
 
-async def chat(http: HttpRequest) -> Generation:
-    """POST /v1/chat/completions."""
-    model = appliance_of(http).model
-    return await _generation(http, "chatcmpl-", lambda fields: chat_ask(fields, model))
+async def generate(http: HttpRequest, endpoint: Endpoint) -> Generation:
+    """From a body to a request in the queue, and the reply that is open for it.
 
-
-async def _generation(http: HttpRequest, prefix: str, read: Callable[[Fields], Ask]) -> Generation:
-    appliance, accepted = appliance_of(http), await accept(http, prefix, read)
-    shape = ReplyShape(
-        ask=accepted.ask,
-        request=accepted.request,
-        tokenizer=appliance.tokenizer,
-        created=int(time.time()),
-        fingerprint=fingerprint(appliance.model),
-    )
-    return Generation(http, accepted, shape)
+    Raises:
+        RequestError: nothing is kept: it was refused as `accept` says, or the queue is full.
+    """
+    appliance = appliance_of(http)
+    arrival_of(http).generates(endpoint.id_prefix)
+    try:
+        accepted = await accept(http, lambda fields: endpoint.read(fields, appliance))
+    except RequestError as error:
+        raise endpoint.refusal(error) from error
+    reply = Generation(http, accepted, endpoint.shape(accepted, appliance))
+    appliance.submit(accepted.request)
+    return reply
 
 
 class Generation:
-    """A reply that generates; starlette calls it as it calls any response.
+    """The reply to a request that has been submitted; starlette calls it as any response.
+
+    Nothing is waited for between the submission and that call, so it always comes.
 
     Args:
         http: what it answers.
-        accepted: what is to be submitted.
+        accepted: what was asked, and the request.
         shape: how the reply looks.
     """
 
@@ -105,9 +112,8 @@ class Generation:
         self._has_hung_up = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Submit, reply, close."""
+        """Reply, and close."""
         request, appliance = self._request, self._appliance
-        appliance.submit(request)
         status = 500
         hang_up = asyncio.create_task(self._watch(receive))
         try:
@@ -149,7 +155,7 @@ class Generation:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Server-sent events: headers at once, then one write for whatever is ready."""
-        write_part: Callable[[bytes], Awaitable[None]] = scope["state"]["write_part"]
+        write_part = arrival_of(self._http).write_part
         headers = self._headers() | {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",

@@ -1,7 +1,7 @@
 """POST /v1/responses, as far as it needs no memory: its fields, brought into those of a chat.
 
 Owns: which fields and items there are, and what is refused because it would need one.
-Called by: routes (`respond`).
+Called by: endpoints.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps a response; `store` asks for nothing that a client could notice, and is ignored.
 """
@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from typing import Any
 
-from starlette.requests import Request
-
-from appliance.api.admission import accept
 from appliance.api.ask import Ask
-from appliance.api.generation import Generation
 from appliance.api.messages import MAX_MESSAGES, MAX_PARTS, Message
 from appliance.api.openai import chat_ask, refuse_unsupported
-from appliance.api.response_shape import ResponseShape
 from appliance.api.tools import MAX_TOOLS
 from appliance.fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.request import ModelInfo
-from appliance.wire import appliance_of
 from engine.errors import RequestError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -53,17 +46,6 @@ _OUR_WORDS = {
 """What a chat's fields are called here."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-
-
-async def respond(http: Request) -> Generation:
-    """POST /v1/responses."""
-    model = appliance_of(http).model
-    try:
-        accepted = await accept(http, "resp_", lambda fields: response_ask(fields, model))
-    except RequestError as error:
-        raise _in_our_words(error) from error
-    shape = ResponseShape(accepted.request, accepted.fields, created_at=int(time.time()))
-    return Generation(http, accepted, shape)
 
 
 def response_ask(fields: Fields, model: ModelInfo) -> Ask:
@@ -178,7 +160,7 @@ def _string(fields: Fields, name: str) -> str:
     return fields.text(name) or ""
 
 
-def _in_our_words(error: RequestError) -> RequestError:
+def in_our_words(error: RequestError) -> RequestError:
     """A chat's refusal, naming the field that the client knows."""
     param = error.param or ""
     name = _OUR_WORDS.get(re.split(r"[.[]", param)[0])

@@ -18,13 +18,12 @@ from appliance.api.admission import AdmissionTurns
 from appliance.api.authority import peer_of
 from appliance.api.control import control_routes
 from appliance.api.edge import Edge
-from appliance.api.generation import chat, complete
+from appliance.api.endpoints import generating_routes
 from appliance.api.log import log_routes
 from appliance.api.metrics import metrics
 from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
 from appliance.api.replies import model_object
-from appliance.api.responses import respond
 from appliance.api.roles import switch_roles
 from appliance.api.tokenize import tokenize_routes
 from appliance.protocol import FRAME_VERSION
@@ -38,9 +37,7 @@ def build_app(appliance: Appliance) -> Edge:
     edge = Edge(
         appliance,
         [
-            Route("/v1/completions", complete, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/responses", respond, methods=["POST"]),
+            *generating_routes(),
             *tokenize_routes(),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),

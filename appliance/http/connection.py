@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.http.access import Credentials
-from appliance.http.gate import headers_too_large
+from appliance.http.gate import Line, headers_too_large
 from appliance.wire import error_object
 from engine.errors import RequestError
 
@@ -87,8 +87,7 @@ class _Mark:
 class ClientProtocol(H11Protocol):
     """HTTP/1.1 that knows its client.
 
-    Each scope's state has its `credentials`, None on TCP; `on_key`, to be called with the name of a
-    valid key that was shown; and `write_part`, to be called with each part of a reply's body.
+    Each scope's state has its Line.
     """
 
     def __init__(
@@ -109,12 +108,8 @@ class ClientProtocol(H11Protocol):
             check_key: raises RequestError if the key of that name may have no more connections.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        state = {
-            "credentials": credentials,
-            "on_key": self._on_key,
-            "write_part": self._write_part,
-        }
-        super().__init__(config, server_state, state)
+        line = Line(credentials, self._on_key, self._write_part)
+        super().__init__(config, server_state, {"line": line})
         self.logger = log
         self.credentials = credentials
         self.key: str | None = None
@@ -215,8 +210,8 @@ class ClientProtocol(H11Protocol):
             is_chunked = self.scope["http_version"] == "1.1"
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
 
-    def _on_key(self, name: str) -> None:
-        if name != self.key:
+    def _on_key(self, name: str | None) -> None:
+        if name is not None and name != self.key:
             self._check_key(name)
             self.key = name
 

@@ -1,7 +1,7 @@
 """In front of every route: who asks, whether the request is sound, how much it may send.
 
-Owns: `scope["state"]["peer"]`, and `is_known` beside it, which tells whether it still is; the key
-that TCP asks for, and the limits on heads and bodies.
+Owns: the request's Arrival with its peer; the key that TCP asks for, and the limits on heads and
+bodies.
 Called by: server, around the application of the api; connection, for one refusal.
 Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
 the memory for half-sent bodies nobody holds more than is left for all others.
@@ -17,12 +17,14 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import cast
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from appliance.arrival import Arrival
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.request import Peer
 from appliance.wire import error_response
@@ -40,6 +42,18 @@ BUSY_RETRY_MS = 1000
 _LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The connection that a request came by, as the server passes it on in the scope's state."""
+
+    credentials: Credentials | None
+    """Whose it is; None on TCP."""
+    on_key: Callable[[str | None], None]
+    """To be called with the name of a valid key that was shown."""
+    write_part: Callable[[bytes], Awaitable[None]]
+    """To be called with each part of a reply's body, once its head is out."""
+
+
 class Gate:
     """An ASGI application around another; `policy` may be replaced at any time."""
 
@@ -51,10 +65,13 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to the application, or refuse it."""
+        line = _line(scope)
+        arrival = Arrival(line.write_part)
+        arrival.keep(scope)
         try:
             _check_head(scope)
-            scope["state"]["peer"] = self._peer(scope)
-            scope["state"]["is_known"] = functools.partial(self._is_known, scope)
+            arrival.peer = self._peer(scope, line)
+            arrival.is_known = functools.partial(self._is_known, scope)
         except RequestError as error:
             response = error_response(Request(scope), error)
             if error.status == 401:
@@ -63,16 +80,15 @@ class Gate:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
-        body = _Body(self, scope, receive)
+        body = _Body(self, scope, receive, arrival.peer.name)
         try:
             await self._app(scope, body.receive, send)
         finally:
             body.settle()
 
-    def _peer(self, scope: Scope) -> Peer:
-        who = _credentials(scope)
-        if who is not None:
-            return self.policy.peer_of(who)
+    def _peer(self, scope: Scope, line: Line) -> Peer:
+        if line.credentials is not None:
+            return self.policy.peer_of(line.credentials)
         if not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
             raise Forbidden(
                 "the Host header names another machine",
@@ -91,24 +107,24 @@ class Gate:
                 kind="authentication_error",
                 hint="send the header Authorization: Bearer KEY",
             )
-        scope["state"]["on_key"](peer.key)
+        line.on_key(peer.key)
         return peer
 
     def _is_known(self, scope: Scope) -> bool:
         """False once the policy has lost the key by which it came in."""
-        is_process = _credentials(scope) is not None
+        is_process = _line(scope).credentials is not None
         return is_process or self.policy.holder_of(_bearer_key(scope)) is not None
 
 
 class _Body:
     """One request's body on its way in."""
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive) -> None:
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, owner: str) -> None:
         self._gate = gate
         self._receive = receive
         self._max_bytes = gate.policy.max_body_bytes
         self._declared = _header(scope, b"content-length") or b"0"
-        self._owner: str = scope["state"]["peer"].name
+        self._owner = owner
         self._num_bytes = 0
         self._num_counted_bytes = 0
         self._is_complete = False
@@ -184,8 +200,8 @@ def headers_too_large() -> RequestError:
     )
 
 
-def _credentials(scope: Scope) -> Credentials | None:
-    return cast(Credentials | None, scope["state"]["credentials"])
+def _line(scope: Scope) -> Line:
+    return cast(Line, scope["state"]["line"])
 
 
 def _bearer_key(scope: Scope) -> str:

@@ -6,6 +6,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from appliance.api.routes import build_app
+from appliance.arrival import Arrival
 from appliance.request import Peer, Role
 from tests.fakes import FakeAppliance
 
@@ -24,7 +25,10 @@ def client_of(appliance: FakeAppliance, peer: Peer | None) -> httpx.AsyncClient:
 
 def _known(app: ASGIApp, peer: Peer | None) -> ASGIApp:
     async def asgi(scope, receive, send):
-        scope["state"] = {} if peer is None else {"peer": peer}
+        async def write_part(part):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+        Arrival(write_part, peer or Peer()).keep(scope)
         await app(scope, receive, send)
 
     return asgi

@@ -10,6 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from appliance.api.turns import Turns
+from appliance.arrival import Arrival
 from appliance.request import Peer
 from engine.errors import QueueFull, Unavailable
 from tests.fakes import until
@@ -17,12 +18,17 @@ from tests.fakes import until
 Started = asyncio.Task[str]
 
 
+async def _write_part(part: bytes) -> None:
+    """Nothing is streamed here."""
+
+
 class Client:
     """A peer's request, and its connection."""
 
     def __init__(self, name: str) -> None:
         self._gone = asyncio.Event()
-        scope = {"type": "http", "headers": [], "state": {"peer": Peer(key=name)}}
+        scope = {"type": "http", "headers": []}
+        Arrival(_write_part, Peer(key=name)).keep(scope)
         self.http = Request(scope, self._receive)
 
     def hang_up(self) -> None:
