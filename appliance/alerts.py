@@ -48,7 +48,6 @@ THRESHOLDS = (
     Threshold("state.degraded", signals.state_degraded, None, 1, is_state=True),
     Threshold("worker.stuck", signals.step_age_ratio, 1, 5),
     Threshold("kv.occupancy", signals.kv_used_ratio, 0.90, 0.98, 10),
-    Threshold("kv.quarantine", signals.kv_quarantined, 1, None),
     Threshold("queue.wait", signals.queue_wait_ratio, 0.5, 1, 5),
     Threshold("queue.full", signals.queue_full_ratio, 0.5, 0.9, 5),
     Threshold("slo.missed", signals.late_ratio, 0.01, 0.10, 60),

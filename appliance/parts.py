@@ -32,10 +32,12 @@ _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODIN
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
     """Every pool's books."""
     live = list(live)
-    ring = None if router.ring is None else router.ring.pool
+    ledger, granted_to = router.ledger, router.topology.prefill_worker
     return [
-        _pool_frame(pool, _owners(router, live, name), block_bytes, is_ring=name == ring)
-        for name, pool in router.ledger.pools.items()
+        _pool_frame(
+            pool, _owners(router, live, name), block_bytes, len(ledger.table(granted_to, name))
+        )
+        for name, pool in ledger.pools.items()
     ]
 
 
@@ -53,13 +55,13 @@ def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
 
 
 def _pool_frame(
-    pool: BlockPool, owners: list[OwnerFrame], block_bytes: int, *, is_ring: bool
+    pool: BlockPool, owners: list[OwnerFrame], block_bytes: int, num_granted: int
 ) -> PoolFrame:
     """One pool's books; padding block 0 is left out."""
-    counts = {state.name.lower(): count for state, count in pool.counts.items()}
-    if is_ring:  # a slot that is granted ahead, to be filled some day, is free to whoever looks
-        counts["free"] += counts["reserved"]
-        counts["reserved"] = 0
+    counts = {str(state): count for state, count in pool.counts.items()}
+    # a slot that is granted ahead, to be filled some day, is free to whoever looks
+    counts["free"] += num_granted
+    counts["active"] -= num_granted
     return PoolFrame(
         name=pool.name,
         num_blocks=pool.capacity,

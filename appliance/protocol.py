@@ -121,9 +121,7 @@ class PoolFrame(msgspec.Struct):
     free: int
     reserved: int
     active: int
-    cached: int
     draining: int
-    quarantined: int
     owners: list[OwnerFrame] = []
     """Most blocks first; at most MAX_POOL_OWNERS."""
 

@@ -62,11 +62,11 @@ class Service:
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
-        self._model = model_info(plan)
-        self._telemetry = Telemetry(self._model.max_model_len)
+        model = model_info(plan)
+        self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
         self._frames = Frames(
-            plan, self._model, router, supervisor, self._telemetry, devices, request_log.frame
+            plan, model, router, supervisor, self._telemetry, devices, request_log.frame
         )
         self._watchdog = Watchdog()
         self._energy = self._frames.energy
@@ -87,7 +87,7 @@ class Service:
     @property
     def model(self) -> ModelInfo:
         """The model being served."""
-        return self._model
+        return self._frames.model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -148,11 +148,7 @@ class Service:
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
         """A stop string matched after `num_kept_tokens` output tokens."""
-        del sequence.output_token_ids[num_kept_tokens:]
-        now_ns = time.monotonic_ns()
-        self._router.finish(sequence, FinishReason.STOP, now_ns)
-        sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
-        self._router.dispatch(now_ns)
+        self._router.stop(sequence, num_kept_tokens, time.monotonic_ns())
 
     def queue_place(self, request: Request) -> int | None:
         """How many will be taken until one of its own is; None if none of its waits."""
@@ -294,7 +290,7 @@ class Service:
         elif isinstance(report, PoolMade):
             pool = self._router.topology.pool_of(worker)
             limit = self._router.ledger.resize(pool, report.num_blocks)
-            self._model = self._frames.model = self._model.limited_to(limit)
+            self._frames.model = self._frames.model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""

@@ -102,7 +102,7 @@ def used_ratio(pool: PoolFrame) -> float | None:
     """Blocks that new work cannot have; None of the ring, which has none for it."""
     if not pool.num_blocks or pool.name == RING:
         return None
-    return 1 - (pool.free + pool.cached) / pool.num_blocks
+    return 1 - pool.free / pool.num_blocks
 
 
 def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
@@ -111,13 +111,6 @@ def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
         used = used_ratio(pool)
         if used is not None:
             yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
-
-
-def kv_quarantined(frame: Frame, past: Past) -> Iterator[Signal]:
-    """Blocks that are kept from use."""
-    for pool in frame.pools:
-        number = pool.quarantined
-        yield Signal(number, f"{number} blocks of KV pool {pool.name} in quarantine", pool.name)
 
 
 def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:

@@ -1,19 +1,19 @@
-"""The ledger: who owns every KV block of every pool, and which commands may still touch it.
+"""The ledger: who refers to every KV block of every pool, and which commands may still touch it.
 
-Owns: block states, owners, block tables and unanswered commands, for all pools.
-Called by: the router and its ring, on the daemon's loop; telemetry reads its counts.
-Invariants: every block is in one state with one owner; counts add up to the pool; no block
-becomes FREE while a command naming it is unanswered (until then it is DRAINING); block 0 is
-padding and is never allocated.
+Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools. A
+block's state is not kept anywhere: it follows from the two.
+Called by: the router and copies, on the daemon's loop; telemetry reads the counts.
+Invariants: a block has as many references as tables that it is in, and as many commands as name
+it; it is in the free list exactly if it has neither; block 0 is padding and is never allocated.
 Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import IntEnum
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from engine.errors import InvariantViolated
 
@@ -24,15 +24,17 @@ CommandKey = tuple[str, int, int]
 """("admit", seq_id, generation), ("load", load_id, 0) or ("grant", slot, 0)."""
 
 
-class BlockState(IntEnum):
-    """FREE → RESERVED → ACTIVE → (DRAINING →) FREE. CACHED and QUARANTINED hold no owner's work."""
+class BlockState(StrEnum):
+    """What references and unanswered commands make of a block."""
 
-    FREE = 0
-    RESERVED = 1
-    ACTIVE = 2
-    CACHED = 3
-    DRAINING = 4
-    QUARANTINED = 5
+    FREE = "free"
+    """Neither: it can be allocated."""
+    RESERVED = "reserved"
+    """Referenced, and named by no command: kept for what will be written later."""
+    ACTIVE = "active"
+    """Referenced, and named by a command: a worker may read and write it."""
+    DRAINING = "draining"
+    """Named by commands only: nobody needs it, but a worker may still touch it."""
 
 
 class BlockPool:
@@ -42,9 +44,11 @@ class BlockPool:
         self.name = name
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.life = 1
+        """Grows when the memory is lost with what was in it; block ids stay as they are."""
         self.free_block_ids = deque(range(1, num_blocks))
-        self.states = [BlockState.FREE] * num_blocks
-        self.owners: list[Owner | None] = [None] * num_blocks
+        self.num_references = [0] * num_blocks
+        """Tables that the block is in."""
         self.num_commands = [0] * num_blocks
         """Unanswered commands that name the block."""
         self.counts = dict.fromkeys(BlockState, 0)
@@ -64,45 +68,42 @@ class BlockPool:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def set_state(self, block_id: int, state: BlockState, owner: Owner | None) -> None:
-        """Move one block to a state; the only place where states and counts change."""
-        self.counts[self.states[block_id]] -= 1
-        self.counts[state] += 1
-        self.states[block_id] = state
-        self.owners[block_id] = owner
-        if state is BlockState.FREE:
-            self.free_block_ids.append(block_id)
+    def state(self, block_id: int) -> BlockState:
+        """What its references and commands make of it."""
+        if self.num_references[block_id]:
+            return BlockState.ACTIVE if self.num_commands[block_id] else BlockState.RESERVED
+        return BlockState.DRAINING if self.num_commands[block_id] else BlockState.FREE
+
+    def count(self, block_id: int, *, references: int = 0, commands: int = 0) -> None:
+        """Add to a block's references and commands; the only place where either changes.
+
+        A free block has to be taken out of the free list by whoever first refers to it.
+        """
+        before = self.state(block_id)
+        self.num_references[block_id] += references
+        self.num_commands[block_id] += commands
+        after = self.state(block_id)
+        if after is not before:
+            self.counts[before] -= 1
+            self.counts[after] += 1
+            if after is BlockState.FREE:
+                self.free_block_ids.append(block_id)
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
-        recount = dict.fromkeys(BlockState, 0)
-        for block_id in range(1, self.num_blocks):
-            state = self.states[block_id]
-            recount[state] += 1
-            if state is BlockState.FREE:
-                if self.owners[block_id] is not None or self.num_commands[block_id]:
-                    raise InvariantViolated(
-                        f"block {block_id} is free but owned by {self.owners[block_id]!r} or named "
-                        f"by {self.num_commands[block_id]} commands",
-                        where=self.name,
-                    )
-            elif state in (BlockState.RESERVED, BlockState.ACTIVE, BlockState.DRAINING) and (
-                self.owners[block_id] is None
-            ):
-                raise InvariantViolated(f"block {block_id} has no owner", where=self.name)
-            if state is BlockState.DRAINING and not self.num_commands[block_id]:
-                raise InvariantViolated(f"block {block_id} drains for nothing", where=self.name)
-        free = set(self.free_block_ids)
-        if recount != self.counts or len(free) != len(self.free_block_ids):
-            raise InvariantViolated(f"counts {self.counts} but {recount} found", where=self.name)
-        if len(free) != recount[BlockState.FREE] or 0 in free:
+        recount = Counter(self.state(block_id) for block_id in range(1, self.num_blocks))
+        if any(self.counts[state] != recount[state] for state in BlockState):
+            raise InvariantViolated(f"counts {self.counts}, {recount} found", where=self.name)
+        free = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.FREE}
+        if len(self.free_block_ids) != len(free) or free != set(self.free_block_ids):
             raise InvariantViolated("the free list does not equal the free blocks", where=self.name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Command:
     worker: str
-    blocks: tuple[tuple[str, tuple[int, ...]], ...]
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    """By pool; those that are not answered for yet."""
 
 
 class Ledger:
@@ -122,49 +123,67 @@ class Ledger:
             books = self.pools[pool] = BlockPool(pool, num_blocks, books.block_size)
         return books.capacity * books.block_size
 
+    # References
+
     def table(self, owner: Owner, pool: str) -> list[int]:
-        """The owner's blocks in a pool, in order; empty if it owns none. Do not modify."""
+        """The owner's blocks in a pool, in order; empty if it has none. Do not modify."""
         return self._tables.get((owner, pool), [])
 
-    def reserve(self, owner: Owner, wants: dict[str, int]) -> bool:
-        """Take blocks in every named pool, or in none; True if taken.
+    def reserve(self, owner: Owner, wants: Mapping[str, int]) -> bool:
+        """Take free blocks in every named pool, or in none; True if taken.
 
         Args:
-            owner: who will own them; must own nothing in these pools yet.
+            owner: whose tables they are added to.
             wants: number of blocks by pool.
         """
         if any(self.pools[pool].num_free < count for pool, count in wants.items()):
             return False
         for name, count in wants.items():
-            pool = self.pools[name]
-            block_ids = [pool.free_block_ids.popleft() for _ in range(count)]
-            for block_id in block_ids:
-                pool.set_state(block_id, BlockState.RESERVED, owner)
-            self._tables.setdefault((owner, name), []).extend(block_ids)
+            free = self.pools[name].free_block_ids
+            self.refer(owner, name, [free.popleft() for _ in range(count)])
         return True
 
-    def activate(self, owner: Owner, pool: str) -> None:
-        """The owner's reserved blocks are about to be written."""
-        books = self.pools[pool]
-        for block_id in self.table(owner, pool):
-            if books.states[block_id] is BlockState.RESERVED:
-                books.set_state(block_id, BlockState.ACTIVE, owner)
+    def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
+        """Add blocks to the owner's table, which other tables may have, too."""
+        if block_ids:
+            self._tables.setdefault((owner, pool), []).extend(block_ids)
+            for block_id in block_ids:
+                self.pools[pool].count(block_id, references=1)
 
-    def transfer(self, pool: str, block_id: int, old: Owner, new: Owner) -> None:
-        """Give one block to another owner, as ACTIVE: a stored ring slot becomes the sequence's."""
-        self._tables[old, pool].remove(block_id)
-        self._tables.setdefault((new, pool), []).append(block_id)
-        self.pools[pool].set_state(block_id, BlockState.ACTIVE, new)
+    def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
+        """The owner is done with these blocks (None: all); free now, or draining while named."""
+        if block_ids is None:
+            leaving = self._tables.pop((owner, pool), [])
+        else:
+            leaving, table = list(block_ids), self._tables[owner, pool]
+            for block_id in leaving:
+                table.remove(block_id)
+            if not table:
+                del self._tables[owner, pool]
+        for block_id in leaving:
+            self.pools[pool].count(block_id, references=-1)
+
+    def release_all(self, owner: Owner) -> None:
+        """The owner is done with its blocks in every pool."""
+        for name in self.pools:
+            self.release(owner, name)
+
+    # Commands
 
     def open_command(self, key: CommandKey, worker: str, blocks: dict[str, list[int]]) -> None:
         """A command naming these blocks was sent to a worker and is unanswered from now on."""
         if key in self._commands:
             raise InvariantViolated(f"command {key} is open already", where=worker)
-        self._commands[key] = _Command(worker, tuple((p, tuple(ids)) for p, ids in blocks.items()))
+        self._commands[key] = _Command(worker)
+        self.extend_command(key, blocks)
+
+    def extend_command(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
+        """An open command names these blocks, too."""
+        named = self._commands[key].blocks
         for pool, block_ids in blocks.items():
-            num_commands = self.pools[pool].num_commands
+            named.setdefault(pool, []).extend(block_ids)
             for block_id in block_ids:
-                num_commands[block_id] += 1
+                self.pools[pool].count(block_id, commands=1)
 
     def unanswered(self, worker: str) -> list[CommandKey]:
         """Commands to a worker that are open."""
@@ -175,15 +194,18 @@ class Ledger:
         command = self._commands.pop(key, None)
         if command is None:
             return False
-        for name, block_ids in command.blocks:
-            pool = self.pools[name]
+        for name, block_ids in command.blocks.items():
             for block_id in block_ids:
-                pool.num_commands[block_id] -= 1
-                if not pool.num_commands[block_id] and (
-                    pool.states[block_id] is BlockState.DRAINING
-                ):
-                    pool.set_state(block_id, BlockState.FREE, None)
+                self.pools[name].count(block_id, commands=-1)
         return True
+
+    def answer_part(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
+        """The worker will not touch these of an open command's blocks again."""
+        named = self._commands[key].blocks
+        for pool, block_ids in blocks.items():
+            for block_id in block_ids:
+                named[pool].remove(block_id)
+                self.pools[pool].count(block_id, commands=-1)
 
     def is_open(self, key: CommandKey) -> bool:
         """True while the command is unanswered."""
@@ -196,29 +218,6 @@ class Ledger:
             self.close_command(key)
         return keys
 
-    def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
-        """The owner is done with these blocks (None: all); FREE now, or DRAINING while named."""
-        table = self._tables.get((owner, pool), [])
-        leaving = list(table) if block_ids is None else list(block_ids)
-        books = self.pools[pool]
-        for block_id in leaving:
-            if books.num_commands[block_id]:
-                books.set_state(block_id, BlockState.DRAINING, owner)
-            else:
-                books.set_state(block_id, BlockState.FREE, None)
-        if block_ids is None:
-            self._tables.pop((owner, pool), None)
-        else:
-            for block_id in leaving:
-                table.remove(block_id)
-            if not table:
-                self._tables.pop((owner, pool), None)
-
-    def release_all(self, owner: Owner) -> None:
-        """The owner is done with its blocks in every pool."""
-        for name in self.pools:
-            self.release(owner, name)
-
     @property
     def is_idle(self) -> bool:
         """True when no sequence owns blocks and no admit or load is unanswered."""
@@ -226,40 +225,27 @@ class Ledger:
             key[0] == "grant" for key in self._commands
         )
 
-    def check_invariants(self) -> None:
-        """Raise InvariantViolated unless tables, owners, commands and counts agree."""
-        for pool in self.pools.values():
-            pool.check_invariants()
-        seen: set[tuple[str, int]] = set()
-        for (owner, name), table in self._tables.items():
-            pool = self.pools[name]
-            for block_id in table:
-                if (name, block_id) in seen:
-                    raise InvariantViolated(f"block {block_id} is in two tables", where=name)
-                seen.add((name, block_id))
-                if pool.owners[block_id] != owner:
-                    raise InvariantViolated(
-                        f"block {block_id} is in the table of {owner!r} but owned by "
-                        f"{pool.owners[block_id]!r}",
-                        where=name,
-                    )
-                if pool.states[block_id] not in (BlockState.RESERVED, BlockState.ACTIVE):
-                    raise InvariantViolated(
-                        f"block {block_id} is in a table and {pool.states[block_id].name}",
-                        where=name,
-                    )
-        self._check_commands(seen)
+    def owners(self) -> set[Owner]:
+        """Whoever has a table in some pool."""
+        return {owner for owner, _ in self._tables}
 
-    def _check_commands(self, in_tables: set[tuple[str, int]]) -> None:
-        named = {name: [0] * pool.num_blocks for name, pool in self.pools.items()}
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless tables, commands and counts agree."""
+        references = {name: Counter[int]() for name in self.pools}
+        commands = {name: Counter[int]() for name in self.pools}
+        for (owner, name), table in self._tables.items():
+            references[name].update(table)
+            if len(set(table)) != len(table):
+                raise InvariantViolated(f"a block is twice in the table of {owner!r}", where=name)
         for command in self._commands.values():
-            for name, block_ids in command.blocks:
-                for block_id in block_ids:
-                    named[name][block_id] += 1
+            for name, block_ids in command.blocks.items():
+                commands[name].update(block_ids)
         for name, pool in self.pools.items():
-            if named[name] != pool.num_commands:
-                raise InvariantViolated("commands and their counts differ", where=name)
-            for block_id in range(1, pool.num_blocks):
-                held = pool.states[block_id] in (BlockState.RESERVED, BlockState.ACTIVE)
-                if held != ((name, block_id) in in_tables):
-                    raise InvariantViolated(f"block {block_id} is held by no table", where=name)
+            pool.check_invariants()
+            for what, found, counted in (
+                ("references", references[name], pool.num_references),
+                ("commands", commands[name], pool.num_commands),
+            ):
+                wrong = [b for b in range(pool.num_blocks) if found[b] != counted[b]]
+                if wrong or found[0]:
+                    raise InvariantViolated(f"{what} of blocks {wrong} are miscounted", where=name)

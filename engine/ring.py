@@ -83,7 +83,8 @@ class Ring:
             if sequence is None:
                 self._ledger.release(worker, self.pool, [block.slot])
                 continue
-            self._ledger.transfer(self.pool, block.slot, worker, sequence.seq_id)
+            self._ledger.refer(sequence.seq_id, self.pool, [block.slot])
+            self._ledger.release(worker, self.pool, [block.slot])
             transfer = self._transfers.setdefault(sequence.seq_id, _Transfer(sequence))
             transfer.num_stored = block.block_index + 1
             transfer.waiting.append(block)
@@ -131,7 +132,6 @@ class Ring:
         self._next_load_id += 1
         self._loads[load_id] = _PendingLoad(seq_id, transfer.waiting)
         transfer.waiting = []
-        self._ledger.activate(seq_id, self._decode_pool)
         blocks = {self.pool: slots, self._decode_pool: block_ids}
         self._ledger.open_command(("load", load_id, 0), self._decode_worker, blocks)
         send(self._decode_worker, Load(load_id, slots, block_ids))

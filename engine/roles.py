@@ -5,13 +5,12 @@ Called by: the router: for a route before it reserves blocks, after every step, 
 has work has changed; the service switches roles.
 Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
 to do lends its cores to one that has, unless roles are static; it has them back before it steps.
-Never: touches a block or a sequence.
+Never: touches a block or a sequence; reads a clock.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -37,7 +36,6 @@ class Roles:
         roles: one of ROLES; a topology of one worker is always colocated.
         max_step_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
-        clock_ns: that of the workers' steps.
     """
 
     def __init__(
@@ -48,10 +46,8 @@ class Roles:
         *,
         max_step_tokens: int,
         send: Callable[[str, Command], None],
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.topology = topology
-        self._clock_ns = clock_ns
         self._recent = _RecentBatch()
         self.cores = Cores(cores, send)
         self.slo = Slo()
@@ -108,7 +104,12 @@ class Roles:
     # What the router asks
 
     def route(
-        self, sequence: Sequence, running: Iterable[Sequence], *, fits_prefill_pool: bool
+        self,
+        sequence: Sequence,
+        running: Iterable[Sequence],
+        now_ns: int,
+        *,
+        fits_prefill_pool: bool,
     ) -> Choice:
         """How a sequence should be run that is about to be placed."""
         if self._roles == "colocated":
@@ -123,7 +124,7 @@ class Roles:
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_tokens=sequence.sampling.max_tokens,
             prefill=loads[topology.prefill_worker],
-            decode=self._recent.added_to(loads[topology.decode_worker], self._clock_ns()),
+            decode=self._recent.added_to(loads[topology.decode_worker], now_ns),
             max_step_tokens=self._max_step_tokens,
             slo=self.slo,
             shares_memory_bus=topology.shares_memory_bus,
@@ -134,11 +135,9 @@ class Roles:
         )
         return choose(situation, self._predict_ms)
 
-    def placed(self, sequence: Sequence, choice: Choice) -> None:
+    def placed(self, choice: Choice) -> None:
         """The choice has been acted on."""
-        sequence.route = self._last = choice.route
-        sequence.route_reason = ": ".join(filter(None, (choice.reason, choice.about)))
-        sequence.max_chunk_tokens = choice.max_chunk_tokens
+        self._last = choice.route
         self.counts[f"{choice.route} {choice.reason}"] += 1
 
     def settle(self, running: Iterable[Sequence]) -> None:

@@ -6,11 +6,6 @@ for an open reply).
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none; a
 sequence's blocks are reserved in all pools together, or in none; each sequence ends once.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
-
-A sequence's life: submit → (routed, blocks reserved) → admit to the prefill worker until it has
-one output token → its release is the handoff → admit to the decode worker until it ends; or one
-worker does all of it. A worker's death puts its sequences back in front of the queue, with their
-blocks and outputs.
 """
 
 from __future__ import annotations
@@ -114,12 +109,20 @@ class Router:
             self.ring.forget(sequence)
         self.ledger.release_all(sequence.seq_id)
 
+    def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
+        """End a sequence at a stop string, after so many output tokens; its reply knows."""
+        del sequence.output_token_ids[num_kept_tokens:]
+        self.finish(sequence, FinishReason.STOP, now_ns)
+        sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
+        self.dispatch(now_ns)
+
     def abort(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
         """End a sequence and tell its reply."""
-        if not sequence.is_finished:
-            self.finish(sequence, reason, now_ns)
-            self._emit(sequence, [], [], True)
-            self.dispatch(now_ns)
+        if sequence.is_finished:
+            return
+        self.finish(sequence, reason, now_ns)
+        self._emit(sequence, [], [], True)
+        self.dispatch(now_ns)
 
     # What workers report
 
@@ -129,7 +132,7 @@ class Router:
         self.dispatch(now_ns)
 
     def cores_used(self, worker: str, report: CoresUsed) -> None:
-        """The worker has changed its cores, as it was told."""
+        """The worker has changed its cores."""
         self.roles.answered(worker, report)
 
     def switch_roles(self, roles: str, now_ns: int) -> None:
@@ -159,8 +162,7 @@ class Router:
             sequence.after_event = None  # what is acknowledged has been done
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
-            sequence.worker = None
-            sequence.phase = Phase.QUEUED
+            sequence.worker, sequence.phase = None, Phase.QUEUED
             self.resuming.append(sequence)
         self.dispatch(now_ns)
 
@@ -251,15 +253,17 @@ class Router:
             fits_now(wants(sequence, route, topology, pools), pools) for route in Route
         ):
             return False
-        choice = self.roles.route(
-            sequence, self.running.values(), fits_prefill_pool=can_ever_fit(stays, pools)
-        )
+        can_stay = can_ever_fit(stays, pools)
+        running = self.running.values()
+        choice = self.roles.route(sequence, running, now_ns, fits_prefill_pool=can_stay)
         worker = topology.decode_worker if choice.route is Route.DECODE else topology.prefill_worker
         if worker not in open_workers or not self.ledger.reserve(
             sequence.seq_id, wants(sequence, choice.route, topology, pools)
         ):
             return False
-        self.roles.placed(sequence, choice)
+        self.roles.placed(choice)
+        sequence.route, sequence.max_chunk_tokens = choice.route, choice.max_chunk_tokens
+        sequence.route_reason = ": ".join(filter(None, (choice.reason, choice.about)))
         self.queue.take(sequence, now_ns)
         self._admit(sequence, worker, now_ns)
         return True
@@ -286,9 +290,8 @@ class Router:
         self.resuming.remove(sequence)
         is_moving = self._moves(sequence) and not needs_prefill
         if is_moving and self.ring is not None and not self.ring.has_arrived(sequence):
-            sequence.worker = worker
+            sequence.worker, sequence.phase = worker, Phase.HANDING_OFF
             self.running[sequence.seq_id] = sequence
-            sequence.phase = Phase.HANDING_OFF
             return
         self._admit(sequence, worker, now_ns)
 
@@ -304,7 +307,6 @@ class Router:
         sequence.route = Route.DECODE  # the prefill worker would have nothing to compute it for
 
     def _moves(self, sequence: Sequence) -> bool:
-        """True if it is prefilled by one worker and decoded by another."""
         return sequence.route is Route.MOVE and sequence.sampling.max_tokens > 1
 
     def _admit(self, sequence: Sequence, worker: str, now_ns: int) -> None:
@@ -319,7 +321,6 @@ class Router:
             sequence.phase = Phase.PREFILLING
         else:
             sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
-        self.ledger.activate(sequence.seq_id, pool)
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: table})
@@ -386,10 +387,9 @@ class Router:
         if self.ring is not None:
             self.ledger.release(sequence.seq_id, topology.prefill_pool)
             sequence.worker = topology.decode_worker
-        else:
-            del self.running[sequence.seq_id]
-            sequence.worker = None
-            self.resuming.append(sequence)
+            return
+        sequence.worker = None
+        self.resuming.append(self.running.pop(sequence.seq_id))
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless ledger, queue, ring and cores agree with themselves."""

@@ -89,10 +89,10 @@ def total_power_w(frame: Frame) -> float | None:
 
 
 def pool_used_ratio(pool: PoolFrame) -> float | None:
-    """Share of blocks that new work cannot take; cached ones count as available."""
+    """Share of blocks that new work cannot take."""
     if pool.num_blocks <= 0:
         return None
-    return 1 - (pool.free + pool.cached) / pool.num_blocks
+    return 1 - pool.free / pool.num_blocks
 
 
 def spread(samples: Sequence[float | None], num_samples: int, num_cells: int) -> Samples:

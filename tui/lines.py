@@ -22,9 +22,7 @@ SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 STATE_CELLS = {
     "active": "█",
     "reserved": "▓",
-    "cached": "▒",
     "draining": "▚",
-    "quarantined": "X",
     "free": "░",
 }
 """Block states in the order in which a bar shows them."""

@@ -123,8 +123,6 @@ def pool_counts(pool: PoolFrame) -> dict[str, int]:
     return {
         "active": pool.active,
         "reserved": pool.reserved,
-        "cached": pool.cached,
         "draining": pool.draining,
-        "quarantined": pool.quarantined,
         "free": pool.free,
     }

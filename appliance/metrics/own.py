@@ -15,7 +15,7 @@ from appliance.metrics.family import Family, counter, gauge, histogram
 from appliance.protocol import DeviceFrame, Frame
 
 _STATES = ("loading", "ready", "draining", "degraded")
-_BLOCK_STATES = ("free", "reserved", "active", "cached", "draining", "quarantined")
+_BLOCK_STATES = ("free", "reserved", "active", "draining")
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:

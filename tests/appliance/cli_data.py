@@ -100,7 +100,6 @@ FRAME = {
             "free": 500,
             "active": 10,
             "reserved": 2,
-            "cached": 0,
             "owners": [
                 {"user": "ann", "num_blocks": 8, "num_requests": 2},
                 {"user": "svc\x1b[2J", "num_blocks": 4, "num_requests": 1},

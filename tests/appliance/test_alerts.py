@@ -138,8 +138,6 @@ WRONG = {
     "kv warning": (idle(pools=[pool(active=950)]), {"kv.occupancy": "warning"}),
     "kv error": (idle(pools=[pool(active=1020)]), {"kv.occupancy": "error"}),
     "a ring": (idle(pools=[pool("ring", reserved=1024)]), {}),
-    "kept for reuse": (idle(pools=[pool(cached=1024)]), {}),
-    "quarantine": (idle(pools=[pool(quarantined=1)]), {"kv.quarantine": "warning"}),
     "queue half full": (idle(queue=QueueFrame(32, 0, 0, 0, 64, 9.0)), {"queue.full": "warning"}),
     "tokens wait": (
         idle(queue=QueueFrame(1, 0, 0, 0, 64, 9.0, 1, 95, 100)),

@@ -28,13 +28,11 @@ def test_reserve_takes_from_all_pools_or_from_none():
 def test_released_block_named_by_a_command_drains_until_the_answer():
     ledger = make_ledger()
     ledger.reserve(1, {"kv": 2})
-    ledger.activate(1, "kv")
     table = list(ledger.table(1, "kv"))
     ledger.open_command(("admit", 1, 1), "prefill", {"kv": table})
     ledger.release_all(1)
     pool = ledger.pools["kv"]
-    assert [pool.states[b] for b in table] == [BlockState.DRAINING] * 2
-    assert [pool.owners[b] for b in table] == [1, 1]
+    assert [pool.state(b) for b in table] == [BlockState.DRAINING] * 2
     ledger.check_invariants()
     assert ledger.close_command(("admit", 1, 1))
     assert pool.num_free == 8
@@ -70,17 +68,47 @@ def test_opening_a_command_twice_is_a_bug():
         ledger.open_command(("admit", 1, 1), "prefill", {"kv": []})
 
 
-@pytest.mark.parametrize("damage", ["owner", "state", "free", "commands"])
+def test_a_block_stays_while_somebody_refers_to_it():
+    ledger = make_ledger()
+    ledger.reserve(1, {"kv": 2})
+    table = list(ledger.table(1, "kv"))
+    ledger.refer(2, "kv", table[:1])
+    ledger.check_invariants()
+    ledger.release_all(1)
+    pool = ledger.pools["kv"]
+    assert [pool.state(b) for b in table] == [BlockState.RESERVED, BlockState.FREE]
+    ledger.release(2, "kv", table[:1])
+    assert pool.num_free == 8
+    ledger.check_invariants()
+
+
+def test_a_command_can_grow_and_be_answered_in_parts():
+    ledger = make_ledger()
+    ledger.reserve(1, {"kv": 3})
+    first, *rest = ledger.table(1, "kv")
+    ledger.open_command(("admit", 1, 1), "prefill", {"kv": [first]})
+    ledger.extend_command(("admit", 1, 1), {"kv": rest})
+    ledger.release_all(1)
+    ledger.answer_part(("admit", 1, 1), {"kv": [first, rest[0]]})
+    ledger.check_invariants()
+    pool = ledger.pools["kv"]
+    assert (pool.num_free, pool.state(rest[1])) == (7, BlockState.DRAINING)
+    ledger.close_command(("admit", 1, 1))
+    assert pool.num_free == 8
+    ledger.check_invariants()
+
+
+@pytest.mark.parametrize("damage", ["references", "counts", "free", "commands"])
 def test_check_invariants_finds_damage(damage):
     ledger = make_ledger()
     ledger.reserve(1, {"kv": 2})
     pool = ledger.pools["kv"]
     block_id = ledger.table(1, "kv")[0]
     match damage:
-        case "owner":
-            pool.owners[block_id] = 2
-        case "state":
-            pool.states[block_id] = BlockState.FREE
+        case "references":
+            pool.num_references[block_id] = 2
+        case "counts":
+            pool.counts[BlockState.FREE] += 1
         case "free":
             pool.free_block_ids.append(block_id)
         case "commands":
@@ -117,10 +145,26 @@ class LedgerWalk(RuleBasedStateMachine):
     def command(self, data, worker):
         owner = data.draw(st.sampled_from(sorted(self.owners)))
         key, self.next_id = ("load", self.next_id, 0), self.next_id + 1
-        self.ledger.activate(owner, "kv")
         tables = {pool: list(self.ledger.table(owner, pool)) for pool in ("kv", "ring")}
         self.ledger.open_command(key, worker, tables)
         self.commands.append(key)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def share(self, data):
+        owner = data.draw(st.sampled_from(sorted(self.owners)))
+        other, self.next_id = self.next_id, self.next_id + 1
+        self.ledger.refer(other, "kv", list(self.ledger.table(owner, "kv")))
+        self.owners.add(other)
+
+    @precondition(lambda self: self.commands)
+    @rule(data=st.data())
+    def answer_in_part(self, data):
+        key = data.draw(st.sampled_from(self.commands))
+        if self.ledger.is_open(key):
+            named = self.ledger._commands[key].blocks.get("kv", [])
+            count = data.draw(st.integers(0, len(named)))
+            self.ledger.answer_part(key, {"kv": named[:count]})
 
     @precondition(lambda self: self.commands)
     @rule(data=st.data())

@@ -19,10 +19,7 @@ class Machine:
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        clock_ns = lambda: int(self.now_s * 1e9)  # noqa: E731
-        self.roles = Roles(
-            topology, cores, roles, max_step_tokens=512, send=send, clock_ns=clock_ns
-        )
+        self.roles = Roles(topology, cores, roles, max_step_tokens=512, send=send)
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -35,7 +32,8 @@ class Machine:
         return [sorted(cores.used(name)) for name in cores.own]
 
     def route(self, sequence, *running):
-        return self.roles.route(sequence, running, fits_prefill_pool=True)
+        now_ns = int(self.now_s * 1e9)
+        return self.roles.route(sequence, running, now_ns, fits_prefill_pool=True)
 
     def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
         entries = [entry(100, 1) for _ in range(batch)]
@@ -161,14 +159,12 @@ def test_who_decoded_a_moment_ago_is_expected_back_and_then_no_more(learned):
 def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
     learned.now_s += 60
     moving = sequence("prefill", Phase.PREFILLING)
-    learned.roles.placed(moving, Choice(Route.MOVE, "cheapest"))
+    moving.route = Route.MOVE
     assert learned.route(sequence(), moving).route is Route.MOVE
 
 
 @pytest.mark.parametrize("reason", ["cheapest", "kept"])
-def test_what_is_placed_is_counted_and_carries_its_reason(reason):
-    machine, placed = Machine(), sequence()
-    machine.roles.placed(placed, Choice(Route.DECODE, reason, "ttft 5 ms", 64))
-    assert (placed.route, placed.route_reason) == ("decode", f"{reason}: ttft 5 ms")
-    assert placed.max_chunk_tokens == 64
+def test_what_is_placed_is_counted(reason):
+    machine = Machine()
+    machine.roles.placed(Choice(Route.DECODE, reason, "ttft 5 ms", 64))
     assert machine.roles.counts == {f"decode {reason}": 1}

@@ -3,7 +3,7 @@ import random
 import msgspec
 import pytest
 
-from engine.blocks import BlockPool, BlockState, Ledger
+from engine.blocks import BlockPool, Ledger
 from engine.elastic import Choice
 from engine.errors import QueueFull, RequestError
 from engine.messages import CoresUsed
@@ -182,7 +182,7 @@ class World:
         for name, pool in self.ledger.pools.items():
             held = pool.capacity - pool.num_free
             if name == "ring":
-                assert pool.counts[BlockState.RESERVED] == held  # granted ahead
+                assert len(self.ledger.table("prefill", "ring")) == held  # granted ahead
             else:
                 assert held == 0
 
@@ -248,6 +248,16 @@ def test_a_prompt_that_can_never_fit_is_refused_and_nothing_is_kept(world):
         world.submit(world.sequence(3, 2), world.sequence(1000, 5))
     assert refused.value.code == "context_length_exceeded"
     assert world.is_quiet
+
+
+def test_a_placed_sequence_carries_the_reason_of_its_route():
+    world = World("elastic")
+    choice = Choice(Route.DECODE, "kept", "ttft 5 ms", 64)
+    world.router.roles.route = lambda *args, **options: choice
+    sequence = world.sequence()
+    world.submit(sequence)
+    assert (sequence.route, sequence.route_reason) == ("decode", "kept: ttft 5 ms")
+    assert sequence.max_chunk_tokens == 64
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back():
@@ -480,7 +490,7 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
     rng = random.Random(seed)
     world = World(arm, num_blocks=33, num_slots=2)
 
-    def any_route(sequence, running, *, fits_prefill_pool):
+    def any_route(sequence, running, now_ns, *, fits_prefill_pool):
         routes = [Route.MOVE, Route.DECODE, *([Route.PREFILL] if fits_prefill_pool else [])]
         return Choice(rng.choice(routes), "drawn", "", rng.choice([None, 3]))
 

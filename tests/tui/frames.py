@@ -104,7 +104,7 @@ def worker(name: str, **changes: Any) -> WorkerFrame:
 
 def pool(name: str = "kv", owners: list[OwnerFrame] | None = None, **counts: int) -> PoolFrame:
     """A pool of 1,024 blocks; what the counts leave is free."""
-    states = {"reserved": 0, "active": 0, "cached": 0, "draining": 0, "quarantined": 0, **counts}
+    states = {"reserved": 0, "active": 0, "draining": 0, **counts}
     return PoolFrame(
         name=name,
         num_blocks=1024,
@@ -191,7 +191,7 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
                    batch_size_mean=22.6, last_step_age_ms=4.0,
                    cpu_percent=97.0, rss_bytes=1288 << 20),
         ],
-        pools=[pool(active=398, reserved=120, cached=96, draining=9, owners=OWNERS)],
+        pools=[pool(active=398, reserved=120, draining=9, owners=OWNERS)],
         latency=LatencyFrame(
             60.0, 142, 204.0, 412.0 + 20 * swing, 690.0, 11.6, 14.8, 31.0, 0.9, 2.4,
             655.0, 24.0, 3100.0, 7200.0, 9900.0, 61.0, 142.0, 0.971, 0.998, 2),
@@ -278,7 +278,7 @@ def kv_critical(seq: int = 160) -> Frame:
         seq,
         transport="shm",
         pools=[
-            pool("prefill", active=610, reserved=90, cached=40, owners=OWNERS),
+            pool("prefill", active=610, reserved=90, owners=OWNERS),
             pool("decode", active=min(830, 300 + 4 * seq), reserved=181, draining=4, owners=OWNERS),
         ],
         handoff=HandoffFrame("shm", 1, 2.0, 1e6 * seq, 9.7e9, 1),

@@ -47,8 +47,7 @@ def test_a_colocated_worker_plays_both_roles():
     assert worker_for(frames.idle(workers=[]), "prefill") is None
 
 
-def test_cached_blocks_count_as_available():
-    assert pool_used_ratio(frames.pool(cached=1024)) == 0
+def test_reserved_blocks_are_in_use():
     assert pool_used_ratio(frames.pool(active=256, reserved=256)) == 0.5
 
 

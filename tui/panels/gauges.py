@@ -18,7 +18,7 @@ _BLOCK_ROWS = 4
 """From here on a pool has its numbers with their states' names."""
 _LEGEND_WIDTH = 58
 """From here on the title has room for the legend of the bars."""
-_SHORT_STATES = {"reserved": "resvd", "draining": "drain", "quarantined": "quar"}
+_SHORT_STATES = {"reserved": "resvd", "draining": "drain"}
 _NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
@@ -33,12 +33,7 @@ def kv_title(view: View, width: int, height: int) -> str:
         return "KV"
     if width < _LEGEND_WIDTH or height // len(pools) >= _BLOCK_ROWS:
         return f"KV  {pools[0].block_size} tokens, {fmt.size(pools[0].block_bytes)} a block"
-    return "KV  " + "  ".join(f"{STATE_CELLS[state]} {state}" for state in _shown_states(view))
-
-
-def _shown_states(view: View) -> list[str]:
-    pools = view.frame.pools if view.frame else []
-    return [s for s in STATE_CELLS if s != "quarantined" or any(p.quarantined for p in pools)]
+    return "KV  " + "  ".join(f"{STATE_CELLS[state]} {state}" for state in STATE_CELLS)
 
 
 def kv(view: View, width: int, height: int) -> list[Line]:
@@ -58,7 +53,7 @@ def kv(view: View, width: int, height: int) -> list[Line]:
         lines = [_pool_row(frame, pool, width) for pool in pools]
     if width < _LEGEND_WIDTH:
         legend = " ".join(
-            STATE_CELLS[state] + _SHORT_STATES.get(state, state) for state in _shown_states(view)
+            STATE_CELLS[state] + _SHORT_STATES.get(state, state) for state in STATE_CELLS
         )
         lines.append([Span(legend, Tone.MUTED)])
     return lines[:height]
@@ -73,8 +68,7 @@ def used_spans(frame: Frame, pool: PoolFrame) -> Line:
 
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
     counts = pool_counts(pool)
-    shown = [state for state in STATE_CELLS if state != "quarantined" or counts[state]]
-    cells = [(f"{STATE_CELLS[state]} {state}", fmt.count(counts[state])) for state in shown]
+    cells = [(f"{STATE_CELLS[state]} {state}", fmt.count(counts[state])) for state in STATE_CELLS]
     cells += [("", "")] if len(cells) % 2 else []
     lines: list[Line] = [
         [

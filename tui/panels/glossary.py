@@ -32,7 +32,7 @@ _TTFT = Entry(
     "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
 )  # fmt: skip
 _USED = Entry(
-    "used", "blocks that new work cannot take; cached ones it can",
+    "used", "blocks that new work cannot take",
     "the ledger", "near full: shorter max_tokens, fewer requests, more --kv-memory",
 )  # fmt: skip
 
@@ -71,8 +71,6 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "the ledger", "large: replies end long before max_tokens"),
             Entry("draining", "freed, but a command that names them is unanswered",
                   "the ledger", "large for long: a worker is stuck"),
-            Entry("quarantined", "kept from use after a worker's death",
-                  "the ledger", "read the log"),
         ),
         "power": (
             Entry("throttle", "why the device runs below its clock",

@@ -74,8 +74,7 @@ def _pools(view: View, frame: Frame, width: int) -> list[Line]:
     """A row for each pool: occupancy, size, blocks by state."""
     columns = ["blocks", "size", *(state for state in STATE_CELLS)]
     head = fmt.pad("pool", _NAME_WIDTH) + fmt.pad("used", 5, right=True)
-    cut = {"quarantined": "quar"}
-    head += "".join(fmt.pad(cut.get(c, c), _cell(c), right=True) for c in columns)
+    head += "".join(fmt.pad(c, _cell(c), right=True) for c in columns)
     pool = frame.pools[0]
     note = f"{pool.block_size} tokens, {fmt.size(pool.block_bytes)} a block"
     if width < _NARROW:
