@@ -24,6 +24,8 @@ from appliance.gpu_placement import (
     installed_torch,
     place_on_gpu,
 )
+from appliance.models import cache
+from appliance.models.names import HubName
 from appliance.placement import (
     MIN_BLOCKS,
     Placement,
@@ -49,6 +51,8 @@ STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothin
 class Plan:
     """What the daemon will serve, with what, where."""
 
+    model_id: str
+    """The hub's name of the model, or its folder's."""
     checkpoint: Checkpoint
     model_note: str | None
     dtype: str
@@ -99,7 +103,11 @@ def make_plan(config: ServeConfig) -> Plan:
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.topology.is_colocated:
         roles = "colocated"
-    return Plan(checkpoint, note, dtype, placement, roles, workers, fds)
+    if isinstance(config.model, HubName):
+        model_id = config.model.repository
+    else:
+        model_id = checkpoint.folder.resolve().name
+    return Plan(model_id, checkpoint, note, dtype, placement, roles, workers, fds)
 
 
 def check_plan(config: ServeConfig) -> str:
@@ -119,9 +127,31 @@ def check_plan(config: ServeConfig) -> str:
     )
 
 
+def model_folder(model: Path | HubName | None) -> Path:
+    """Where the model lies: nowhere else than on this machine.
+
+    Raises:
+        ConfigError: it has to be pulled first, or is of a kind that is not served.
+    """
+    if model is None:
+        return STARTER_FOLDER
+    if isinstance(model, Path):
+        return model
+    if model.file is not None:
+        what = "GGUF files are not served yet"
+        hint = f"serve the safetensors that it was made from; penstock models show {model}"
+        raise ConfigError(what, where=str(model), hint=hint)
+    root = cache.hub_cache(os.environ)
+    folder = cache.resolve(root, model)
+    if folder is None:
+        what, hint = "not on this machine", f"penstock models pull {model}; {cache.in_words(root)}"
+        raise ConfigError(what, where=str(model), hint=hint)
+    return folder
+
+
 def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
-    checkpoint = Checkpoint.open(config.model or STARTER_FOLDER)
+    checkpoint = Checkpoint.open(model_folder(config.model))
     gpus, about = choose_gpus(config.devices, list_gpus(), installed_torch())
     if about is not None:
         log.warning("%s", about)
@@ -225,7 +255,7 @@ def model_info(plan: Plan) -> ModelInfo:
     """What the api must know of the model that the plan serves."""
     config = plan.checkpoint.config
     return ModelInfo(
-        model_id=plan.checkpoint.folder.resolve().name,
+        model_id=plan.model_id,
         max_model_len=plan.placement.max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance import paths
+from appliance.models.names import HubName, a_model
 from appliance.setting_kinds import (
     a_flag,
     a_path,
@@ -42,7 +43,7 @@ class ServeConfig:
 
     socket: Path
     state_dir: Path
-    model: Path | None = None
+    model: Path | HubName | None = None
     dtype: str = "auto"
     transport: str = "auto"
     roles: str = "auto"
@@ -89,7 +90,11 @@ class Setting(NamedTuple):
 
 
 SETTINGS: Mapping[str, Setting] = {
-    "model": Setting(a_path, "checkpoint folder to serve; without one the embedded starter model"),
+    "model": Setting(
+        a_model,
+        "model to serve: a folder, or a name on the hub such as Qwen/Qwen3-0.6B; without one the "
+        "embedded starter model",
+    ),
     "dtype": Setting(
         one_of("auto", "float32", "bfloat16", "float16"),
         "dtype to serve in: auto, float32, bfloat16 or float16",

@@ -161,7 +161,7 @@ class _Daemon:
         request_log = RequestLog(self._config.log_path, _log_limits(self._config))
         request_log.start_run(
             version=version("penstock"),
-            model=self._plan.checkpoint.folder.name,
+            model=self._plan.model_id,
             dtype=self._plan.dtype,
             roles=self._plan.roles,
             transport=self._plan.placement.topology.transport,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.api.tool_format import tool_format_of
+from appliance.models import cache
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError
 from engine.tokenizer import Tokenizer
@@ -32,22 +33,10 @@ class Found(NamedTuple):
     folder: Path
 
 
-def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Where Hugging Face's own tools keep what they have downloaded."""
-    if given := environ.get("HF_HUB_CACHE"):
-        return Path(given)
-    if home := environ.get("HF_HOME"):
-        return Path(home, "hub")
-    cache = environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache else Path.home() / ".cache") / "huggingface" / "hub"
-
-
-def in_hub_cache(cache: Path) -> Iterator[Found]:
+def in_hub_cache(root: Path) -> Iterator[Found]:
     """Snapshots of models, as owner/name@revision."""
-    for folder in sorted(cache.glob("models--*/snapshots/*")):
-        if (folder / "config.json").exists():
-            owner_and_name = folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
-            yield Found(f"{owner_and_name}@{folder.name[:7]}", folder)
+    for snapshot in cache.snapshots(root):
+        yield Found(snapshot.name, snapshot.folder)
 
 
 def under(root: Path) -> Iterator[Found]:
@@ -60,11 +49,15 @@ def under(root: Path) -> Iterator[Found]:
 
 def describe(found: Found) -> dict[str, Any]:
     """What `models list` says of a folder."""
+    unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
+    if not (found.folder / "config.json").exists():
+        size_bytes = cache.size_bytes(found.folder)
+        problem = "GGUF files are not served yet"
+        return {**_place(found), **unknown, "size_bytes": size_bytes, "problem": problem}
     try:
         checkpoint = Checkpoint.open(found.folder)
     except CheckpointError as error:
-        unknown = dict.fromkeys(("family", "num_parameters", "dtype", "size_bytes"))
-        return {**_place(found), **unknown, "max_model_len": None, "problem": error.what}
+        return {**_place(found), **unknown, "size_bytes": None, "problem": error.what}
     return {**_place(found), **_basics(checkpoint), "problem": None}
 
 

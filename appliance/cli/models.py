@@ -1,15 +1,14 @@
-"""The verbs on local models: list, show, verify.
+"""The verbs on models: pull, list, show, verify, rm.
 
-Owns: how a model is named on the command line, and the progress of reading it.
-Called by: main. Invariant: a model that cannot be served ends `show` and `verify` with exit code
-78, one that is not there with 5; `list` shows what cannot be served with its problem.
+Owns: how a model is named on the command line.
+Called by: main. Invariant: a model that cannot be served ends `pull`, `show` and `verify` with exit
+code 78, one that is not there with 5; `list` shows what cannot be served with its problem.
 Never: needs the daemon.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,29 +17,81 @@ import typer
 
 from appliance import config
 from appliance.cli import listings, pages, terminal
+from appliance.cli.progress import ProgressLine
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
-from appliance.cli.text import size
+from appliance.cli.text import printable, size
+from appliance.models import cache
+from appliance.models.names import HubName, a_model
 from engine.errors import CheckpointError, ConfigError, PenstockError
 
 # engine.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the verbs.
 
 LEAST_VOCABULARY = 0.5
-PROGRESS_S = 0.2
-PROGRESS_WITHOUT_TERMINAL_S = 10.0
 
 Dirs = Annotated[
     list[Path] | None, typer.Option("--dir", help="Look for models here as well; repeat.")
 ]
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name from the list.")]
 
-models = typer.Typer(help="Model folders on this machine.", no_args_is_help=True)
+models = typer.Typer(help="Models on this machine, and on the hub.", no_args_is_help=True)
 
 
 class NoSuchModel(PenstockError):
     """Neither a folder nor a name in the list."""
 
     exit_code = 5
+
+
+@models.command("pull")
+def pull_model(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="As owner/name[@revision][:file].")],
+) -> None:
+    """Download a model from the hub into Hugging Face's cache: only what serving needs, resumed.
+
+    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE hold as for Hugging Face's own tools. Bytes
+    that came before a cut stay, and their sums are compared with the hub's.
+    """
+    name = _hub_name(model)
+    from appliance.models.pull import pull  # with huggingface_hub, which takes a third of a second
+
+    line = ProgressLine("downloaded")
+    start_s = time.monotonic()
+    try:
+        folder = pull(
+            name,
+            cache.hub_cache(os.environ),
+            lambda each: line.show(each.done_bytes, each.total_bytes, each.bytes_per_s),
+        )
+    finally:
+        line.end()
+    took_s = time.monotonic() - start_s
+    terminal.note(f"penstock: {printable(name)}: {size(cache.size_bytes(folder))}, {took_s:.1f} s")
+    terminal.write(f"{printable(folder)}\n")
+
+
+@models.command("rm")
+def remove(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="As list shows it.")],
+) -> None:
+    """Remove a model, or one revision of it (owner/name@revision), from Hugging Face's cache."""
+    name = _hub_name(model)
+    root = cache.hub_cache(os.environ)
+    if not cache.repository_folder(root, name.repository).is_dir():
+        raise NoSuchModel("not in the cache", where=str(name), hint=cache.in_words(root))
+    commit = None
+    if "@" in model:
+        fitting = [
+            one.commit
+            for one in cache.snapshots(root)
+            if one.repository == name.repository and one.commit.startswith(name.revision)
+        ]
+        if len(fitting) != 1:
+            hint = "`penstock models list` shows the revisions"
+            raise NoSuchModel(f"{len(fitting)} revisions begin so", where=str(name), hint=hint)
+        commit = fitting[0]
+    freed = cache.remove(root, name.repository, commit)
+    terminal.write(f"removed {printable(model)}, {size(freed)}\n")
 
 
 @models.command("list")
@@ -79,10 +130,10 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     folder = _named(model, dirs).folder
     files = model_folders.weight_files(folder)
     expected = model_folders.expected_sums(folder, files)
-    progress = _Progress(sum(path.stat().st_size for path in files))
+    line, reading = ProgressLine("read"), _Reading(sum(path.stat().st_size for path in files))
     rows: list[dict[str, Any]] = []
     for path in files:
-        found = model_folders.sha256(path, progress.add)
+        found = model_folders.sha256(path, lambda n: line.show(*reading.add(n)))
         wanted = expected.get(path)
         result = "no sum to compare" if wanted is None else "ok" if found == wanted else "WRONG"
         rows.append(
@@ -94,7 +145,7 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
                 "result": result,
             }
         )
-    progress.end()
+    line.end()
     terminal.write(terminal.listing("verify", listings.CHECKSUMS, output).render(rows))
     if wrong := [row["file"] for row in rows if row["result"] == "WRONG"]:
         raise CheckpointError(
@@ -104,35 +155,31 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
         )
 
 
-class _Progress:
-    """How much has been read, on stderr: one line that changes, or a line now and then."""
+class _Reading:
+    """Bytes read so far, of how many, and their rate."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._is_terminal = sys.stderr.isatty()
-        self._start_s = self._said_s = time.monotonic()
+        self._done_bytes, self._total_bytes = 0, total_bytes
+        self._since_s = time.monotonic()
 
-    def add(self, num_bytes: int) -> None:
-        """So much more has been read."""
+    def add(self, num_bytes: int) -> tuple[int, int, float]:
+        """So many more have been read."""
         self._done_bytes += num_bytes
-        now_s = time.monotonic()
-        pause_s = PROGRESS_S if self._is_terminal else PROGRESS_WITHOUT_TERMINAL_S
-        if now_s - self._said_s >= pause_s:
-            self._said_s = now_s
-            self._say(now_s - self._start_s)
+        elapsed_s = max(time.monotonic() - self._since_s, 1e-3)
+        return self._done_bytes, self._total_bytes, self._done_bytes / elapsed_s
 
-    def end(self) -> None:
-        """Clear the line for what comes next."""
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
-    def _say(self, elapsed_s: float) -> None:
-        rate = size(self._done_bytes / elapsed_s)
-        line = f"read {size(self._done_bytes)} of {size(self._total_bytes)} at {rate}/s"
-        sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
-        sys.stderr.flush()
+def _hub_name(text: str) -> HubName:
+    """What is asked for must be a name on the hub.
+
+    Raises:
+        ConfigError: it is a folder, or nothing that could be a name.
+    """
+    name = a_model(text)
+    if isinstance(name, HubName):
+        return name
+    hint = "a model on the hub is named as owner/name, such as Qwen/Qwen3-0.6B"
+    raise ConfigError("not a name on the hub", where=text, hint=hint)
 
 
 def _found(dirs: list[Path] | None) -> list[Any]:
@@ -142,9 +189,9 @@ def _found(dirs: list[Path] | None) -> list[Any]:
 
     settings = config.load({})
     named = settings.model
-    found = [] if named is None else [model_folders.Found(named.name, named)]
+    found = [model_folders.Found(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
-    found += model_folders.in_hub_cache(model_folders.hub_cache(os.environ))
+    found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
     for root in dirs or ():
         found += model_folders.under(root.expanduser().absolute())
     by_folder: dict[Path, Any] = {}
@@ -160,6 +207,11 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     path = Path(name).expanduser()
     if path.is_dir():
         return model_folders.Found(path.absolute().name, path.absolute())
+    asked = a_model(name)
+    if isinstance(asked, HubName):
+        in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
+        if in_cache is not None:
+            return model_folders.Found(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
     matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]

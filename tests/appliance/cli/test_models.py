@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from appliance.boot import STARTER_FOLDER
-from appliance.cli import model_folders
+from appliance.models import cache
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
 
@@ -51,15 +51,16 @@ def test_models_are_found_where_people_keep_them(tmp_path: Path, environ: dict[s
 
 
 @pytest.mark.parametrize(
-    ("environ", "cache"),
+    ("environ", "there"),
     [
         ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HUGGINGFACE_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
         ({"HF_HOME": "/b"}, "/b/hub"),
         ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
     ],
 )
-def test_the_hubs_cache_is_where_its_own_tools_put_it(environ: dict[str, str], cache: str) -> None:
-    assert str(model_folders.hub_cache(environ)) == cache
+def test_the_hubs_cache_is_where_its_own_tools_put_it(environ: dict[str, str], there: str) -> None:
+    assert str(cache.hub_cache(environ)) == there
 
 
 def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str, str]) -> None:

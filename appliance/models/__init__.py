@@ -1,0 +1,1 @@
+"""Models by their names: the hub, its cache, what fits."""

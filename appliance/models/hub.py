@@ -1,0 +1,261 @@
+"""The door to huggingface_hub: what a hub lists, and the bytes of a file.
+
+HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and HF_HUB_OFFLINE are the
+library's own, and hold here. It starts a broken download again from nothing when the process has
+ended, and compares only sizes: so bytes are fetched here, by ranges, and their sums compared.
+Owns: requests to the hub, and their errors in words. Called by: pull, the CLI.
+Invariant: a blob that is in place has the sum that it is named by.
+Never: runs in the daemon's process or writes to a terminal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import (
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+    logging,
+)
+
+from appliance.models import cache
+from appliance.models.choice import RemoteFile, Repository
+from appliance.models.names import HubName
+from engine.errors import PenstockError
+
+logging.set_verbosity(logging.ERROR)  # what goes wrong is said here
+
+MAX_FRUITLESS_TRIES = 5
+"""In a row, without a single byte."""
+RETRY_PAUSE_S = 0.5
+_READ_BYTES = 1 << 20
+
+
+class HubError(PenstockError):
+    """The hub did not give what was asked for."""
+
+
+def look_up(name: HubName) -> Repository:
+    """What the hub has of a model.
+
+    Raises:
+        HubError: it cannot be reached, does not have it, or does not give it to this user.
+    """
+    with _in_words(name):
+        info = HfApi().model_info(
+            name.repository,
+            revision=name.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    files = {}
+    for each in info.siblings or ():
+        sha256 = None if each.lfs is None else each.lfs.sha256
+        size = each.size if each.size is not None else (each.lfs.size if each.lfs else 0)
+        files[each.rfilename] = RemoteFile(each.rfilename, size, sha256, each.blob_id or "")
+    if info.sha is None:
+        raise HubError("the hub names no commit", where=str(name), hint=_endpoint_hint())
+    return Repository(name, info.sha, files)
+
+
+def fetch(
+    repository: Repository, file: RemoteFile, root: Path, on_bytes: Callable[[int], None]
+) -> Path:
+    """Bring one file into the cache, going on where an earlier try ended.
+
+    Args:
+        repository: whose file it is.
+        file: as listed.
+        root: the cache.
+        on_bytes: told how many more have come; what was there before is not told. It may raise.
+
+    Returns:
+        The file in its snapshot, a link to its bytes.
+
+    Raises:
+        HubError: it cannot be had, or came with another sum than the hub lists.
+    """
+    folder = cache.repository_folder(root, repository.name.repository)
+    blob = folder / "blobs" / file.blob
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    if not blob.exists():
+        with open(_partial(blob), "ab") as part:
+            fcntl.flock(part, fcntl.LOCK_EX)  # whoever else pulls it is waited for
+            if not blob.exists():
+                _fetch_into(part, repository, file, on_bytes)
+                os.replace(part.name, blob)
+    pointer = folder / "snapshots" / repository.commit / file.path
+    if not pointer.exists():
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.unlink(missing_ok=True)
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    return pointer
+
+
+def left_bytes(repository: Repository, file: RemoteFile, root: Path) -> int:
+    """How many of its bytes are still to come."""
+    blob = cache.repository_folder(root, repository.name.repository) / "blobs" / file.blob
+    if blob.exists():
+        return 0
+    part = _partial(blob)
+    return file.size_bytes - (min(part.stat().st_size, file.size_bytes) if part.exists() else 0)
+
+
+def note_revision(repository: Repository, root: Path) -> None:
+    """Let the branch or tag be known by its name: all of its files are there."""
+    name = repository.name
+    if name.revision == repository.commit:
+        return
+    ref = cache.repository_folder(root, name.repository) / "refs" / name.revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    written = ref.with_name(f"{ref.name}.{os.getpid()}")
+    written.write_text(repository.commit)
+    os.replace(written, ref)
+
+
+def _partial(blob: Path) -> Path:
+    return blob.with_name(blob.name + cache.INCOMPLETE)
+
+
+def _fetch_into(
+    part: IO[bytes], repository: Repository, file: RemoteFile, on_bytes: Callable[[int], None]
+) -> None:
+    """Append what is missing, and compare the sum of all."""
+    if part.tell() > file.size_bytes:
+        part.truncate(0)
+    num_fruitless = 0
+    while (start := part.tell()) < file.size_bytes:
+        try:
+            with _in_words(repository.name):
+                _read_on(part, repository, file, on_bytes)
+        except _Cut as cut:
+            num_fruitless = 0 if part.tell() > start else num_fruitless + 1
+            if num_fruitless >= MAX_FRUITLESS_TRIES:
+                about = f"{file.path}: {cut}; {part.tell()} of {file.size_bytes} bytes are kept"
+                hint = "try again: it goes on from there"
+                raise HubError(about, where=str(repository.name), hint=hint) from cut
+            time.sleep(RETRY_PAUSE_S * (num_fruitless + 1))
+    part.flush()
+    found = _sum(Path(part.name), file)
+    if found != file.blob:
+        part.truncate(0)
+        what = f"{file.path} came with the sum {found[:12]}..., not {file.blob[:12]}..."
+        hint = "it is thrown away; try again, and suspect a proxy or a mirror"
+        raise HubError(what, where=str(repository.name), hint=hint)
+    os.fsync(part.fileno())
+
+
+class _Cut(Exception):
+    """The connection ended before the file did."""
+
+
+def _read_on(
+    part: IO[bytes], repository: Repository, file: RemoteFile, on_bytes: Callable[[int], None]
+) -> None:
+    """One request for the rest of a file; redirects are followed, with the token left behind."""
+    name, start = repository.name, part.tell()
+    url = hf_hub_url(name.repository, file.path, revision=repository.commit)
+    headers = {**build_hf_headers(), "accept-encoding": "identity"}
+    if start:
+        headers["range"] = f"bytes={start}-"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    try:
+        with http_stream_backoff(
+            "GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()
+        ) as reply:
+            hf_raise_for_status(reply)
+            if start and reply.status_code != httpx2.codes.PARTIAL_CONTENT:
+                part.truncate(0)  # a server without ranges begins again
+                on_bytes(-start)
+            for chunk in reply.iter_bytes():  # as they come: a cut loses none
+                part.write(chunk)
+                on_bytes(len(chunk))
+    except HfHubHTTPError as error:
+        is_beyond = error.response.status_code == httpx2.codes.REQUESTED_RANGE_NOT_SATISFIABLE
+        if not is_beyond:
+            raise
+        part.truncate(0)
+        on_bytes(-start)
+        raise _Cut("the hub's file is shorter than it says") from error
+    except httpx2.TransportError as error:
+        if not part.tell() and isinstance(error, httpx2.ConnectError):
+            raise  # nobody is there
+        raise _Cut(f"the connection ended ({error})") from error
+    if part.tell() < file.size_bytes:
+        raise _Cut("the connection ended early")
+    if part.tell() > file.size_bytes:
+        part.truncate(0)
+        raise _Cut("more bytes came than the hub lists")
+
+
+def _sum(path: Path, file: RemoteFile) -> str:
+    """SHA-256 of a large file, git's name of a small one."""
+    if file.sha256 is not None:
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+    with path.open("rb") as whole:
+        while piece := whole.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _in_words(name: HubName) -> Iterator[None]:
+    """Turn the library's errors into ours."""
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise _unreachable(name, "HF_HUB_OFFLINE is set") from error
+    except GatedRepoError as error:
+        raise HubError(
+            "its owner wants to be asked first", where=str(name),
+            hint=f"ask on {constants.ENDPOINT}/{name.repository}, then {_token_hint()}",
+        ) from error  # fmt: skip
+    except RevisionNotFoundError as error:
+        what = f"the repository has no revision {name.revision}"
+        raise HubError(what, where=str(name), hint="leave it out for its main branch") from error
+    except RepositoryNotFoundError as error:
+        raise HubError(
+            f"{constants.ENDPOINT} has no such model, or not for you",
+            where=str(name), hint=f"look at the name; for one that is private {_token_hint()}",
+        ) from error  # fmt: skip
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = _token_hint() if status in (401, 403) else "try again later"
+        raise HubError(f"the hub answers {status}", where=str(name), hint=hint) from error
+    except httpx2.TransportError as error:
+        about = f"{constants.ENDPOINT} cannot be reached ({error or type(error).__name__})"
+        raise _unreachable(name, about) from error
+
+
+def _unreachable(name: HubName, about: str) -> HubError:
+    there = cache.in_words(cache.hub_cache(os.environ))
+    return HubError(f"not on this machine, and {about}", where=str(name), hint=there)
+
+
+def _token_hint() -> str:
+    if get_token() is None:
+        return "set HF_TOKEN, or run hf auth login"
+    return "look at what your token (HF_TOKEN, or that of hf auth login) may read"
+
+
+def _endpoint_hint() -> str:
+    return f"is {constants.ENDPOINT} a hub? HF_ENDPOINT says where it is"

@@ -1,0 +1,54 @@
+"""How a model is named: a folder, or `owner/name` on a hub.
+
+Owns: the grammar of names. Called by: config, cache, pull, the CLI.
+Invariant: what exists as a folder is that folder; what begins like a path is a path.
+Never: imports anything slow: each `penstock status` pays for it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_REVISION = "main"
+
+_NAME = re.compile(
+    r"(?:https://huggingface\.co/|hf\.co/)?"
+    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
+    r"(?:@(?P<revision>[A-Za-z0-9][\w./-]{0,199}))?"
+    r"(?::(?P<file>[A-Za-z0-9][\w./-]{0,199}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on a hub."""
+
+    repository: str
+    """`owner/name`."""
+    revision: str = DEFAULT_REVISION
+    """A branch, a tag, or a commit (its beginning will do where that is in the cache)."""
+    file: str | None = None
+    """Of a GGUF repository: one of its files, or a quantisation such as Q4_K_M."""
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        return f"{self.repository}{revision}{'' if self.file is None else f':{self.file}'}"
+
+
+def a_model(value: object) -> Path | HubName:
+    """A folder, or a model on a hub: the value of the setting `model`.
+
+    Raises:
+        ValueError: it is neither; says what is allowed.
+    """
+    if isinstance(value, HubName):
+        return value
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("a path, or a name on the hub such as Qwen/Qwen3-0.6B")
+    path = Path(value).expanduser()
+    name = _NAME.fullmatch(str(value))
+    if name is None or path.is_dir():
+        return path.absolute()
+    return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])

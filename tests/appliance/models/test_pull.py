@@ -1,0 +1,264 @@
+"""A model from a hub on loopback into the cache, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.cli_process import ROOT, penstock, user_environ
+from tests.appliance.model_folder import make_model
+from tests.hub import Hub, Repository, folder_files, serving
+
+SIZES = {"vocab_size": 4096, "hidden_size": 64}
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "m"
+    make_model(folder, **SIZES)
+    with (folder / WEIGHTS).open("r+b") as file:  # else all pieces look alike
+        file.seek(-2_000_000, os.SEEK_END)
+        file.write(os.urandom(2_000_000))
+    return folder
+
+
+@pytest.fixture
+def hub(source: Path) -> Iterator[Hub]:
+    extra: dict[str, bytes | Path] = {"README.md": b"about", "pytorch_model.bin": b"x" * 9000}
+    with serving(owner__name=Repository(folder_files(source) | extra)) as hub:
+        yield hub
+
+
+@pytest.fixture
+def environ(tmp_path: Path, hub: Hub) -> dict[str, str]:
+    return user_environ(tmp_path) | {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret"}
+
+
+def snapshot(home: Path, name: str = "owner--name") -> Path:
+    cache = home / ".cache" / "huggingface" / "hub"
+    return cache / f"models--{name}" / "snapshots" / ("c" * 40)
+
+
+def assert_whole(home: Path, source: Path) -> None:
+    folder = snapshot(home)
+    for path in source.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert not list((folder.parents[1] / "blobs").glob("*.incomplete"))
+
+
+def test_only_what_serving_needs_comes_and_the_token_stays_here(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    ended = penstock(environ, "models", "pull", "owner/name")
+    assert (ended.returncode, ended.stdout.strip()) == (0, str(snapshot(tmp_path)))
+    assert_whole(tmp_path, source)
+    assert sorted(path.name for path in snapshot(tmp_path).iterdir()) == sorted(
+        path.name for path in source.iterdir()
+    )
+    tokens = {token for path, _, token in hub.asked if "/resolve/" in path or "/api/models" in path}
+    assert tokens == {"Bearer secret"}
+    assert {token for path, _, token in hub.asked if "/cdn/" in path} == {None}
+    num_asked = len(hub.ranges_of(WEIGHTS))
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert len(hub.ranges_of(WEIGHTS)) == num_asked  # what is there does not come again
+
+
+def test_a_connection_that_is_cut_twice_goes_on_where_it_was(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.cuts[WEIGHTS] = [700_001, 300_000]
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert hub.ranges_of(WEIGHTS) == [None, "bytes=700001-", "bytes=1000001-"]
+    assert_whole(tmp_path, source)
+
+
+def test_a_pull_that_was_killed_is_taken_up_by_the_next(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.chunk_pause = threading.Event()
+    command = [sys.executable, "-m", "appliance.models.pull", "owner/name"]
+    pulling = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        blobs, deadline = snapshot(tmp_path).parents[1] / "blobs", time.monotonic() + 30
+        while not any(path.stat().st_size > 500_000 for path in blobs.glob("*.incomplete")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        pulling.send_signal(signal.SIGKILL)
+        pulling.wait()
+        hub.chunk_pause.set()
+    assert penstock(environ, "models", "show", "owner/name@ccccccc").returncode != 0
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    first, second = hub.ranges_of(WEIGHTS)
+    assert first is None
+    assert second is not None
+    assert int(second.removeprefix("bytes=").removesuffix("-")) > 500_000
+    assert_whole(tmp_path, source)
+
+
+def test_a_server_without_ranges_begins_again(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.has_ranges = False
+    hub.cuts[WEIGHTS] = [700_000]
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert_whole(tmp_path, source)
+
+
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.failing = 1
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert_whole(tmp_path, source)
+
+
+def test_wrong_bytes_are_thrown_away_and_named(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.wrong.add(WEIGHTS)
+    ended = penstock(environ, "models", "pull", "owner/name")
+    assert ended.returncode == 1
+    assert f"{WEIGHTS} came with the sum" in ended.stderr
+    assert not (snapshot(tmp_path) / WEIGHTS).exists()
+    hub.wrong.clear()
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert_whole(tmp_path, source)
+
+
+def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    hub.cuts[WEIGHTS] = [400_000, 0, 0, 0, 0, 0]
+    hasty = "from appliance.models import hub, pull; hub.RETRY_PAUSE_S = 0; pull.main('owner/name')"
+    ended = subprocess.run(
+        [sys.executable, "-c", hasty], env=environ, cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert "400000 of" in json.loads(ended.stdout.splitlines()[-1])["error"]["what"]
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert hub.ranges_of(WEIGHTS)[-1] == "bytes=400000-"
+    assert_whole(tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("owner/other", ["has no such model", "HF_TOKEN"]),
+        ("owner/name@v9", ["no revision v9"]),
+        ("owner/secret", ["has no such model"]),
+        ("owner/gated", ["wants to be asked first", "/owner/gated"]),
+        ("owner/name:Q4_K_M", ["no quantisation 'Q4_K_M'"]),
+        ("owner/strange", ["architectures"]),
+        ("owner/old", ["no weights in safetensors", "pytorch_model.bin"]),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said(
+    hub: Hub, environ: dict[str, str], source: Path, name: str, words: list[str]
+) -> None:
+    files = folder_files(source)
+    hub.repositories["owner/secret"] = Repository(files, token="other")
+    hub.repositories["owner/gated"] = Repository(files, token="other", gated=True)
+    strange = {"config.json": json.dumps({"architectures": ["Strange"]}).encode()}
+    hub.repositories["owner/strange"] = Repository(files | strange)
+    old = {path: each for path, each in files.items() if path != WEIGHTS}
+    hub.repositories["owner/old"] = Repository(old | {"pytorch_model.bin": b"x"})
+    ended = penstock(environ, "models", "pull", name)
+    assert ended.returncode != 0
+    assert [word for word in words if word not in ended.stderr] == []
+    assert not hub.ranges_of(WEIGHTS)  # nothing large came before it was known
+
+
+def test_a_token_opens_what_is_private(hub: Hub, environ: dict[str, str], source: Path) -> None:
+    hub.repositories["owner/secret"] = Repository(folder_files(source), token="key")
+    assert penstock(environ, "models", "pull", "owner/secret").returncode == 1
+    assert penstock(environ | {"HF_TOKEN": "key"}, "models", "pull", "owner/secret").returncode == 0
+
+
+def test_without_a_network_the_error_says_what_there_is(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    hub.repositories["owner/other"] = Repository(folder_files(source))
+    for change in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        ended = penstock(environ | change, "models", "pull", "owner/other")
+        assert ended.returncode == 1
+        assert "not on this machine" in ended.stderr
+        assert "there is owner/name" in ended.stderr
+
+
+def test_a_gguf_file_comes_by_its_quantisation(
+    tmp_path: Path, hub: Hub, environ: dict[str, str]
+) -> None:
+    files: dict[str, bytes | Path] = {f"m-{q}.gguf": q.encode() * 9000 for q in ("Q4_K_M", "Q8_0")}
+    hub.repositories["owner/gguf"] = Repository(files)
+    assert penstock(environ, "models", "pull", "owner/gguf:Q8_0").returncode == 0
+    folder = snapshot(tmp_path, "owner--gguf")
+    assert [path.name for path in folder.iterdir()] == ["m-Q8_0.gguf"]
+    listed = penstock(environ, "models", "list", "-o", "json").stdout
+    row = next(r for r in json.loads(listed)["data"] if r["name"].startswith("owner/gguf"))
+    assert row["problem"] == "GGUF files are not served yet"
+
+
+def test_room_on_the_disk_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, source: Path
+) -> None:
+    from appliance.models import hub as door
+    from appliance.models import pull as pulling
+    from appliance.models.choice import RemoteFile
+    from appliance.models.choice import Repository as Listed
+    from appliance.models.names import HubName
+    from engine.errors import ConfigError
+
+    names = ("config.json", "tokenizer.json", WEIGHTS)
+    files = {name: RemoteFile(name, 1 << 50, None, name) for name in names}
+    listed = Listed(HubName("owner/huge"), "c" * 40, files)
+    monkeypatch.setattr(door, "look_up", lambda name: listed)
+    with pytest.raises(ConfigError, match="are free"):
+        pulling.pull(HubName("owner/huge"), tmp_path / "cache", lambda each: None)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_of_its_own_says_how_far_it_is(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    command = [sys.executable, "-m", "appliance.models.pull"]
+    ended = subprocess.run(
+        [*command, "owner/name"], env=environ, cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert lines[-1] == {"folder": str(snapshot(tmp_path))}
+    total = (source / WEIGHTS).stat().st_size
+    assert lines[-2]["done_bytes"] == lines[-2]["total_bytes"] == total
+    refused = subprocess.run(
+        [*command, "owner/none"], env=environ, cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert refused.returncode == 1
+    assert "no such model" in json.loads(refused.stdout)["error"]["what"]
+
+
+def test_removing_frees_what_no_other_revision_has(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
+) -> None:
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    there = hub.repositories["owner/name"]
+    there.commit = "d" * 40
+    there.files["tokenizer_config.json"] = b"{}"
+    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    folder = snapshot(tmp_path)
+    assert penstock(environ, "models", "rm", "owner/name@ccccccc").returncode == 0
+    assert not folder.exists()
+    assert penstock(environ, "models", "show", "owner/name").returncode == 0
+    assert len(list((folder.parents[1] / "blobs").iterdir())) == len(folder_files(source))
+    assert penstock(environ, "models", "rm", "owner/name").returncode == 0
+    assert not folder.parents[1].exists()
+    assert penstock(environ, "models", "rm", "owner/name").returncode == 5
