@@ -1,4 +1,4 @@
-"""Two workers on one GPU: who is told where the other's memory and events are.
+"""Two workers on one GPU: who is told where the other's memory is.
 
 One worker exports its weights and its pool, and another maps them. What is exported lives as long
 as its worker: when that one ends, so does the other, before either starts again.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from appliance.placement import WorkerPlan
-from engine.messages import Command, MapShared, Ready, SharedMemory, UseEvents
+from engine.messages import Command, MapShared, SharedMemory
 
 
 class Sharing:
@@ -30,7 +30,6 @@ class Sharing:
         self._memory: SharedMemory | None = None
         self._waiting: set[str] = set()
         """Mappers that have been let on, and have no memory yet."""
-        self._events: dict[str, list[bytes]] = {}
 
     def let_on(self, worker: str) -> None:
         """A worker has been sent Go."""
@@ -43,19 +42,9 @@ class Sharing:
         self._memory = memory
         self._tell()
 
-    def ready(self, worker: str, ready: Ready) -> None:
-        """Each orders its steps after those of the others: tell both sides."""
-        if self._roles[worker] is None:
-            return
-        for other, handles in self._events.items():
-            self._send(other, UseEvents(ready.events))
-            self._send(worker, UseEvents(handles))
-        self._events[worker] = ready.events
-
     def ended(self, worker: str) -> list[str]:
         """A worker is dead; the workers that have to end with it."""
         self._waiting.discard(worker)
-        self._events.pop(worker, None)
         if self._roles[worker] != "exports":
             return []
         self._memory = None

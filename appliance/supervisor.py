@@ -254,7 +254,6 @@ class Supervisor:
                         self._on_report(worker.plan.name, report)
                     case Ready():
                         worker.state, worker.ready = "ready", report
-                        self._sharing.ready(worker.plan.name, report)
                         worker.num_failed_starts = 0
                         ready_at_s = time.monotonic()
                         self._ready(worker)

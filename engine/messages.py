@@ -96,12 +96,6 @@ class MapShared(msgspec.Struct, tag=True, frozen=True):
     memory: SharedMemory
 
 
-class UseEvents(msgspec.Struct, tag=True, frozen=True):
-    """The other worker has started: open the events that it records after its steps."""
-
-    handles: list[bytes]
-
-
 class Admit(msgspec.Struct, tag=True, frozen=True):
     """Run this sequence until it has `until_output` output tokens or ends by itself.
 
@@ -121,8 +115,6 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     """Blocks whose bytes have left through the ring already; None: nothing is to be stored."""
     max_chunk_tokens: int | None = None
     """Prompt tokens per step at most, for those who decode beside it; None: as many as go."""
-    after_event: int | None = None
-    """Of the other worker's events, that of its last step with this sequence; None: not moved."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -188,8 +180,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Device memory that the graphs took."""
     ring_bytes_per_s: float | None = None
     """Of blocks to the ring and back, found unchanged; None: it has no ring."""
-    events: list[bytes] = []
-    """Handles of the events that it records after steps, for the other worker on its GPU."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -231,8 +221,6 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_prefill_tokens: int
     num_decode_tokens: int
     entries: list[SequenceStep]
-    event: int | None = None
-    """Of this worker's events, the one recorded after the step; None: it has none."""
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -258,5 +246,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | MapShared | UseEvents | Admit | Release | GrantSlots | Load | UseCores
+Command = Setup | Go | MapShared | Admit | Release | GrantSlots | Load | UseCores
 Report = LoadingProgress | WeightsLoaded | PoolMade | Ready | Stepped | Loaded | CoresUsed | Failed

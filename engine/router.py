@@ -159,7 +159,6 @@ class Router:
                 self.abort(sequence, FinishReason.ERROR, now_ns)
                 continue
             sequence.num_recoveries += 1
-            sequence.after_event = None  # what is acknowledged has been done
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
             sequence.worker, sequence.phase = None, Phase.QUEUED
@@ -339,7 +338,6 @@ class Router:
                     self.ring.num_stored(sequence) if moves_on and self.ring is not None else None
                 ),
                 max_chunk_tokens=sequence.max_chunk_tokens,
-                after_event=None if moves_on else sequence.after_event,
             ),
         )
 
@@ -372,7 +370,6 @@ class Router:
             self._emit(sequence, [], [], True)
         # emit may have ended it too (a stop string), so ask again
         if entry.is_released and not sequence.is_finished:
-            sequence.after_event = step.event
             self._hand_off(sequence, now_ns)
 
     def _hand_off(self, sequence: Sequence, now_ns: int) -> None:

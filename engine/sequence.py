@@ -167,8 +167,6 @@ class Sequence:
     handoff_blocks: int = 0
     lost_pools: set[str] = field(default_factory=set)
     """Pools whose memory is gone with what it had written there; its blocks' ids are still its."""
-    after_event: int | None = None
-    """The prefill worker's event after its last step there, for the other on the same GPU."""
     transport: str | None = None
     """`alias` or `shm` once it was handed over; None before, and where it never moves."""
     prefill_j: float | None = None
@@ -178,7 +176,7 @@ class Sequence:
     def forget_pool(self, pool: str) -> None:
         """Compute everything again, into the same blocks, and report on the prompt again."""
         self.lost_pools.discard(pool)
-        self.num_computed_tokens, self.after_event = 0, None
+        self.num_computed_tokens = 0
         self.prompt_logprobs = []
 
     @property

@@ -1,40 +1,69 @@
-"""An accelerator on a CPU: tensors that compute, and that no host tensor may be mixed with.
+"""An accelerator on a CPU: tensors that compute late, and that no host tensor may be mixed with.
 
-Torch takes `meta` for their device, whose guards do nothing. An operation on them runs on the
-host tensors that they hold. One that also has a host tensor fails, as it would beside a GPU, and
-one that brings a value to the host is counted, and fails while a graph is captured.
+Torch takes `meta` for their device, whose guards do nothing. An operation on them is put in a
+queue, and runs on the host tensors that they will hold when somebody waits for it, never before:
+by a mark, a value that is read, a copy that blocks. One that also has a host tensor fails, as
+it would beside a GPU; one that brings a value to the host is counted, and fails while a graph is
+captured.
 """
 
 import contextlib
+from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from engine.workers.device import Memory
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
+_TO_HOST = (_aten._local_scalar_dense.default, _aten.equal.default)
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
+_CHOOSE_SIZES = (
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.bincount.default,
+)
+"""By values that the host has to see."""
+
+
+class _Layout(NamedTuple):
+    shape: tuple
+    strides: tuple
+    offset: int
+    dtype: torch.dtype
+
+
+_LAYOUTS = {}
+"""Of what operations make, by what they are given; they cost more to find than the operations."""
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on the accelerator."""
+    """A tensor on the accelerator, by its layout: shape, strides, place in a storage, dtype."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held):
+    def __new__(cls, layout, accelerator):
+        shape, strides, offset, dtype = layout
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=DEVICE,
+            cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=DEVICE
         )
 
-    def __init__(self, held):
-        self.held = held
+    def __init__(self, layout, accelerator):
+        self.own_layout, self.accelerator = layout, accelerator
+        self.value = None
+        """On the host, once it is computed."""
+
+    @property
+    def held(self):
+        """The value, when all before it is done."""
+        if self.value is None:
+            self.accelerator.finish()
+        return self.value
 
     def tolist(self):
         return self.cpu().tolist()
@@ -66,8 +95,15 @@ class Accelerator(TorchDispatchMode):
         """Times that the host has waited for a value."""
         self.num_writes = 0
         """Copies of host tensors."""
+        self.num_launched = 0
+        """Operations put in the queue."""
+        self._queue = deque()
         self._is_capturing = False
         self._is_composite = {}
+
+    @property
+    def num_done(self):
+        return self.num_launched - len(self._queue)
 
     @contextlib.contextmanager
     def on(self):
@@ -89,6 +125,13 @@ class Accelerator(TorchDispatchMode):
         finally:
             self._is_capturing = False
 
+    def finish(self, num_launched=None):
+        """Run what is in the queue, as far as it had come then; all of it."""
+        last = self.num_launched if num_launched is None else num_launched
+        with _disable_current_modes(), torch.inference_mode():
+            while self.num_done < last:
+                self._queue.popleft()()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func not in self._is_composite:
@@ -99,47 +142,142 @@ class Accelerator(TorchDispatchMode):
         return self._compute(func, args, kwargs)
 
     def _compute(self, func, args, kwargs):
-        ours, theirs = {}, []
-        named = kwargs.get("device")
+        ours, theirs = [], []
 
-        def held(x):
+        def sort(x):
             if isinstance(x, OnDevice):
-                ours[id(x.held)] = x
-                return x.held
-            if isinstance(x, torch.Tensor):
+                ours.append(x)
+            elif isinstance(x, torch.Tensor):
                 theirs.append(x)
             elif isinstance(x, list | tuple):
-                return [held(each) for each in x]
-            return x
+                for each in x:
+                    sort(each)
 
-        def wrapped(x):
-            if isinstance(x, list | tuple):
-                return type(x)(wrapped(each) for each in x)
-            if not isinstance(x, torch.Tensor):
-                return x
-            return ours[id(x)] if id(x) in ours else OnDevice(x)
-
-        host_args = [held(x) for x in args]
-        host_kwargs = {name: held(x) for name, x in kwargs.items()}
+        sort(args)
+        sort(list(kwargs.values()))
+        named = kwargs.get("device")
         is_ours = bool(ours) if named is None else torch.device(named) == DEVICE
-        if named is not None and is_ours:
-            host_kwargs["device"] = torch.device("cpu")
-        self._check(func, ours, theirs, is_ours, args[0] if args else None)
-        made = func(*host_args, **host_kwargs)
-        return wrapped(made) if is_ours else made
+        if not ours and not is_ours:
+            return func(*args, **kwargs)
+        if func is _aten.copy_.default:
+            is_ours = isinstance(args[0], OnDevice)
+        is_ours = is_ours and func not in _TO_HOST
+        is_late = func in _COPIES and bool(kwargs.get("non_blocking") or args[2:] == (True,))
+        self._check(func, ours, theirs, is_ours)
+        if not is_ours and not (is_late and func is _aten.copy_.default):
+            self.finish()
+            return func(*_held(args), **_held(kwargs))
+        made = self._launch(func, args, kwargs, ours) if is_ours else self._copy_out(args)
+        if is_ours and theirs and func in _COPIES and not is_late:
+            self.finish()  # a copy from the host that blocks waits for all that is before it
+        return made
 
-    def _check(self, func, ours, theirs, is_ours, first):
-        is_copy = func in (_aten._to_copy.default, _aten.copy_.default)
+    def _launch(self, func, args, kwargs, ours):
+        """Put an operation in the queue; what it will have made."""
+        if func in _CHOOSE_SIZES:
+            self.finish()
+        on_host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") else kwargs
+        wrapped = _mapped(
+            self._layouts(func, args, kwargs),
+            lambda x: ours[x] if isinstance(x, int) else OnDevice(x, self),
+            (int, _Layout),
+        )
+
+        def run():
+            _bind(wrapped, func(*_held(args), **_held(on_host)))
+
+        self._queue.append(run)
+        self.num_launched += 1
+        return wrapped
+
+    def _layouts(self, func, args, kwargs):
+        """Of what an operation makes; a number for the one among its tensors that it returns."""
+        if func in _CHOOSE_SIZES:
+            with _disable_current_modes():
+                made = func(*_held(args), **_held(kwargs))
+            return _mapped(made, _layout_of, torch.Tensor)
+        key = (func, _signature(args), _signature(kwargs))
+        if key not in _LAYOUTS:
+            places = {}
+
+            def shaped(x):
+                shape, strides, offset, dtype = x.own_layout
+                size = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+                empty = torch.empty(max(size, 0), dtype=dtype, device="meta")
+                empty = empty.as_strided(shape, strides, offset)
+                places[id(empty)] = len(places), empty
+                return empty
+
+            with _disable_current_modes():
+                made = func(*_mapped(args, shaped), **_mapped(kwargs, shaped))
+            _LAYOUTS[key] = _mapped(
+                made,
+                lambda x: places[id(x)][0] if id(x) in places else _layout_of(x),
+                torch.Tensor,
+            )
+        return _LAYOUTS[key]
+
+    def _copy_out(self, args):
+        """Copy to the host when the queue has come so far."""
+        target, source = args[:2]
+        self._queue.append(lambda: target.copy_(source.value))
+        self.num_launched += 1
+        return target
+
+    def _check(self, func, ours, theirs, is_ours):
+        is_copy = func in _COPIES
         if ours and not is_copy and any(x.dim() for x in theirs):
             raise RuntimeError(f"{func} mixes host and device tensors")
-        if func is _aten.copy_.default:
-            is_ours = isinstance(first, OnDevice)
-        is_read = bool(ours) and (func is _aten._local_scalar_dense.default or not is_ours)
+        is_read = bool(ours) and (func in _CHOOSE_SIZES or not is_ours)
         is_write = is_copy and is_ours and bool(theirs)
         self.num_reads += is_read
         self.num_writes += is_write
         if self._is_capturing and (is_read or is_write):
             raise RuntimeError(f"{func} crosses between host and device in a captured step")
+
+
+def _mapped(x, change, kind=OnDevice):
+    if isinstance(x, kind):
+        return change(x)
+    if isinstance(x, list | tuple):  # not a layout, which would have been of the kind
+        return type(x)(_mapped(each, change, kind) for each in x)
+    if isinstance(x, dict):
+        return {name: _mapped(each, change, kind) for name, each in x.items()}
+    return x
+
+
+def _layout_of(x):
+    return _Layout(x.shape, x.stride(), x.storage_offset(), x.dtype)
+
+
+def _signature(x):
+    """What the layouts of an operation's results depend on."""
+    if isinstance(x, OnDevice):
+        return x.own_layout
+    if isinstance(x, torch.Tensor):
+        return "host", x.shape, x.dtype
+    if isinstance(x, list | tuple):
+        return tuple(_signature(each) for each in x)
+    if isinstance(x, dict):
+        return tuple((name, _signature(each)) for name, each in x.items())
+    return type(x), x
+
+
+def _held(x):
+    def value(x):
+        assert x.value is not None, "another process's memory, and nothing is there yet"
+        return x.value
+
+    return _mapped(x, value)
+
+
+def _bind(wrapped, made):
+    """What was made, to those that stand for it."""
+    if isinstance(wrapped, OnDevice):
+        wrapped.value = made if wrapped.value is None else wrapped.value
+    elif isinstance(wrapped, list | tuple):
+        for one, value in zip(wrapped, made, strict=True):
+            _bind(one, value)
 
 
 class FakeDevice:
@@ -151,13 +289,12 @@ class FakeDevice:
     torch_device = DEVICE
     is_served_by_mps = False
 
-    def __init__(self, exported=None, order=None):
+    def __init__(self, exported=None):
         self.accelerator = Accelerator()
         self.num_captures = 0
         self.memory_now = Memory(8 << 30, 8 << 30, 1 << 20, 2 << 20)
         self.exported = [] if exported is None else exported
         """Memory that another process can map: the one list of two workers' devices."""
-        self.order = order
         self.pinned_memory = []
         """Host memory that it was told of."""
         self.replayed = []
@@ -167,16 +304,25 @@ class FakeDevice:
         return torch.tensor(values, dtype=dtype)
 
     def fetch(self, tensor):
-        copied = tensor.clone()  # as the device's copy: of the values that are there now
-        return lambda: copied.tolist()
+        copied = tensor.clone()  # in order with the steps
+        wait = self.mark()
+
+        def values():
+            wait()
+            return copied.value.tolist()
+
+        return values
 
     def buffer(self, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def mark(self):
-        return lambda: None
+        accelerator = self.accelerator
+        num_launched = accelerator.num_launched
+        return lambda: accelerator.finish(num_launched)
 
     def memory(self):
+        self.accelerator.finish()
         return self.memory_now
 
     def forget_peak(self):
@@ -191,12 +337,6 @@ class FakeDevice:
 
     def pin(self, memory):
         self.pinned_memory.append(memory)
-
-    def new_event(self):
-        return self.order.event()
-
-    def open_event(self, handle):
-        return self.order.opened(handle)
 
     def capture(self, step):
         number = self.num_captures

@@ -138,7 +138,6 @@ def _serve_on_gpu(
         ring=started.ring,
         eos_token_ids=checkpoint.config.eos_token_ids,
         max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
-        ordering=started.ordering,
         device=device,
     )
     channel.send(started.ready)

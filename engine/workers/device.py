@@ -35,18 +35,6 @@ class Memory(NamedTuple):
     """Most that was allocated at once since forget_peak()."""
 
 
-class SharedEvent(Protocol):
-    """A point in the work of one process's device that another process's can wait for."""
-
-    handle: bytes
-
-    def record(self) -> None:
-        """The point is now: after all that this process has given the device."""
-
-    def wait(self) -> None:
-        """What this process gives the device from now on waits for the point recorded last."""
-
-
 class Device(Protocol):
     """What a worker needs of its accelerator; tests have one without hardware."""
 
@@ -86,12 +74,6 @@ class Device(Protocol):
     def is_served_by_mps(self) -> bool:
         """True if processes compute on it at the same time; else they take turns."""
 
-    def new_event(self) -> SharedEvent:
-        """One that another process can open."""
-
-    def open_event(self, handle: bytes) -> SharedEvent:
-        """Another process's."""
-
 
 class CudaDevice:
     """One GPU by way of torch.cuda.
@@ -119,8 +101,8 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Callable[[], None]:
-        """Record an event on the current stream."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """An event on the current stream; who waits for it sleeps, and a hang costs no core."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize
 
@@ -197,35 +179,6 @@ class CudaDevice:
             ctypes.byref(value), _ATTRIBUTE_MPS_ENABLED, self.torch_device.index
         )
         return bool(value.value)
-
-    def new_event(self) -> SharedEvent:
-        """Without times, which no event between processes has."""
-        event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        event.record()  # one that was never recorded has no handle
-        return _CudaEvent(event, event.ipc_handle())
-
-    def open_event(self, handle: bytes) -> SharedEvent:
-        """The event itself, as the other process records it."""
-        event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
-            self.torch_device, handle
-        )
-        return _CudaEvent(event, handle)
-
-
-class _CudaEvent:
-    """On the current stream, which is the one of the steps."""
-
-    def __init__(self, event: Any, handle: bytes) -> None:
-        self._event = event
-        self.handle = handle
-
-    def record(self) -> None:
-        """Of this process's own."""
-        self._event.record()
-
-    def wait(self) -> None:
-        """The device waits, not the host."""
-        torch.cuda.current_stream().wait_event(self._event)
 
 
 def check_allocator() -> None:

@@ -34,13 +34,11 @@ from engine.messages import (
     Stepped,
     Stored,
     UseCores,
-    UseEvents,
 )
 from engine.plan import plan
 from engine.sequence import FinishReason
 from engine.workers.cores import use_cores
 from engine.workers.device import Device
-from engine.workers.ordering import Ordering
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
 from engine.workers.transfer import copy_blocks
@@ -54,8 +52,6 @@ class _Flight:
     launched: Launched
     num_prefill_tokens: int
     started_ns: int
-    event: int | None
-    """Recorded after it."""
 
 
 class Worker:
@@ -70,7 +66,6 @@ class Worker:
         ring: torch.Tensor | None,
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
-        ordering: Ordering | None = None,
         device: Device | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
@@ -80,8 +75,6 @@ class Worker:
         self._ring = ring
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
-        self._ordering = ordering
-        """Of its steps and another worker's on the same GPU; None: they share no memory."""
         self._device = device
         """Of the pool; None: it is in the host's memory."""
         self._use_cores = use_cores
@@ -129,7 +122,6 @@ class Worker:
                     num_prefill_tokens,
                     num_tokens - num_prefill_tokens,
                     entries,
-                    flight.event,
                 )
             )
 
@@ -141,13 +133,8 @@ class Worker:
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )
-        if self._ordering is not None:
-            self._ordering.before([r for r, _ in planned])
         launched = self._runner.launch(planned)
-        return _Flight(planned, launched, num_prefill_tokens, started_ns, self._recorded())
-
-    def _recorded(self) -> int | None:
-        return None if self._ordering is None else self._ordering.after()
+        return _Flight(planned, launched, num_prefill_tokens, started_ns)
 
     def _follow(self, flight: _Flight) -> _Flight | None:
         """Start the same sequences' next step, if they are all that there is to run."""
@@ -158,7 +145,7 @@ class Worker:
         launched = self._runner.follow(flight.launched)
         if launched is None:
             return None
-        return _Flight(planned, launched, 0, flight.started_ns, self._recorded())
+        return _Flight(planned, launched, 0, flight.started_ns)
 
     def _collect(self, flight: _Flight) -> list[SequenceStep]:
         """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
@@ -259,9 +246,6 @@ class Worker:
                 if cpus:
                     self._use_cores(cpus)
                 self._channel.send(CoresUsed(cpus))
-            case UseEvents(handles):
-                if self._ordering is not None:
-                    self._ordering.use(handles)
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
 

@@ -38,7 +38,6 @@ from engine.workers.device import Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
 from engine.workers.kv_cache import map_pool
-from engine.workers.ordering import Ordering
 from engine.workers.runner import Runner
 from engine.workers.sizing import check_blocks, num_blocks_that_fit, step_tokens
 from engine.workers.streaming import Progress, arena_views, stream_weights
@@ -54,7 +53,6 @@ class Started:
     runner: Runner
     pool: torch.Tensor
     ring: torch.Tensor | None
-    ordering: Ordering | None
     ready: Ready
 
 
@@ -102,7 +100,6 @@ def start(
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
     runner.warm_up(setup.max_step_tokens)
     graph_bytes = before.free_bytes - device.memory().free_bytes
-    ordering = None if gpu.shares is None else Ordering(device)
     ready = Ready(
         transformer.attention_backend,
         step_tokens(setup.max_step_tokens, partial(_seconds_of, runner, setup, device)),
@@ -111,9 +108,8 @@ def start(
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
         ring_bytes_per_s=None if ring is None else probe(pool, ring, device),
-        events=[] if ordering is None else ordering.handles,
     )
-    return Started(runner, pool, ring, ordering, ready)
+    return Started(runner, pool, ring, ready)
 
 
 def _weights(

@@ -2,7 +2,8 @@
 
 Owns: nothing but the model and the pool it writes.
 Called by: the worker loop, launch then collect; on a GPU perhaps follow between the two.
-Invariant: a sequence is sampled exactly when the step computes its last known token.
+Invariant: a sequence is sampled exactly when the step computes its last known token; when a step
+is collected the device has done all of it.
 Never: ends a sequence, sends a message, looks at a role.
 """
 
@@ -36,6 +37,8 @@ class Launched:
     """One for each sequence that is sampled; None: no grammar among them."""
     token_ids: Callable[[], list[int]] | None = None
     """Waits for the tokens of those that are sampled, where the device has chosen them."""
+    wait: Callable[[], None] | None = None
+    """Waits for a device's step whose tokens are not fetched; None: nothing is to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,10 @@ class Runner:
             logits = self._transformer.forward(self.batch(planned), self._pool)
             if self._device is not None and len(logits) == len(sampling):
                 tokens = self._sample_rows(logits, sampling)
-        return Launched(planned, sampling, logits, masks, self._fetched(tokens))
+        if self._device is None or tokens is not None:
+            return Launched(planned, sampling, logits, masks, self._fetched(tokens))
+        # where nothing is sampled nobody reads anything, but what the step writes counts as there
+        return Launched(planned, sampling, logits, masks, wait=self._device.mark())
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> Launched | None:
@@ -137,6 +143,8 @@ class Runner:
         if launched.token_ids is not None:
             token_of = dict(zip(map(id, launched.sampling), launched.token_ids(), strict=True))
             return [Sampled(token_of.get(id(r))) for r, _ in launched.planned]
+        if launched.wait is not None:
+            launched.wait()
         results = []
         sampled_rows, row = [], 0
         for running, num_new_tokens in launched.planned:

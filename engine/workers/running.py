@@ -36,8 +36,6 @@ class Running:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     matcher: Future[Matcher] | None = None
     """Its way through its grammar, once that is compiled; None: free text."""
-    after_event: int | None = None
-    """The other worker's event that its first step has to come after."""
 
     @classmethod
     def of(
@@ -65,7 +63,6 @@ class Running:
             max_chunk_tokens=admit.max_chunk_tokens,
             stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
             matcher=matcher,
-            after_event=admit.after_event,
         )
 
     @property

@@ -1,7 +1,6 @@
 """A worker process without a GPU that starts as one with a GPU does; it computes nothing.
 
-What it exports is its process id, what it maps is what it calls its attention, and whose events it
-has opened is the number of bytes that it says it has loaded.
+What it exports is its process id, and what it maps is what it calls its attention.
 """
 
 import argparse
@@ -13,13 +12,11 @@ from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed
 from engine.messages import (
     Go,
-    LoadingProgress,
     MapShared,
     PoolMade,
     Ready,
     Setup,
     SharedMemory,
-    UseEvents,
     WeightsLoaded,
 )
 
@@ -42,10 +39,9 @@ def main():
         num_blocks = min(setup.pool.num_blocks, NUM_BLOCKS)
         memory = SharedMemory(me, me, num_blocks, b"")
         channel.send(PoolMade(num_blocks, memory))
-    channel.send(Ready(memory.pool.decode(), events=[me]))
+    channel.send(Ready(memory.pool.decode()))
     while True:
-        others = channel.expect(UseEvents).handles
-        channel.send(LoadingProgress(int(others[0]), int(others[0])))  # which the test can see
+        channel.receive(wait=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from appliance.devices.listing import Gpu
 from appliance.placement import WorkerPlan
 from appliance.sharing import Sharing
 from appliance.supervisor import Supervisor
-from engine.messages import GpuSpec, MapShared, PoolSpec, Ready, Setup, SharedMemory, UseEvents
+from engine.messages import GpuSpec, MapShared, PoolSpec, Setup, SharedMemory
 from tests.fakes import until
 
 GPU = Gpu("gpu0", "Test", "GPU-0", 1 << 34)
@@ -60,16 +60,6 @@ def test_memory_of_a_dead_exporter_is_never_told_of(sharing, told):
     assert told == [("prefill", MapShared(again))]
 
 
-def test_each_is_told_of_the_others_events_once_both_are_ready(sharing, told):
-    sharing.ready("prefill", Ready("", events=[b"p"]))
-    assert not told
-    sharing.ready("decode", Ready("", events=[b"d"]))
-    assert told == [("prefill", UseEvents([b"d"])), ("decode", UseEvents([b"p"]))]
-    sharing.ended("prefill")
-    sharing.ready("prefill", Ready("", events=[b"q"]))
-    assert told[2:] == [("decode", UseEvents([b"q"])), ("prefill", UseEvents([b"d"]))]
-
-
 class Daemon:
     """A supervisor over fake workers, and what it has called."""
 
@@ -107,12 +97,11 @@ class Daemon:
         self.about = about
 
     def is_whole(self, *old_pids):
-        """Both are ready and new, over one's memory, with each other's events."""
+        """Both are ready and new, over one's memory."""
         pids = [worker.pid for worker in (self.prefill, self.decode)]
         return (
             all(w.state == "ready" and w.pid not in old_pids for w in (self.prefill, self.decode))
             and [w.attention for w in (self.prefill, self.decode)] == [str(pids[1])] * 2
-            and [self.decode.loaded_bytes, self.prefill.loaded_bytes] == pids
         )
 
     async def __aenter__(self):

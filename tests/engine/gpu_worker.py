@@ -86,7 +86,6 @@ class GpuWorker:
             ring=self.started.ring,
             eos_token_ids=(),
             max_step_tokens=self.started.ready.max_step_tokens,
-            ordering=self.started.ordering,
             device=self.device,
         )
 
@@ -101,7 +100,6 @@ class GpuWorker:
                 for report in reports_in(self.sockets[0]):
                     if isinstance(report, Stepped):  # a Loaded comes before its sequence's
                         entries += report.entries
-                        self.last_event = report.event
         return entries
 
     def close(self):
@@ -110,7 +108,7 @@ class GpuWorker:
         self.thread.join()
 
 
-def admit(outputs=(), computed=0, until=12, after_event=None, seq_id=1, prompt=PROMPT, **sampling):
+def admit(outputs=(), computed=0, until=12, seq_id=1, prompt=PROMPT, **sampling):
     first = 1 + 10 * (seq_id - 1)
     return Admit(
         seq_id=seq_id,
@@ -122,7 +120,6 @@ def admit(outputs=(), computed=0, until=12, after_event=None, seq_id=1, prompt=P
         sampling=SamplingParams(12, seq_id, **{"temperature": 0.0} | sampling),
         until_output=until,
         num_stored_blocks=None,
-        after_event=after_event,
     )
 
 

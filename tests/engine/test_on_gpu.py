@@ -19,7 +19,6 @@ from engine.messages import (
     MapShared,
     PoolMade,
     PoolSpec,
-    UseEvents,
     WeightsLoaded,
 )
 from engine.model.weights import load_weights
@@ -29,7 +28,6 @@ from engine.workers.sizing import MIN_STEP_TOKENS, num_blocks_that_fit, step_tok
 from engine.workers.streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
-from tests.device_order import DeviceOrder
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
 
 GIB = 1 << 30
@@ -129,7 +127,6 @@ def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected
         assert (made.num_blocks, made.memory) == (64, None)
         worker.loop()
         assert worker.started.ready.num_graphs == worker.device.num_captures > 0
-        assert worker.started.ready.events == []
         assert worker.started.ready.max_step_tokens == 32
         assert worker.started.ready.sharing is None
         assert worker.told[-1][0] == worker.told[-1][1]
@@ -155,8 +152,8 @@ def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
 
 
 def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
-    exported, order = [], DeviceOrder()
-    devices = [FakeDevice(exported, order.stream(name)) for name in ("prefill", "decode")]
+    exported = []
+    devices = [FakeDevice(exported) for _ in range(2)]
     prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0", "maps"))
     decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-0", "exports"))
     with contextlib.closing(prefill), contextlib.closing(decode):
@@ -169,13 +166,11 @@ def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
             worker.loop()
         assert len(exported) == 2
         assert prefill.started.pool.data_ptr() == decode.started.pool.data_ptr()
-        decode.run(UseEvents(prefill.started.ready.events))
         first = prefill.run(admit(until=1))
         token, computed = first[-1].token_id, first[-1].num_computed_tokens
-        moved = admit([token], computed, after_event=prefill.last_event)
+        moved = admit([token], computed)
         rest = [e.token_id for e in decode.run(moved) if e.token_id is not None]
         assert [token, *rest] == [t for t in expected if t is not None]
-        assert order.events[prefill.started.ready.events[0]].recorded
 
 
 def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
@@ -225,18 +220,16 @@ def test_a_step_has_the_fewest_tokens_at_a_good_rate(max_tokens, overhead_s, tok
 
 
 def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, expected):
-    exported, order = [], DeviceOrder()
-    decode = GpuWorker(
-        checkpoint, "decode", FakeDevice(exported, order.stream("d")), GpuSpec("GPU-0", "exports")
-    )
+    exported = []
+    decode = GpuWorker(checkpoint, "decode", FakeDevice(exported), GpuSpec("GPU-0", "exports"))
     with contextlib.closing(decode):
         decode.report(WeightsLoaded)
         decode.send(Go())
         memory = decode.report(PoolMade).memory
         decode.loop()
         outputs, computed = [], 0
-        for life, until in enumerate((1, 5)):
-            device = FakeDevice(exported, order.stream(f"p{life}"))
+        for until in (1, 5):
+            device = FakeDevice(exported)
             prefill = GpuWorker(checkpoint, "prefill", device, GpuSpec("GPU-0", "maps"))
             with contextlib.closing(prefill):
                 prefill.report(WeightsLoaded)
@@ -251,8 +244,8 @@ def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, 
 
 
 def test_a_worker_that_maps_other_memory_says_so(checkpoint):
-    exported, order = [], DeviceOrder()
-    devices = [FakeDevice(exported, order.stream(name)) for name in ("prefill", "decode")]
+    exported = []
+    devices = [FakeDevice(exported) for _ in range(2)]
     decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-0", "exports"))
     prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0", "maps"))
     with contextlib.closing(decode), contextlib.closing(prefill):
@@ -263,6 +256,7 @@ def test_a_worker_that_maps_other_memory_says_so(checkpoint):
         decode.loop()
         with devices[1].accelerator.on():
             exported[1] = torch.zeros_like(exported[1])
+            devices[1].mark()()
         prefill.send(MapShared(memory))
         prefill.thread.join()
         assert "not what was exported" in prefill.failure.what

@@ -27,9 +27,7 @@ def reports_in(sock, at_least=0):
 class Harness:
     """One worker; `tell` it commands and `step` it."""
 
-    def __init__(
-        self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8, ordering=None
-    ):
+    def __init__(self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8):
         self.runner = runner
         self.pool = pool
         self.ring = ring
@@ -45,7 +43,6 @@ class Harness:
             ring=ring,
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
-            ordering=ordering,
             use_cores=self.cores.append,
         )
 

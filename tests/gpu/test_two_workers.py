@@ -71,7 +71,7 @@ class Workers:
         await self.supervisor.stop()
 
     async def run(self, name, command):
-        """Admit, and the tokens until it is released; also the last step's event and progress."""
+        """Admit, and the tokens until it is released; also the last step's progress."""
         self.supervisor.send(name, command)
         tokens = []
         async with asyncio.timeout(START_S):
@@ -84,23 +84,23 @@ class Workers:
                     self.stored += entry.stored
                     tokens += [] if entry.token_id is None else [entry.token_id]
                     if entry.is_released:
-                        return tokens, report.event, entry.num_computed_tokens
+                        return tokens, entry.num_computed_tokens
 
     async def handed_over(self):
         """A sequence's tokens, prefilled by one and decoded by the other."""
-        tokens, event, computed = await self.run("prefill", admit(until=1))
-        rest, _, _ = await self.run("decode", admit(tokens, computed, after_event=event))
+        tokens, computed = await self.run("prefill", admit(until=1))
+        rest, _ = await self.run("decode", admit(tokens, computed))
         return tokens + rest
 
     async def copied_over(self):
         """The same by way of the ring."""
         self.supervisor.send("prefill", GrantSlots([3, 1, 4]))
         stored = msgspec.structs.replace(admit(until=1), num_stored_blocks=0)
-        tokens, _, computed = await self.run("prefill", stored)
+        tokens, computed = await self.run("prefill", stored)
         moved, slots = admit(tokens, computed, seq_id=2), [block.slot for block in self.stored]
         blocks = [moved.block_table[block.block_index] for block in self.stored]
         self.supervisor.send("decode", Load(1, slots, blocks))
-        rest, _, _ = await self.run("decode", moved)
+        rest, _ = await self.run("decode", moved)
         return tokens + rest
 
     async def back(self, *old_pids):
@@ -149,11 +149,11 @@ def test_a_killed_mapping_worker_loses_nothing(checkpoint, uuid):
     async def test():
         async with Workers(checkpoint, uuid, "float32") as workers:
             expected = await workers.handed_over()
-            tokens, _, computed = await workers.run("prefill", admit(until=1))
+            tokens, computed = await workers.run("prefill", admit(until=1))
             mapper = workers.supervisor.workers["prefill"].pid
             os.kill(mapper, signal.SIGKILL)
             # what it had computed is where it was, for the other worker and for its next life
-            rest, _, _ = await workers.run("decode", admit(tokens, computed))
+            rest, _ = await workers.run("decode", admit(tokens, computed))
             assert tokens + rest == expected
             await workers.back(mapper)
             assert workers.died == ["prefill"]

@@ -1,0 +1,166 @@
+"""A device is done when somebody has waited for it, and the loop says nothing before that."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+
+from engine.blocks import BlockPool, Ledger
+from engine.checkpoint import Checkpoint
+from engine.model.transformer import Transformer
+from engine.model.weights import load_weights
+from engine.queue import FairQueue
+from engine.router import Router
+from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.topology import Topology
+from engine.workers.grammars import Grammars
+from engine.workers.graphs import DecodeGraphs
+from engine.workers.runner import Runner
+from tests.accelerator import DEVICE, FakeDevice
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker_harness import Harness
+
+BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 32, 8
+TWO = Topology("prefill", "decode", "kv", "kv", "alias", homes={"kv": "decode"})
+
+
+def no_grammars():
+    raise AssertionError("nothing here has a grammar")
+
+
+class Machine:
+    """Two workers over one pool, each with a device of its own that computes when it has to."""
+
+    def __init__(self, folder, num_blocks):
+        checkpoint = Checkpoint.open(folder)
+        config = checkpoint.config
+        weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
+        shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.devices = {name: FakeDevice() for name in TWO.workers}
+        loading = FakeDevice()
+        with loading.accelerator.on():
+            on_device = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
+            self.transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
+            self.pool = torch.zeros(*shape, device=DEVICE)
+            loading.mark()()
+        self.inbox = {name: [] for name in TWO.workers}
+        self.harnesses = {name: self.harness(name) for name in TWO.workers}
+        self.router = Router(
+            TWO,
+            Ledger([BlockPool("kv", num_blocks, BLOCK_SIZE)]),
+            None,
+            FairQueue(64, 1 << 20),
+            send=lambda name, command: self.inbox[name].append(command),
+            emit=lambda *args: None,
+            max_step_tokens=STEP_TOKENS,
+        )
+        for name in TWO.workers:
+            self.router.worker_ready(name, 0)
+
+    def harness(self, name):
+        device, graphs = self.devices[name], None
+        if name == TWO.decode_worker:
+            with device.accelerator.on():
+                graphs = DecodeGraphs(
+                    self.transformer,
+                    self.pool,
+                    device,
+                    block_size=BLOCK_SIZE,
+                    max_model_len=MAX_MODEL_LEN,
+                    max_batch=4,
+                )
+                graphs.capture()
+        grammars = Grammars(no_grammars)
+        runner = Runner(self.transformer, self.pool, BLOCK_SIZE, grammars, device, graphs)
+        return Harness(runner, self.pool, eos_token_ids=(), max_step_tokens=STEP_TOKENS)
+
+    def step(self, name, now_ns):
+        harness, accelerator = self.harnesses[name], self.devices[name].accelerator
+        commands, self.inbox[name] = self.inbox[name], []
+        harness.tell(*commands)
+        with accelerator.on():
+            reports = harness.step()
+        for report in reports:
+            self.router.stepped(name, report, now_ns)
+        self.router.check_invariants()
+
+    def finish(self, sequences, now_ns):
+        while not all(s.is_finished for s in sequences):
+            for name in TWO.workers:
+                self.step(name, now_ns)
+
+    def close(self):
+        for harness in self.harnesses.values():
+            harness.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "one-layer"
+    return make_checkpoint(folder, num_hidden_layers=1)
+
+
+def sequence_of(seq_id, now_ns):
+    rng = random.Random(seq_id)
+    length = rng.choice([rng.randrange(1, 6), rng.randrange(12, 22)])
+    return Sequence(
+        seq_id=seq_id,
+        request_id="r",
+        index=0,
+        prompt_token_ids=[rng.randrange(250) for _ in range(length)],
+        sampling=SamplingParams(
+            rng.randrange(1, 9),
+            seq_id,
+            temperature=rng.choice([0.0, 1.0]),
+            presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # then the host samples
+            ignore_eos=True,
+        ),
+        stamps=Stamps(arrived_ns=now_ns),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Every sequence's tokens, where it is alone."""
+    with contextlib.closing(Machine(folder, 9)) as machine:
+        tokens = {}
+        for seq_id in range(1, 31):
+            sequence = sequence_of(seq_id, 0)
+            machine.router.submit([sequence], 0)
+            machine.finish([sequence], 0)
+            tokens[seq_id] = sequence.output_token_ids
+        return tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(folder, expected, seed):
+    rng, sequences = random.Random(seed), []
+    # few blocks: whatever becomes free is somebody else's at once
+    with contextlib.closing(Machine(folder, 22)) as machine:
+        for now_ns in range(180):
+            if len(sequences) < 30 and rng.random() < 0.4:
+                sequences.append(sequence_of(len(sequences) + 1, now_ns))
+                machine.router.submit([sequences[-1]], now_ns)
+            live = [s for s in sequences if not s.is_finished]
+            if live and rng.random() < 0.06:
+                machine.router.abort(rng.choice(live), FinishReason.ABORT, now_ns)
+            machine.step(rng.choice(TWO.workers), now_ns)
+        machine.finish(sequences, 180)
+        assert any(s.finish_reason is FinishReason.ABORT for s in sequences)
+        for sequence in sequences:
+            tokens = sequence.output_token_ids
+            assert tokens == expected[sequence.seq_id][: len(tokens)]
+
+
+def test_a_step_that_samples_nothing_is_done_when_it_is_collected(folder):
+    with contextlib.closing(Machine(folder, 9)) as machine:
+        sequence = Sequence(2, "r", 0, [1] * 20, SamplingParams(2, 0), Stamps(arrived_ns=0))
+        machine.router.submit([sequence], 0)
+        accelerator = machine.devices["prefill"].accelerator
+        reads = accelerator.num_reads
+        machine.step("prefill", 0)
+        assert sequence.num_computed_tokens == STEP_TOKENS
+        assert accelerator.num_reads == reads  # nobody has read a value of it
+        written = machine.pool.value[:, 0, 0].flatten(1).any(-1)
+        assert written.sum() == STEP_TOKENS // BLOCK_SIZE
