@@ -90,7 +90,9 @@ class CudaDevice:
         index = _index_of(uuid)
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
-        self._graph_memory: Any = None
+        self._aside: Any = None
+        """The stream of all captures."""
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """A host tensor; its memory is not used again before copies from it are done."""
@@ -119,16 +121,23 @@ class CudaDevice:
         return values
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a graph; all graphs share one pool of memory, so never run two at once."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        """Record a graph; all graphs share one pool of memory, so never run two at once.
+
+        All are recorded on one stream, where what libraries set up at their first call is set up
+        once; each other stream would have workspaces of its own. None is ever let go: a pool whose
+        last graph has gone cannot be used again while a workspace lies in it.
+        """
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             step()  # what libraries set up at their first call must not be captured
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
+        pool = self._graphs[0].pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, stream=self._aside):
             step()
-        self._graph_memory = graph.pool()
+        self._graphs.append(graph)
         return graph.replay
 
     def memory(self) -> Memory:

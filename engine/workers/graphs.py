@@ -7,10 +7,12 @@ smallest that it fits, and fills it up with rows that read and write block 0, wh
 
 Sampling is captured by itself: which kind a step needs does not depend on its width. It leaves the
 tokens on the device, where the next step can read them before the host has seen them.
+Sequences keep their rows while others come and go: a row that becomes free is taken by a newcomer,
+else by the one in the last row, so that few tables are ever written again.
 Owns: the static buffers, the graphs, and whose block table each row holds.
 Called by: runner.
 Invariant: what a replay reads is written before it, in the device's order; a row's table is that of
-its sequence, or zeros.
+its sequence as far as that goes, and begins with block 0 where the row has none.
 Never: allocates after capture; decides which sequences step.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 
@@ -75,7 +78,10 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=on)
         vocab_size = transformer.config.vocab_size
         self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
-        self._owners: list[Running | None] = [None] * rows
+        self._stepping: list[Running] = []
+        """Of the step before, in the order in which it was asked for."""
+        self._owners: list[Running] = []
+        """The same by rows."""
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
         self._samplers: dict[tuple[int, bool], Callable[[], None]] = {}
         self.capture_ms = 0.0
@@ -109,13 +115,33 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
+    def in_rows(self, sequences: Sequence[Running]) -> list[Running]:
+        """The same sequences in the order of their rows, with their tables in place."""
+        num = len(sequences)
+        if num == len(self._stepping) and all(map(is_, sequences, self._stepping)):
+            return self._owners
+        staying, num_before = set(map(id, sequences)), len(self._owners)
+        rows = [r if id(r) in staying else None for r in self._owners[:num]]
+        rows += [None] * (num - len(rows))
+        placed = set(map(id, rows))
+        moving = (r for r in sequences if id(r) not in placed)
+        owners = [next(moving) if r is None else r for r in rows]
+        written: dict[int, list[int]] = {
+            i: owners[i].block_table for i in range(num) if not rows[i]
+        }
+        written.update((row, []) for row in range(num, num_before))
+        self._stepping, self._owners = list(sequences), owners
+        self._write_tables(written)
+        return owners
+
+    @torch.inference_mode()
     def launch(
         self, sequences: Sequence[Running], ahead: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Start a step of one token each.
 
         Args:
-            sequences: in the order of the rows.
+            sequences: as in_rows() has returned them.
             ahead: 1 if the step before, of the same sequences, has not been collected: then their
                 last tokens are read from where it leaves them, on the device.
 
@@ -129,7 +155,6 @@ class DecodeGraphs:
         width = bucket_of(-(-most // self._block_size), self.widths)
         if size is None or width is None:
             raise ValueError(f"no graph for {num} sequences of up to {most} tokens")
-        self._place_tables([*sequences, *[None] * (size - num)])
         rows = [self._row(r, i, ahead) for i, r in enumerate(sequences)]
         self._write(rows + [_PADDING] * (size - num))
         self._steps[size, width]()
@@ -159,16 +184,19 @@ class DecodeGraphs:
         )
         self._fields[: len(values)].copy_(values, non_blocking=True)
 
-    def _place_tables(self, owners: Sequence[Running | None]) -> None:
-        """Give each row its sequence's table: those that have changed, for a table never does."""
-        for row, owner in enumerate(owners):
-            if owner is not self._owners[row]:
-                longest = self._tables.shape[1]
-                table = [] if owner is None else owner.block_table[:longest]
-                padded = [*table, *[0] * (longest - len(table))]
-                values = self._device.pinned(padded, torch.int32)
-                self._tables[row].copy_(values, non_blocking=True)
-                self._owners[row] = owner
+    def _write_tables(self, tables: dict[int, list[int]]) -> None:
+        """Replace some rows' tables in one copy, as far as they go; an empty one by block 0."""
+        if not tables:
+            return
+        width = min(max(1, *map(len, tables.values())), self._tables.shape[1])
+        values = list(tables)
+        for table in tables.values():
+            values += table[:width]
+            values += [0] * (width - len(table))
+        pinned = self._device.pinned(values, torch.int32)
+        sent = pinned.to(self._device.torch_device, non_blocking=True)
+        rows, columns = sent[: len(tables)].long(), sent[len(tables) :].view(-1, width)
+        self._tables[:, :width].index_copy_(0, rows, columns)
 
     def _step(self, size: int, width: int) -> Callable[[], None]:
         """The forward pass of one size; leaves logits."""

@@ -32,6 +32,7 @@ class Launched:
 
     planned: list[tuple[Running, int]]
     sampling: list[Running]
+    """Those that are, in the order of their logits."""
     logits: torch.Tensor | None
     masks: Future[list[Mask]] | None
     """One for each sequence that is sampled; None: no grammar among them."""
@@ -87,12 +88,17 @@ class Runner:
         sampling = [r for r, n in planned if r.num_computed_tokens + n == r.num_tokens]
         if not planned:
             return Launched(planned, sampling, None, None)
+        graphs = self._graphs
+        if graphs is not None and not graphs.fits(planned):
+            graphs = None
+        if graphs is not None:
+            sampling = graphs.in_rows(sampling)
         # masks first: they are computed while the model is
         has_grammar = any(r.matcher is not None for r in sampling)
         masks = self.grammars.masks(sampling) if has_grammar else None
         tokens = None
-        if self._graphs is not None and self._graphs.fits(planned):
-            logits, tokens = self._graphs.launch(sampling)
+        if graphs is not None:
+            logits, tokens = graphs.launch(sampling)
         else:
             logits = self._transformer.forward(self.batch(planned), self._pool)
             if self._device is not None and len(logits) == len(sampling):

@@ -18,6 +18,7 @@ from engine.sequence import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
+from engine.workers.running import Running
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
@@ -41,6 +42,14 @@ def test_there_is_no_bucket_for_what_is_larger_than_all():
 
 def no_grammars():
     raise AssertionError("nothing here has a grammar")
+
+
+@pytest.fixture(scope="module")
+def bare(folder):
+    """Graphs whose tables alone matter."""
+    machine = Machine(folder, has_graphs=True)
+    yield machine.graphs
+    machine.close()
 
 
 class Machine:
@@ -223,6 +232,65 @@ def test_a_step_of_more_sequences_than_the_largest_graph_goes_without_one(folder
         machine.run()
         assert not machine.device.replayed
         assert all(len(machine.tokens(i)) == 6 for i in (1, 2, 3))
+
+
+def stand_in(seq_id, length):
+    return Running(
+        seq_id=seq_id,
+        generation=1,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_table=[seq_id * 100 + column for column in range(length)],
+        sampling=SamplingParams(1, 0),
+        until_output=1,
+        num_stored_blocks=None,
+        admitted_ns=0,
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 7), max_size=3)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_sequences_keep_their_rows_while_others_come_and_go(bare, changes):
+    graphs, stepping, before, next_id = bare, [], [], 1
+    for arrivals, departures in changes:
+        for place in departures:
+            if place < len(stepping):
+                del stepping[place]
+        for _ in range(min(arrivals, 8 - len(stepping))):
+            stepping.append(stand_in(next_id, 1 + next_id % BLOCKS_EACH))
+            next_id += 1
+        if not stepping:
+            continue
+        with graphs._device.accelerator.on():
+            owners = graphs.in_rows(stepping)
+            tables = graphs._tables.cpu()
+        assert sorted(map(id, owners)) == sorted(map(id, stepping))
+        stayed = [r for r in before[: len(owners)] if any(r is s for s in stepping)]
+        assert all(owners[before.index(r)] is r for r in stayed)
+        for row, running in enumerate(owners):
+            length = len(running.block_table)
+            assert tables[row, :length].tolist() == running.block_table
+        assert not tables[len(owners) :, 0].any()
+        before = owners
+
+
+def test_one_departure_of_many_writes_two_rows_in_one_copy(bare):
+    device, staying = bare._device, [stand_in(i, 9) for i in range(1, 9)]
+    with device.accelerator.on():
+        bare.in_rows(staying)
+        writes = device.accelerator.num_writes
+        del staying[2]
+        bare.in_rows(staying)
+        assert device.accelerator.num_writes == writes + 1
+        assert [r.seq_id for r in bare._owners] == [1, 2, 8, 4, 5, 6, 7]
+        bare.in_rows(staying)
+        assert device.accelerator.num_writes == writes + 1  # nothing has changed
 
 
 def test_rows_without_a_sequence_read_and_write_nothing_but_block_0(folder):

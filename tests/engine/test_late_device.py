@@ -9,6 +9,7 @@ import torch
 from engine.blocks import BlockPool, Ledger
 from engine.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.queue import FairQueue
 from engine.router import Router
@@ -40,7 +41,7 @@ class Machine:
         self.devices = {name: FakeDevice() for name in TWO.workers}
         loading = FakeDevice()
         with loading.accelerator.on():
-            on_device = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
+            on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             self.transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
             self.pool = torch.zeros(*shape, device=DEVICE)
             loading.mark()()
@@ -145,6 +146,8 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(folder, 
             live = [s for s in sequences if not s.is_finished]
             if live and rng.random() < 0.06:
                 machine.router.abort(rng.choice(live), FinishReason.ABORT, now_ns)
+            if rng.random() < 0.1:
+                machine.router.switch_roles(rng.choice(["static", "colocated"]), now_ns)
             machine.step(rng.choice(TWO.workers), now_ns)
         machine.finish(sequences, 180)
         assert any(s.finish_reason is FinishReason.ABORT for s in sequences)

@@ -1,0 +1,99 @@
+"""Lives of graphs, their pool and their stream, on a torch.cuda that records them."""
+
+import contextlib
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.workers.device import CudaDevice
+
+
+class FakeCuda:
+    """What CudaDevice.capture asks of torch.cuda, with the rules that torch 2.11 asserts."""
+
+    def __init__(self):
+        self.graphs, self.streams, self.workspaces = [], [], set()
+        self.main = self.current = SimpleNamespace(wait_stream=lambda other: None)
+        self.warmed, self.captured = [], []
+        """Streams of steps run, and of steps captured."""
+
+    def Stream(self):  # noqa: N802
+        self.streams.append(SimpleNamespace(wait_stream=lambda other: None))
+        return self.streams[-1]
+
+    def current_stream(self):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.current, before = stream, self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def CUDAGraph(self):  # noqa: N802
+        graph = _Graph(self)
+        self.graphs.append(weakref.ref(graph))
+        return graph
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool=None, stream=None):
+        live = [g for ref in self.graphs if (g := ref()) is not None and g is not graph]
+        if pool is not None and not any(g.own_pool is pool for g in live):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # its last graph has died
+        graph.own_pool = pool or object()
+        with self.stream(stream or object()):
+            self.is_capturing = True
+            yield
+            self.is_capturing = False
+
+    is_capturing = False
+
+    def step(self):
+        """As a product does: the first on a stream sets up a workspace that stays."""
+        (self.captured if self.is_capturing else self.warmed).append(self.current)
+        self.workspaces.add(id(self.current))
+
+
+class _Graph:
+    def __init__(self, cuda):
+        self.own_pool = None
+
+    def pool(self):
+        return self.own_pool
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    cuda = FakeCuda()
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr("engine.workers.device._index_of", lambda uuid: 0)
+    monkeypatch.setattr("engine.workers.device.check_allocator", lambda: None)
+    return cuda
+
+
+def test_all_graphs_are_warmed_up_and_recorded_on_one_stream_into_one_pool(cuda):
+    device = CudaDevice("GPU-0")
+    replays = [device.capture(cuda.step) for _ in range(4)]
+    assert len(cuda.streams) == len(cuda.workspaces) == 1
+    assert {*map(id, cuda.warmed), *map(id, cuda.captured)} == {id(cuda.streams[0])}
+    assert len(cuda.captured) == len(replays)
+    assert len({id(ref().own_pool) for ref in cuda.graphs}) == 1
+    assert cuda.current is cuda.main
+
+
+def test_a_graph_outlives_whoever_has_dropped_its_replay_and_the_pool_goes_on(cuda):
+    device = CudaDevice("GPU-0")
+    for _ in range(3):  # as a bench captures one kernel after the other
+        device.capture(cuda.step)
+        gc.collect()
+    assert all(ref() is not None for ref in cuda.graphs)
