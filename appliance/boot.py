@@ -149,6 +149,13 @@ def model_folder(model: Path | HubName | None) -> Path:
     return folder
 
 
+def is_to_be_fetched(model: Path | HubName | None) -> bool:
+    """True of a name whose files are not all on this machine."""
+    if not isinstance(model, HubName) or model.file is not None:
+        return False
+    return cache.resolve(cache.hub_cache(os.environ), model) is None
+
+
 def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
     checkpoint = Checkpoint.open(model_folder(config.model))

@@ -22,13 +22,15 @@ from importlib.metadata import version
 
 from appliance.address import TcpAddress
 from appliance.api.routes import build_app
-from appliance.boot import Plan, lock_state_dir, make_plan
+from appliance.boot import Plan, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, prepare_directories, take_over
+from appliance.fetching import Fetching
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import Closer, bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
+from appliance.models.names import HubName
 from appliance.notify import notify
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
@@ -67,7 +69,8 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, make_plan(config)).run())
+        plan = None if is_to_be_fetched(config.model) else make_plan(config)
+        return asyncio.run(_Daemon(config, load_config, plan).run())
     finally:
         os.close(lock_fd)
 
@@ -96,11 +99,13 @@ class _Daemon:
     """One run; built in the order in which it starts."""
 
     def __init__(
-        self, config: ServeConfig, load_config: Callable[[], ServeConfig], plan: Plan
+        self, config: ServeConfig, load_config: Callable[[], ServeConfig], plan: Plan | None
     ) -> None:
+        """Take what was decided; without a plan the model is downloaded first."""
         self._config = config
         self._load_config = load_config
-        self._plan = plan
+        self._first_plan = plan
+        self._has_workers = False
         self._num_signals = 0
         self._has_terminal = _has_terminal()
         self._is_ready = False
@@ -114,33 +119,24 @@ class _Daemon:
             loop.add_signal_handler(number, self._on_signal)
         async with contextlib.AsyncExitStack() as stack:
             policy = AccessPolicy.from_config(self._config)
-            request_log = self._request_log = self._open_log()
+            request_log = RequestLog(self._config.log_path, _log_limits(self._config))
+            self._request_log = request_log
             stack.push_async_callback(asyncio.to_thread, request_log.close)
             listeners = self._bind()
             for listener in listeners:
                 stack.callback(Closer(listener).close)
-            self._supervisor = Supervisor(
-                self._plan.workers,
-                self._plan.inherited_fds,
-                on_report=self._on_report,
-                on_ready=self._on_ready,
-                on_died=self._on_died,
-                on_lost=self._on_lost,
-            )
-            self._supervisor.spawn_all()
-            stack.push_async_callback(self._supervisor.stop)
-            self._router = self._make_router()
-            self._service = Service(
-                self._plan,
-                self._router,
-                self._supervisor,
-                Tokenizer.from_folder(self._plan.checkpoint.folder),
-                request_log,
-                keeps_text=self._config.log_text,
-            )
-            server = self._server = ApiServer(build_app(self._service), listeners, policy)
+            stack.push_async_callback(self._stop_workers)
+            fetching = None
+            if self._first_plan is None and isinstance(self._config.model, HubName):
+                fetching = Fetching(self._config.model, request_log)
+            app = build_app(fetching or self._start_model())
+            server = self._server = ApiServer(app, listeners, policy)
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
+            if fetching is not None:
+                if not await self._has_fetched(fetching):
+                    return 0
+                app.state.appliance = self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
             frames = asyncio.create_task(self._make_frames())
             stack.callback(frames.cancel)
@@ -157,16 +153,56 @@ class _Daemon:
         self._addresses = [_address(listener) for listener in listeners]
         return listeners
 
-    def _open_log(self) -> RequestLog:
-        request_log = RequestLog(self._config.log_path, _log_limits(self._config))
-        request_log.start_run(
+    async def _has_fetched(self, fetching: Fetching) -> bool:
+        """Wait for the model; False if the daemon was told to stop meanwhile."""
+        coming = asyncio.create_task(fetching.run())
+        stopping = asyncio.create_task(self._drain.wait())
+        try:
+            await asyncio.wait({coming, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            coming.cancel()
+        if not coming.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await coming
+            return False
+        coming.result()
+        return True
+
+    def _start_model(self) -> Service:
+        """Workers, router and service of the model, which is here now."""
+        self._plan = self._first_plan or make_plan(self._config)
+        self._request_log.start_run(
             version=version("penstock"),
             model=self._plan.model_id,
             dtype=self._plan.dtype,
             roles=self._plan.roles,
             transport=self._plan.placement.topology.transport,
         )
-        return request_log
+        self._supervisor = Supervisor(
+            self._plan.workers,
+            self._plan.inherited_fds,
+            on_report=self._on_report,
+            on_ready=self._on_ready,
+            on_died=self._on_died,
+            on_lost=self._on_lost,
+        )
+        self._supervisor.spawn_all()
+        self._has_workers = True
+        self._router = self._make_router()
+        self._service = Service(
+            self._plan,
+            self._router,
+            self._supervisor,
+            Tokenizer.from_folder(self._plan.checkpoint.folder),
+            self._request_log,
+            keeps_text=self._config.log_text,
+        )
+        return self._service
+
+    async def _stop_workers(self) -> None:
+        if self._has_workers:
+            await self._supervisor.stop()
 
     async def _serve(self) -> None:
         """From loading to drained."""

@@ -313,7 +313,9 @@ class Frame(msgspec.Struct):
     model_note: str | None
     """A caveat to show beside the model's name, as that its weights are random."""
     dtype: str
-    max_model_len: int
+    """Empty while the model is being downloaded."""
+    max_model_len: int | None
+    """None while the model is being downloaded."""
     roles: str
     """`elastic`, `static` or `colocated`; can change while it runs."""
     transport: str | None

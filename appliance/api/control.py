@@ -105,6 +105,8 @@ async def _frames(http: Request) -> AsyncIterator[bytes]:
             finally:
                 newer.cancel()
             yield frame_json
+            if appliance_of(http) is not appliance:
+                return  # its model has come: whoever asks again sees another
     finally:
         stopped.cancel()
 

@@ -99,6 +99,7 @@ def _fetch_all(
     total = sum(file.size_bytes for file in files)
     left = sum(hub.left_bytes(repository, file, root) for file in files)
     meter = _Meter(total - left, total, on_progress)
+    meter.report()
     largest_first = sorted(files, key=lambda file: -file.size_bytes)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pull") as pool:
         try:

@@ -1,0 +1,244 @@
+"""What the appliance is while its model is being downloaded: it answers, and takes no work.
+
+Owns: the process that pulls, and how far that is, in the words of /ready, console and journal.
+Called by: the daemon, which puts the service in its place (as appliance.request.Appliance).
+Invariant: the process ends with the daemon, and with whoever waits for it.
+Never: imports huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from appliance.histograms import Histograms
+from appliance.log.request_log import RequestLog
+from appliance.log.row import frame_of_row
+from appliance.models.names import HubName
+from appliance.notify import notify
+from appliance.protocol import (
+    FRAME_VERSION,
+    EventFrame,
+    Frame,
+    HostFrame,
+    LatencyFrame,
+    QueueFrame,
+    TotalsFrame,
+    utc_now,
+)
+from appliance.request import ModelInfo, Readings, Request
+from appliance.roles import RolesChange
+from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.sequence import Sequence
+from engine.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock")
+
+PROGRAM = (sys.executable, "-P", "-m", "appliance.models.pull")
+FRAME_S = 1.0
+LOG_S = 5.0
+EXTEND_US = 60_000_000
+"""More time that systemd is asked for, again and again, while bytes come."""
+
+
+class Fetching:
+    """One download, and what clients see of it."""
+
+    def __init__(self, name: HubName, request_log: RequestLog) -> None:
+        self._name = name
+        self._log = request_log
+        self.log_rows, self.log_events = request_log.rows, request_log.events
+        self.log_usage, self.log_recording = request_log.usage, request_log.recording
+        self._about = f"looking for {name} on the hub"
+        self._started_s = self._logged_s = time.monotonic()
+        self._events = [EventFrame(utc_now(), "info", "model.fetching", self._about)]
+
+    async def run(self) -> Path:
+        """Download it; returns its folder. Cancelled, it ends the process.
+
+        Raises:
+            PenstockError: it cannot be had, as models.pull says.
+        """
+        log.info("%s", self._about)
+        process = await asyncio.create_subprocess_exec(
+            *PROGRAM, str(self._name), stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, start_new_session=True,  # Ctrl-C is the daemon's
+        )  # fmt: skip
+        said: dict[str, Any] = {}
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                said = json.loads(line)
+                if "done_bytes" in said:
+                    self._progressed(**said)
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+        if "folder" not in said:
+            raise _error(said, process.returncode)
+        log.info("downloaded %s in %.1f s", self._name, time.monotonic() - self._started_s)
+        return Path(said["folder"])
+
+    def _progressed(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
+        self._about = (
+            f"downloading {self._name}: {done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB "
+            f"at {bytes_per_s / 1e6:.1f} MB/s"
+        )
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= LOG_S or done_bytes == total_bytes:
+            self._logged_s = now_s
+            log.info("%s", self._about)
+            notify(STATUS=self._about, EXTEND_TIMEOUT_USEC=str(EXTEND_US))
+
+    # What the api asks
+
+    def not_ready_reason(self) -> str | None:
+        """How far it is."""
+        return self._about
+
+    def check_available(self) -> None:
+        """Raise Unavailable, always."""
+        self._refuse()
+
+    @property
+    def model(self) -> ModelInfo:
+        """Nothing is known of it yet."""
+        self._refuse()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Nothing is known of it yet."""
+        self._refuse()
+
+    @property
+    def max_per_request(self) -> int:
+        """No request may bring any."""
+        return 0
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """No request may bring any."""
+        return 0
+
+    def next_seq_id(self) -> int:
+        """There are none."""
+        self._refuse()
+
+    def submit(self, request: Request) -> None:
+        """Take nothing."""
+        self._refuse()
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        """There are none."""
+        self._refuse()
+
+    def queue_place(self, request: Request) -> int | None:
+        """Nobody waits."""
+        return None
+
+    def owner_of(self, request_id: str) -> str | None:
+        """No request is live."""
+        return None
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """No request is live."""
+        return False
+
+    def drain(self, by: str) -> None:
+        """There is nothing to drain: SIGTERM ends the download."""
+        self._refuse()
+
+    def resume(self, by: str) -> None:
+        """Nothing is drained."""
+        self._refuse()
+
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        """There are no workers."""
+        self._refuse()
+
+    def close(self, request: Request, http_status: int) -> None:
+        """No request is live."""
+        self._refuse()
+
+    def request_frames(self) -> list[dict[str, object]]:
+        """No request is live."""
+        return []
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        """No request is live."""
+        return None
+
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        """A finished request of an earlier run, from the log; blocking."""
+        row = self._log.row(request_id)
+        return None if row is None else msgspec.to_builtins(frame_of_row(row))
+
+    def frame_json(self) -> bytes:
+        """Where it stands."""
+        return msgspec.json.encode(self._frame())
+
+    def readings(self) -> Readings:
+        """Nothing was counted."""
+        return Readings(self._frame(), Histograms(1))
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        """One a second."""
+        if self._seq <= after_seq:
+            await asyncio.sleep(FRAME_S)
+        return self._seq, self.frame_json()
+
+    @property
+    def _seq(self) -> int:
+        return 1 + int((time.monotonic() - self._started_s) / FRAME_S)
+
+    def _refuse(self) -> NoReturn:
+        raise Unavailable(self._about, code="model_loading")
+
+    def _frame(self) -> Frame:
+        return Frame(
+            version=FRAME_VERSION,
+            at=utc_now(),
+            seq=self._seq,
+            uptime_s=time.monotonic() - self._started_s,
+            state="loading",
+            state_reason=self._about,
+            model=str(self._name),
+            model_note=None,
+            dtype="",
+            max_model_len=None,
+            roles="",
+            transport=None,
+            pid=os.getpid(),
+            queue=QueueFrame(0, 0, 0, 0, 0, None),
+            workers=[],
+            pools=[],
+            latency=LatencyFrame(0.0, 0, None, None, None, None, None, None, None, None),
+            totals=TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+            devices=[],
+            host=HostFrame(None, None, None, None, None),
+            requests=[],
+            num_requests=0,
+            events=self._events,
+            limit=self._about,
+        )
+
+
+def _error(said: dict[str, Any], code: int | None) -> PenstockError:
+    """What the process has said last, as an error of this one."""
+    words = said.get("error")
+    if words is None:
+        hint = "its last words are above"
+        return PenstockError(f"the download ended with exit code {code}", hint=hint)
+    is_final = said.get("exit_code") == CheckpointError.exit_code
+    kind = CheckpointError if is_final else PenstockError  # systemd tries again after the latter
+    return kind(words["what"], where=words["where"], hint=words["hint"])

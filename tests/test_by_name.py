@@ -1,0 +1,88 @@
+"""A daemon that is started with a model's name, on a hub of the tests' own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.daemons import Daemon
+from tests.hub import Hub, Repository, folder_files, serving
+
+NAME = "owner/tiny-llama"
+
+
+@pytest.fixture
+def hub(tiny_llama: Path):
+    with serving(**{"owner__tiny-llama": Repository(folder_files(tiny_llama))}) as hub:
+        yield hub
+
+
+def environ(hub: Hub, home: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "PENSTOCK_MODEL": NAME}
+
+
+def test_it_is_downloaded_first_and_everybody_can_see_how_far_it_is(hub, start_daemon, tmp_path):
+    hub.chunk_pause = threading.Event()
+    daemon = start_daemon(env=environ(hub, tmp_path))
+    daemon.wait_for(daemon.is_listening)
+    assert daemon.get_status("/health") == 200
+    daemon.wait_for(lambda: "MB at" in daemon.http.get("/ready").text)
+    assert daemon.get_status("/ready") == 503
+    state = daemon.state()
+    assert (state["state"], state["model"], state["max_model_len"]) == ("loading", NAME, None)
+    assert state["state_reason"].startswith(f"downloading {NAME}: ")
+    refused = daemon.http.post("/v1/completions", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+    assert "downloading" in refused.json()["error"]["message"]
+    assert daemon.get_status("/v1/models") == 503
+    assert daemon.get_status("/metrics") == 200
+    assert daemon.http.get("/v1/requests").json()["data"] == []
+    with daemon.http.stream("GET", "/v1/penstock/stream") as stream:
+        lines = stream.iter_lines()
+        assert "downloading" in next(lines)
+        hub.chunk_pause.set()
+        assert list(lines) is not None  # it ends when the model is there
+    daemon.wait_ready()
+    assert daemon.http.get("/v1/models").json()["data"][0]["id"] == NAME
+    assert daemon.complete("a", max_tokens=2, model=NAME)["model"] == NAME
+    assert daemon.stop() == 0
+
+
+def test_what_is_in_the_cache_needs_no_hub(hub, start_daemon, tmp_path):
+    first = start_daemon(env=environ(hub, tmp_path)).wait_ready()
+    assert first.stop() == 0
+    hub.asked.clear()
+    second = start_daemon(env=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}).wait_ready()
+    assert second.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert second.stop() == 0
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("owner/none", "has no such model"),
+        ("owner/tiny-llama@v9", "no revision v9"),
+        ("owner/tiny-llama:Q4_K_M", "GGUF files are not served yet"),
+    ],
+)
+def test_a_name_that_leads_nowhere_ends_the_start(hub, tmp_path, name, words):
+    env = environ(hub, tmp_path) | {"PENSTOCK_MODEL": name}
+    daemon = Daemon(tmp_path / "d", env=env)
+    assert daemon.process.wait(30) in (1, 78)
+    assert words in daemon.stderr
+    daemon.http.close()
+
+
+def test_a_daemon_that_is_told_to_stop_ends_the_download_with_it(hub, start_daemon, tmp_path):
+    hub.chunk_pause = threading.Event()
+    daemon = start_daemon(env=environ(hub, tmp_path))
+    daemon.wait_for(daemon.is_listening)
+    daemon.wait_for(lambda: "MB at" in daemon.http.get("/ready").text)
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.process.wait(10) == 0
+    hub.chunk_pause.set()
+    assert not daemon.socket.exists()
