@@ -45,6 +45,8 @@ class Arrival:
     """CLOCK_MONOTONIC when its head was here, and once it has a body, when all of that was."""
     received_at: str = field(default_factory=utc_now)
     """The same moment as ISO 8601, UTC."""
+    hang_up: Callable[[], None] = lambda: None
+    """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
 
     def keep(self, scope: Scope) -> None:
         """Let everybody who handles this request find it."""

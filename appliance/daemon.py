@@ -21,6 +21,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from appliance.address import TcpAddress
+from appliance.announcement import announcement
 from appliance.api.routes import build_app
 from appliance.boot import Plan, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, prepare_directories, take_over
@@ -332,22 +333,14 @@ class _Daemon:
 
     def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""
-        placement, model = self._plan.placement, self._service.model
-        note = f" ({model.note})" if model.note else ""
-        log.info("serving %s%s in %s", model.model_id, note, self._plan.dtype)
-        for worker in placement.workers:
-            state = self._supervisor.workers[worker.name]
-            log.info("  %s on %s, attention %s", worker.name, state.device, state.attention)
-            for line in state.about:
-                log.info("    %s", line)
-        if self._router.roles.acts_static:
-            log.info("  elastic roles act as static ones: both workers share one device")
-        if placement.topology.transport is not None:
-            log.info("  handoff by %s", placement.topology.transport)
-        for pool in self._router.ledger.pools.values():
-            size_mib = pool.num_blocks * placement.block_bytes / 2**20
-            log.info("  pool %s: %d blocks, %.0f MiB", pool.name, pool.capacity, size_mib)
-        log.info("  up to %d tokens per request", model.max_model_len)
-        log.info("ready on %s", ", ".join(self._addresses))
-        prompt = "--chat 'Who are you?'" if model.note else "'Hello' --max-tokens 32"
-        log.info("try: penstock run %s", prompt)
+        workers = self._supervisor.workers.values()
+        for line in announcement(
+            self._service.frame,
+            self._service.model,
+            self._plan.checkpoint.folder,
+            abouts={worker.plan.name: worker.about for worker in workers},
+            is_elastic_static=self._router.roles.acts_static,
+            has_template=self._service.tokenizer.chat_template is not None,
+            addresses=self._addresses,
+        ):
+            log.info("%s", line)

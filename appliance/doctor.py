@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from appliance import config
+from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.machine import Devices
 from appliance.gpu_placement import choose_gpus, installed_torch
 from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
+from engine.config import ModelConfig
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
 
@@ -144,9 +146,13 @@ def _open_files() -> Finding:
 
 
 def _model(found: config.ServeConfig) -> Finding:
-    from appliance.boot import check_plan  # half of a second
+    from appliance.boot import STARTER_FOLDER, check_plan  # half of a second
 
-    return Finding("model", "ok", check_plan(found))
+    about, folder = check_plan(found), found.model or STARTER_FOLDER
+    sampling = ModelConfig.from_folder(folder).sampling
+    if advice := sampling_advice(sampling, folder):
+        return Finding("model", "note", f"{about}; {sampling_text(sampling)}", advice)
+    return Finding("model", "ok", about)
 
 
 def _state_dir(folder: Path) -> Finding:

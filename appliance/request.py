@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from types import MappingProxyType
 from typing import IO, Protocol
 
 from appliance.histograms import Histograms
@@ -165,6 +166,12 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
 
+NEUTRAL_SAMPLING: Mapping[str, float] = MappingProxyType(
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+)
+"""What OpenAI's API takes for what neither the request nor the model's own defaults say."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the api must know of the model being served."""
@@ -179,6 +186,11 @@ class ModelInfo:
     """Unix seconds, for /v1/models."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The model's own defaults of sampling fields, by their names."""
+
+    @property
+    def sampling_in_force(self) -> dict[str, float]:
+        """What holds where a request says nothing: the model's own values, else OpenAI's."""
+        return {**NEUTRAL_SAMPLING, **self.sampling}
 
     def limited_to(self, max_model_len: int) -> ModelInfo:
         """The same, with requests that are at most so long."""

@@ -21,7 +21,7 @@ from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
-from appliance.protocol import EventFrame, TotalsFrame, utc_now
+from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
@@ -219,6 +219,11 @@ class Service:
         """Everything as it is now; rates and readings are those of the newest frame."""
         return msgspec.json.encode(self._frames.now(self._standing()))
 
+    @property
+    def frame(self) -> Frame:
+        """The newest reading, of at most a second ago."""
+        return self._frames.newest
+
     def readings(self) -> Readings:
         """The same, and what was counted since the start."""
         return Readings(self._frames.now(self._standing()), self._telemetry.histograms)
@@ -364,7 +369,7 @@ class Service:
         else:
             for change in changes:
                 self.event(*change)
-            for name, about in self._watchdog.hung(self._frames.newest).items():
+            for name, about in self._watchdog.hung(self.frame).items():
                 self._supervisor.end_hung(name, about)
         self._closed.complete(self._energy.take_complete())
 

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -270,8 +270,7 @@ class Supervisor:
 
     def _log_progress(self) -> None:
         """One line a second, and one when all shares are there; none before all have a size."""
-        loaded = sum(w.loaded_bytes for w in self.workers.values())
-        total = sum(w.total_bytes for w in self.workers.values())
+        loaded, total = weights_progress(self.workers.values())
         is_known = all(w.total_bytes for w in self.workers.values())
         now_s = time.monotonic()
         is_due = loaded == total or now_s - self._logged_at_s >= 1.0
@@ -354,6 +353,22 @@ class Supervisor:
             where=worker.plan.name,
             hint="its last words are above; out of memory kills are in the kernel log",
         )
+
+
+def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
+    """Bytes of weights that are there and that there will be, in all workers together.
+
+    Files that several workers map are in memory once, and count once; shares and copies add up.
+    """
+    workers = list(workers)
+    mapping = [worker for worker in workers if worker.maps_files]
+    others = [worker for worker in workers if not worker.maps_files]
+    loaded = min((worker.loaded_bytes for worker in mapping), default=0)
+    total = max((worker.total_bytes for worker in mapping), default=0)
+    return (
+        loaded + sum(worker.loaded_bytes for worker in others),
+        total + sum(worker.total_bytes for worker in others),
+    )
 
 
 def _describe_exit(code: int | None) -> str:

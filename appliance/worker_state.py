@@ -45,6 +45,11 @@ class WorkerState:
     """Its last process is gone, and the daemon knows."""
 
     @property
+    def maps_files(self) -> bool:
+        """Whether its weights are the checkpoint's files themselves, mapped as all workers do."""
+        return self.setup.weights is None and self.setup.gpu is None
+
+    @property
     def attention(self) -> str | None:
         """What computes attention in it."""
         return None if self.ready is None else self.ready.attention

@@ -9,6 +9,7 @@ Never: looks at tokens: a grammar says which texts there may be.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -19,6 +20,8 @@ from typing import Any, TypeVar
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from engine.schema_references import endless_reference
 
 MAX_GRAMMAR_CHARS = 65_536
 """Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
@@ -35,6 +38,8 @@ LIMITS = llguidance.LLParserLimits(
 _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
+_NO_WAY_ON = "NoExtensionBias"
+"""llguidance's word for a state in which no token may follow, and the output may not end."""
 
 R = TypeVar("R")
 
@@ -52,9 +57,10 @@ def json_grammar(
     or are ignored if `is_lenient`.
 
     Raises:
-        GrammarError: it is too large.
+        GrammarError: it is too large, or a part of it refers only to itself.
     """
     _check_size(schema)
+    _check_references(schema)
     return json.dumps({"grammars": [{"json_schema": _schema(schema, is_lenient)}]})
 
 
@@ -136,10 +142,12 @@ def calls_grammar(
         is_lenient: ignore keywords of the schemas that cannot be enforced.
 
     Raises:
-        GrammarError: the schemas are too large.
+        GrammarError: the schemas are too large, or a part of one refers only to itself.
         ValueError: free text needs a marker to tell a call by.
     """
     _check_size(tools)
+    for tool_schema in tools.values():
+        _check_references(tool_schema)
     marker = syntax.opening + syntax.begin
     if not is_required and not marker:
         raise ValueError("without a text that marks calls they cannot be told from free text")
@@ -166,12 +174,24 @@ def validate(grammar: str) -> None:
     """Check that a grammar compiles; up to a tenth of a second, so call it in a thread.
 
     Raises:
-        GrammarError: it does not, or is too large.
+        GrammarError: it does not, is too large, or no text matches it.
     """
     check_length(grammar)
-    error = with_deep_stack(lambda: llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS))
+    error = with_deep_stack(lambda: _compile_error(grammar))
     if error:
         raise GrammarError(shorten(error))
+
+
+def _compile_error(grammar: str) -> str:
+    """What the compiler has against it, or that it compiles and no text could ever match it."""
+    error: str = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
+    if error:
+        return error
+    # Bytes stand in for the model's tokens: a grammar without a first byte has no first token.
+    matcher = llguidance.LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=LIMITS)
+    matcher.compute_logit_bias()
+    is_empty = matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON)
+    return "no text matches it: it can only go on by referring to itself" if is_empty else ""
 
 
 def check_length(grammar: str) -> None:
@@ -202,6 +222,12 @@ def _check_size(value: object) -> None:
             unseen += one
 
 
+def _check_references(schema: object) -> None:
+    """Refuse what the compiler takes, and what ends an output at the place where it is met."""
+    if (reference := endless_reference(schema)) is not None:
+        raise GrammarError(shorten(f"the reference {reference} leads only to itself"))
+
+
 def shorten(error: str) -> str:
     """The first line that says something; what follows is the compiler's state."""
     message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
@@ -230,6 +256,23 @@ def _schema(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mappin
     if not is_lenient or isinstance(schema, bool):
         return schema
     return {**schema, "x-guidance": {"lenient": True}}
+
+
+class _Bytes:
+    """All bytes, each a token, and an end: what llguidance asks of a tokenizer, by its names."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def _bytes_as_tokens() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
 def _free_text(

@@ -169,15 +169,11 @@ def _ask(
     return Ask(**common, **own, ignored=fields.ignored)
 
 
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What OpenAI's API takes for what neither the request nor the model's own defaults say."""
-
-
 def _base(
     fields: Fields, model: ModelInfo, num_logprobs: int | None, num_prompt_logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters that are known before the prompt's length is."""
-    own = _NEUTRAL | dict(model.sampling)
+    own = model.sampling_in_force
     top_p = fields.number("top_p", 0, 1, default=own["top_p"])
     if top_p == 0:
         raise invalid_value("top_p", "must be greater than 0")

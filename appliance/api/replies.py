@@ -211,4 +211,8 @@ def model_object(model: ModelInfo) -> Json:
         "owned_by": "penstock",
         "max_model_len": model.max_model_len,
         "note": model.note,
+        "sampling": {
+            name: {"value": value, "source": "model" if name in model.sampling else "default"}
+            for name, value in model.sampling_in_force.items()
+        },
     }

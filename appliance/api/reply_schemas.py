@@ -127,6 +127,12 @@ _REPLIES: Json = {
             "created": COUNT,
             "owned_by": STRING,
             "max_model_len": COUNT,
+            "sampling": {
+                "type": "object",
+                "additionalProperties": shape(
+                    {"value": NUMBER, "source": one_of("model", "default")}
+                ),
+            },
         },
         {"note": STRING},
     ),

@@ -108,7 +108,7 @@ class ClientProtocol(H11Protocol):
             check_key: raises RequestError if the key of that name may have no more connections.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        line = Line(credentials, self._on_key, self._write_part)
+        line = Line(credentials, self._on_key, self._write_part, self._hang_up)
         super().__init__(config, server_state, {"line": line})
         self.logger = log
         self.credentials = credentials
@@ -209,6 +209,10 @@ class ClientProtocol(H11Protocol):
         if part and not self.cycle.disconnected:
             is_chunked = self.scope["http_version"] == "1.1"
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
+
+    def _hang_up(self) -> None:
+        """End it now, whatever has not been read; what is still sent on it goes nowhere."""
+        self.transport.abort()
 
     def _on_key(self, name: str | None) -> None:
         if name is not None and name != self.key:

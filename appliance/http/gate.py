@@ -52,6 +52,8 @@ class Line:
     """To be called with the name of a valid key that was shown."""
     write_part: Callable[[bytes], Awaitable[None]]
     """To be called with each part of a reply's body, once its head is out."""
+    hang_up: Callable[[], None]
+    """Ends it, whatever has not been read."""
 
 
 class Gate:
@@ -66,7 +68,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to the application, or refuse it."""
         line = _line(scope)
-        arrival = Arrival(line.write_part)
+        arrival = Arrival(line.write_part, hang_up=line.hang_up)
         arrival.keep(scope)
         try:
             _check_head(scope)

@@ -16,9 +16,11 @@ BOB = Peer(key="bob", role=Role.USER)
 VIEWER = Peer(uid=1003, user="vera", role=Role.VIEWER)
 
 
-def client_of(appliance: FakeAppliance, peer: Peer | None) -> httpx.AsyncClient:
-    """A client as which the server knows `peer`."""
-    app = build_app(appliance)
+def client_of(
+    appliance: FakeAppliance, peer: Peer | None, app: ASGIApp | None = None
+) -> httpx.AsyncClient:
+    """A client as which the server knows `peer`; of an application of its own unless given one."""
+    app = app or build_app(appliance)
     transport = httpx.ASGITransport(app=_known(app, peer), raise_app_exceptions=False)
     return httpx.AsyncClient(base_url="http://localhost", transport=transport)
 

@@ -102,6 +102,32 @@ def test_a_grammar_says_what_may_be_said(model, grammar, yes, no):
     assert not model.accepts(grammar, no)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: json_grammar({"$ref": "#"}),
+        lambda: json_grammar({**POINT, "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+        lambda: calls_grammar(
+            {"f": {"properties": {"x": {"$ref": "#/properties/x"}}}},
+            HERMES,
+            special_ids={},
+            is_required=True,
+        ),
+        lambda: lark_grammar("start: start"),
+        lambda: lark_grammar("start: a\na: b\nb: a | a b"),
+        lambda: regex_grammar(r"[^\s\S]"),
+    ],
+)
+def test_what_only_refers_to_itself_is_refused_before_anything_is_said(make):
+    with pytest.raises(GrammarError, match=r"leads only to itself|no text matches it"):
+        validate(make())
+
+
+def test_what_refers_to_itself_on_its_way_is_served(model):
+    tree = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "null"}]}
+    assert model.accepts(json_grammar(tree), "[[],null,[null]]")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_drawn_parses(model, seed):
     bounded = {

@@ -79,6 +79,7 @@ def test_a_form_that_cannot_be_is_refused_by_its_place(fields, param):
     [
         {"response_format": json_schema({"type": "nothing"})},
         {"response_format": json_schema({"$ref": "#/nowhere"})},
+        {"structured_outputs": {"grammar": "start: start"}},
         {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"grammar": "start: nowhere"}},
     ],
@@ -88,6 +89,14 @@ def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):
     with pytest.raises(RequestError, match=r"cannot be compiled: \S") as error:
         constraint.check()
     assert error.value.param == constraint.param
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_schema_that_only_refers_to_itself_is_refused(is_strict):
+    fields = {"response_format": json_schema({"$ref": "#"}, strict=is_strict)}
+    with pytest.raises(RequestError, match="the reference # leads only to itself") as error:
+        read_constraint(Fields(fields))
+    assert (error.value.param, error.value.status) == ("response_format.json_schema.schema", 400)
 
 
 def test_strict_schemas_may_not_have_what_cannot_be_enforced():

@@ -1,0 +1,84 @@
+"""What a daemon says when it is ready: what it serves, where, how, and what to try first.
+
+Owns: the words. Called by: daemon; doctor, for how replies are sampled.
+Invariant: pure; sizes and counts are those of frames, so that the padding block is in none.
+Never: logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from appliance.protocol import Frame
+from appliance.request import ModelInfo
+
+GENERATION_FILE = "generation_config.json"
+ADVISED_TEMPERATURE = 0.3
+"""Small models answer straight at it, and larger ones are not dull."""
+
+
+def announcement(
+    frame: Frame,
+    model: ModelInfo,
+    folder: Path,
+    *,
+    abouts: Mapping[str, Sequence[str]],
+    is_elastic_static: bool,
+    has_template: bool,
+    addresses: Sequence[str],
+) -> Iterator[str]:
+    """Line by line.
+
+    Args:
+        frame: a reading of the daemon that has just become ready.
+        model: what it serves.
+        folder: the checkpoint's.
+        abouts: what each worker's start has found out, by its name.
+        is_elastic_static: elastic roles act as static ones on this machine.
+        has_template: the model can chat.
+        addresses: where clients find it.
+    """
+    note = f" ({model.note})" if model.note else ""
+    yield f"serving {model.model_id}{note} in {frame.dtype}"
+    for worker in frame.workers:
+        yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
+        yield from (f"    {line}" for line in abouts.get(worker.name, ()))
+    if is_elastic_static:
+        yield "  elastic roles act as static ones: both workers share one device"
+    if frame.transport is not None:
+        yield f"  handoff by {frame.transport}"
+    for pool in frame.pools:
+        size_mib = pool.num_blocks * pool.block_bytes / 2**20
+        yield f"  pool {pool.name}: {pool.num_blocks} blocks, {size_mib:.0f} MiB"
+    yield f"  up to {model.max_model_len} tokens per request"
+    yield f"  {sampling_text(model.sampling)}"
+    if advice := sampling_advice(model.sampling, folder):
+        yield f"    {advice}"
+    yield f"ready on {', '.join(addresses)}"
+    yield f"try: penstock {_first_try(model, has_template)}"
+
+
+def _first_try(model: ModelInfo, has_template: bool) -> str:
+    if not has_template:
+        return "run 'Once upon a time' --max-tokens 32"
+    return f"run --chat '{'Who are you?' if model.note else 'Hello'}'"
+
+
+def sampling_text(sampling: Mapping[str, float]) -> str:
+    """How replies are sampled where a request does not say."""
+    if not sampling:
+        return "replies are sampled at temperature 1: the model's folder says nothing else"
+    values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+    return f"replies are sampled at {values}, as {GENERATION_FILE} says"
+
+
+def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
+    """What to do where nobody has said how random replies are to be; empty if somebody has."""
+    if "temperature" in sampling:
+        return ""
+    return (
+        "at temperature 1 small models ramble: try --temperature "
+        f'{ADVISED_TEMPERATURE:g} with run and chat, or put {{"temperature": '
+        f"{ADVISED_TEMPERATURE:g}}} into {folder / GENERATION_FILE}"
+    )

@@ -1,0 +1,73 @@
+"""What a daemon says when it is ready, from a service without workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.announcement import announcement, sampling_advice
+from appliance.protocol import Frame
+from tests.appliance.machine import Machine, make_machine
+
+FOLDER = Path("/models/one")
+
+
+@pytest.fixture
+def machine(tiny_llama: Path, tmp_path: Path) -> Iterator[Machine]:
+    yield from make_machine(tiny_llama, tmp_path)
+
+
+def said(machine: Machine, *, has_template: bool = True, **sampling: float) -> list[str]:
+    machine.start_workers()
+    frame = msgspec.json.decode(machine.service.frame_json(), type=Frame)
+    frame.pools[0].block_bytes = 1 << 20  # so that one block more would be seen
+    model = replace(machine.service.model, sampling=sampling)
+    return list(
+        announcement(
+            frame,
+            model,
+            FOLDER,
+            abouts={"decode": ["found at start"]},
+            is_elastic_static=False,
+            has_template=has_template,
+            addresses=["/run/penstock.sock"],
+        )
+    )
+
+
+def test_a_pools_size_is_that_of_the_blocks_that_can_be_used(machine: Machine) -> None:
+    (line,) = (line for line in said(machine) if "pool kv" in line)
+    (pool,) = machine.router.ledger.pools.values()
+    num_usable = pool.num_blocks - 1  # block 0 is padding
+    assert [int(number) for number in re.findall(r"\d+", line)] == [num_usable, num_usable]
+
+
+def test_a_model_that_can_chat_is_tried_in_a_chat(machine: Machine) -> None:
+    assert said(machine)[-1] == "try: penstock run --chat 'Hello'"
+    assert "--chat" not in said(machine, has_template=False)[-1]
+
+
+def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Machine) -> None:
+    (line,) = (line for line in said(machine) if "ramble" in line)
+    assert "--temperature 0.3" in line
+    assert str(FOLDER / "generation_config.json") in line
+    told = said(machine, temperature=0.6, top_k=20)
+    assert (
+        "  replies are sampled at temperature 0.6, top_k 20, as generation_config.json says" in told
+    )
+    assert not any("ramble" in line for line in told)
+
+
+def test_greedy_by_the_models_own_word_needs_no_advice() -> None:
+    assert sampling_advice({"temperature": 0.0}, FOLDER) == ""
+
+
+def test_what_a_workers_start_has_found_stands_under_it(machine: Machine) -> None:
+    lines = said(machine)
+    place = next(place for place, line in enumerate(lines) if line.startswith("  decode on"))
+    assert lines[place + 1] == "    found at start"
