@@ -146,9 +146,9 @@ def _open_files() -> Finding:
 
 
 def _model(found: config.ServeConfig) -> Finding:
-    from appliance.boot import STARTER_FOLDER, check_plan  # half of a second
+    from appliance.boot import check_plan, model_folder  # half of a second
 
-    about, folder = check_plan(found), found.model or STARTER_FOLDER
+    about, folder = check_plan(found), model_folder(found.model)
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling)}", advice)
