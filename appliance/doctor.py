@@ -25,6 +25,7 @@ from appliance.client import Client
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.machine import Devices
 from appliance.gpu_placement import choose_gpus, installed_torch
+from appliance.models.names import HubName
 from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
 from engine.config import ModelConfig
 from engine.errors import PenstockError
@@ -146,8 +147,13 @@ def _open_files() -> Finding:
 
 
 def _model(found: config.ServeConfig) -> Finding:
-    from appliance.boot import check_plan, model_folder  # half of a second
+    from appliance.boot import check_plan, is_to_be_fetched, model_folder  # half of a second
 
+    if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
+        from appliance.models.remote import in_a_sentence
+
+        hint = "serve downloads it first, or penstock models pull does"
+        return Finding("model", "note", in_a_sentence(found.model), hint)
     about, folder = check_plan(found), model_folder(found.model)
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):

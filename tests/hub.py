@@ -27,6 +27,8 @@ class Repository:
     files: dict[str, bytes | Path]
     commit: str = "c" * 40
     revisions: tuple[str, ...] = ("main",)
+    listed: dict[str, int] = field(default_factory=dict)
+    """Large files that nobody will ask for: their sizes."""
     token: str | None = None
     """Without it the repository is not there."""
     gated: bool = False
@@ -44,6 +46,10 @@ class Repository:
                 sha256 = hashlib.sha256(content).hexdigest()
                 row["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 130}
             siblings.append(row)
+        for path, size in self.listed.items():
+            lfs = {"sha256": hashlib.sha256(path.encode()).hexdigest(), "size": size}
+            row = {"rfilename": path, "size": size, "blobId": "0" * 40}
+            siblings.append(row | {"lfs": lfs | {"pointerSize": 130}})
         return {"sha": self.commit, "siblings": siblings, "private": False, "tags": []}
 
 

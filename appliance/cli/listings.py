@@ -92,6 +92,15 @@ MODELS = (
     Column("FOLDER", "folder", is_wide=True),
 )
 
+FITS = (
+    Column("WHERE", "place"),
+    Column("MEMORY", "memory_bytes", size),
+    Column("WEIGHTS", "weights_bytes", size),
+    Column("KV TOKENS", "kv_tokens", count),
+    Column("FITS", "verdict"),
+    Column("QUANTISED, WOULD", "quantised"),
+)
+
 CHECKSUMS = (
     Column("FILE", "file"),
     Column("SIZE", "size_bytes", size),

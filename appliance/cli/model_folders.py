@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from appliance.api.tool_format import tool_format_of
 from appliance.models import cache
 from engine.checkpoint import Checkpoint
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.tokenizer import Tokenizer
 
@@ -84,6 +85,11 @@ def detail(found: Found) -> dict[str, Any]:
         "chat_template": tokenizer.chat_template is not None,
         "tools": tool_format_of(tokenizer) is not None,
     }
+
+
+def config_of(found: Found) -> ModelConfig:
+    """What its config.json says."""
+    return ModelConfig.from_folder(found.folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from appliance.cli.terminal import Output
 from appliance.cli.text import printable, size
 from appliance.models import cache
 from appliance.models.names import HubName, a_model
+from appliance.setting_kinds import parse_bytes
 from engine.errors import CheckpointError, ConfigError, PenstockError
 
 # engine.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the verbs.
@@ -104,18 +105,38 @@ def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
 
 
 @models.command("show")
-def show_model(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """Show a model's shape, its KV bytes per token, and whether it can chat and call tools."""
+def show_model(
+    model: Name,
+    dirs: Dirs = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Would it fit such GPUs? 24GiB, 2x80GiB; repeat."),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show a model's shape, what it needs, and where it fits; also before it is downloaded."""
     from appliance.cli import model_folders
+    from appliance.models import fits, remote
 
-    about = model_folders.detail(_named(model, dirs))
+    where = remote.places([_gpus(text) for text in gpu or ()])
+    asked = a_model(model)
+    try:
+        found = _named(model, dirs)
+    except NoSuchModel:
+        if not isinstance(asked, HubName):
+            raise
+        _show(remote.on_hub(asked, where), output)
+        return
+    about = model_folders.detail(found)
+    need = fits.need_of(model_folders.config_of(found))
+    about |= {"kv_bytes_of_a_request": fits.kv_rows(need), "fits": fits.rows(need, where)}
     known, wanted = about["tokenizer_vocabulary"], about["vocabulary"]
     if known < wanted * LEAST_VOCABULARY:  # it is padded to a multiple of something, never so far
         terminal.note(
             f"penstock: the tokenizer has {known} of the model's {wanted} tokens;"
             " is it this model's?"
         )
-    terminal.show("model", about, output, lambda: pages.facts(about))
+    _show(about, output)
 
 
 @models.command("verify")
@@ -153,6 +174,28 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
             where=str(folder),
             hint="download these files again",
         )
+
+
+def _show(about: dict[str, Any], output: Format) -> None:
+    """One model: its facts, and a table of where it fits."""
+
+    def page() -> str:
+        facts = {name: value for name, value in about.items() if name != "fits"}
+        table = terminal.listing("fits", listings.FITS, output).render(about["fits"])
+        return f"{pages.facts(facts)}\n\n{table}".rstrip("\n")
+
+    terminal.show("model", about, output, page)
+
+
+def _gpus(text: str) -> tuple[int, int]:
+    """`2x80GiB`: how many, and bytes of each."""
+    count, times, each = text.rpartition("x")
+    try:
+        if times and not 1 <= int(count) <= 16:
+            raise ValueError
+        return int(count) if times else 1, parse_bytes(each)
+    except ValueError as error:
+        raise typer.BadParameter("--gpu is a size such as 24GiB or 2x80GiB") from error
 
 
 class _Reading:

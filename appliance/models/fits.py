@@ -1,0 +1,136 @@
+"""What a model needs, and where it would fit: from its config.json alone, before a byte of weights.
+
+Owns: the arithmetic. Pure. Called by: the CLI's `models show`, doctor.
+Invariant: an estimate leans to the careful side; what is not known is None.
+Never: asks a device or a hub.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checkpoint import expected_shapes
+from engine.config import DTYPE_BYTES, ModelConfig
+
+GPU_OVERHEAD_BYTES = 2 << 30
+"""Contexts, graphs, activations and a margin, of one worker process on a GPU."""
+CPU_OVERHEAD_BYTES = 1 << 30
+"""Two worker processes with torch, and the daemon."""
+LENGTHS = (4096, 32768, 131072)
+LEAST_TOKENS = 2048
+"""Fewer are of no use to anybody."""
+BITS_PER_WEIGHT: Mapping[str, float] = {"Q8_0": 8.5, "Q6_K": 6.56, "Q4_K_M": 4.85}
+"""Of the usual GGUF quantisations, the best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere that could serve."""
+
+    name: str
+    memory_bytes: int
+    """Of each device."""
+    is_gpu: bool
+    num_devices: int = 1
+    """With two, one prefills and one decodes, and each holds all weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What serving a model takes."""
+
+    num_parameters: int | None
+    weights_bytes: int
+    kv_bytes_per_token: int | None
+    """None: not known before the file is here."""
+    max_model_len: int | None
+
+
+def need_of(config: ModelConfig) -> Need:
+    """As stored; KV in the dtype of the weights."""
+    dtype = config.stored_dtype or "bfloat16"
+    num_parameters = sum(math.prod(shape) for _, shape in expected_shapes(config))
+    return Need(
+        num_parameters,
+        num_parameters * DTYPE_BYTES[dtype],
+        config.kv_block_bytes(1, dtype),
+        config.max_position_embeddings,
+    )
+
+
+def need_of_file(size_bytes: int) -> Need:
+    """Of a quantised file that nobody has opened."""
+    return Need(None, size_bytes, None, None)
+
+
+def kv_rows(need: Need) -> dict[str, int]:
+    """Bytes of KV of one request, by its length."""
+    if need.kv_bytes_per_token is None or need.max_model_len is None:
+        return {}
+    lengths = [*(n for n in LENGTHS if n < need.max_model_len), need.max_model_len]
+    return {f"{length:,} tokens": length * need.kv_bytes_per_token for length in lengths}
+
+
+def rows(
+    need: Need, places: Iterable[Place], files: Sequence[tuple[str, int]] = ()
+) -> list[dict[str, Any]]:
+    """One row per place: what is left for KV, the verdict, and which quantised file would fit.
+
+    Args:
+        need: of the model as it is.
+        places: where it could go.
+        files: quantised files that there are: name and bytes; else the usual ones are estimated.
+    """
+    return [_row(need, place, files) for place in places]
+
+
+def _row(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    spare = spare_bytes(need, place)
+    tokens = None
+    if need.kv_bytes_per_token is not None:
+        tokens = max(spare, 0) // need.kv_bytes_per_token
+    verdict = _verdict(need, place, spare, tokens)
+    return {
+        "place": place.name,
+        "memory_bytes": place.memory_bytes,
+        "weights_bytes": need.weights_bytes,
+        "kv_tokens": tokens,
+        "verdict": verdict,
+        "quantised": None if verdict == "yes" else smaller(need, place, files),
+    }
+
+
+def spare_bytes(need: Need, place: Place) -> int:
+    """What a device has left for KV; below 0: it does not even hold the weights."""
+    overhead = GPU_OVERHEAD_BYTES if place.is_gpu else CPU_OVERHEAD_BYTES
+    return place.memory_bytes - overhead - need.weights_bytes
+
+
+def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
+    if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
+        least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
+        each = " each" if place.num_devices > 1 else ""
+        return f"no: {(least - spare) / 1e9:.1f} GB short{each}"
+    if tokens is None or need.max_model_len is None or tokens >= need.max_model_len:
+        return "yes"
+    return f"up to {tokens:,} tokens"
+
+
+def smaller(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> str | None:
+    """The best quantised file that leaves room for a useful request; None: none does."""
+    known = sorted(files, key=lambda each: -each[1])
+    if not known and need.num_parameters is not None:
+        known = [
+            (f"about {bits * need.num_parameters / 8e9:.1f} GB as {kind}",
+             int(bits * need.num_parameters / 8))
+            for kind, bits in BITS_PER_WEIGHT.items()
+        ]  # fmt: skip
+    least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
+    for name, size in known:
+        one = Need(None, size, need.kv_bytes_per_token, need.max_model_len)
+        if size < need.weights_bytes and spare_bytes(one, place) >= least:
+            return name
+    return None

@@ -1,0 +1,122 @@
+"""What models need and where they fit, for repositories as they are published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.models import fits
+from engine.config import ModelConfig
+from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.models.recorded import CONFIGS, GGUF, repository
+from tests.hub import Hub, Repository, serving
+
+GIB = 1 << 30
+GPU_24 = fits.Place("24", 24 * GIB, is_gpu=True)
+TWO_H100 = fits.Place("2x80", 80 * GIB, is_gpu=True, num_devices=2)
+SMALL_BOX = fits.Place("box", 16 * GIB, is_gpu=False)
+
+
+def need(folder: Path, name: str) -> fits.Need:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name][0]))
+    return fits.need_of(ModelConfig.from_folder(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_that_the_models_page_says(tmp_path: Path, name: str) -> None:
+    wanted = need(tmp_path, name)
+    assert wanted.num_parameters == CONFIGS[name][1]
+    assert wanted.weights_bytes == 2 * CONFIGS[name][1]
+
+
+def test_kv_grows_with_the_length(tmp_path: Path) -> None:
+    rows = fits.kv_rows(need(tmp_path, "Qwen/Qwen3-8B"))
+    assert rows == {
+        "4,096 tokens": 4096 * 147_456,
+        "32,768 tokens": 32_768 * 147_456,
+        "40,960 tokens": 40_960 * 147_456,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "verdict"),
+    [
+        ("Qwen/Qwen3-0.6B", SMALL_BOX, "yes"),
+        ("Qwen/Qwen3-8B", GPU_24, "yes"),
+        ("meta-llama/Llama-3.1-8B-Instruct", GPU_24, "up to 57,"),
+        ("Qwen/Qwen3-8B", SMALL_BOX, "no: "),
+        ("Qwen/Qwen3-32B", GPU_24, "no: "),
+        ("Qwen/Qwen3-32B", TWO_H100, "yes"),
+        ("meta-llama/Llama-3.3-70B-Instruct", TWO_H100, "no: "),
+    ],
+)
+def test_verdicts(tmp_path: Path, name: str, place: fits.Place, verdict: str) -> None:
+    row = fits.rows(need(tmp_path, name), [place])[0]
+    assert row["verdict"].startswith(verdict)
+
+
+def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:
+    eight = need(tmp_path, "Qwen/Qwen3-8B")
+    box = fits.Place("box", 9 * GIB, is_gpu=False)
+    assert fits.rows(eight, [box], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q6_K.gguf"
+    assert fits.rows(eight, [box])[0]["quantised"] == "about 6.7 GB as Q6_K"
+    assert fits.rows(eight, [fits.Place("tiny", 2 * GIB, is_gpu=False)])[0]["quantised"] is None
+    assert fits.rows(eight, [TWO_H100])[0]["quantised"] is None
+
+
+def test_a_little_less_memory_never_fits_more(tmp_path: Path) -> None:
+    eight = need(tmp_path, "Qwen/Qwen3-8B")
+    tokens = [
+        fits.rows(eight, [fits.Place("x", n * GIB, is_gpu=True)])[0]["kv_tokens"]
+        for n in range(8, 90)
+    ]
+    assert tokens == sorted(tokens)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    published = {name.replace("/", "__"): repository(name) for name in CONFIGS}
+    published["Qwen__Qwen3-8B-GGUF"] = Repository({}, listed=GGUF)
+    with serving(**published) as hub:
+        yield hub
+
+
+def shown(environ: dict[str, str], *arguments: str) -> dict[str, Any]:
+    ended = penstock(environ, "models", "show", *arguments, "-o", "json")
+    assert ended.returncode == 0, ended.stderr
+    content: dict[str, Any] = json.loads(ended.stdout)
+    return content
+
+
+def test_show_says_it_before_anything_is_downloaded(tmp_path: Path, hub: Hub) -> None:
+    environ = user_environ(tmp_path) | {"HF_ENDPOINT": hub.url}
+    about = shown(environ, "Qwen/Qwen3-32B", "--gpu", "24GiB", "--gpu", "2x80GiB")
+    assert about["num_parameters"] == 32_762_123_264
+    assert about["download_bytes"] == about["size_bytes"] == 2 * 32_762_123_264
+    here, small, large = about["fits"]
+    assert here["place"].startswith("this machine")
+    assert small["verdict"].startswith("no: ")
+    assert small["quantised"] == "about 19.9 GB as Q4_K_M"
+    assert large["verdict"] == "yes"
+    assert not (tmp_path / ".cache").exists()
+    quantised = shown(environ, "Qwen/Qwen3-8B-GGUF:Q6_K", "--gpu", "24GiB")
+    assert quantised["size_bytes"] == GGUF["Qwen3-8B-Q6_K.gguf"]
+    page = penstock(environ, "models", "show", "Qwen/Qwen3-8B", "--gpu", "24GiB").stdout
+    assert "a GPU of 24 GiB" in page
+
+
+def test_doctor_says_it_of_a_model_that_is_not_here(tmp_path: Path, hub: Hub) -> None:
+    environ = user_environ(tmp_path) | {"HF_ENDPOINT": hub.url}
+    ended = penstock(environ, "doctor", "--model", "meta-llama/Llama-3.1-8B-Instruct")
+    assert "16.06 GB to download; fits on this machine" in ended.stdout
+
+
+@pytest.mark.parametrize("size", ["many", "0x80GiB", "x", "2x"])
+def test_a_gpu_that_is_no_size(tmp_path: Path, size: str) -> None:
+    ended = penstock(user_environ(tmp_path), "models", "show", "owner/name", "--gpu", size)
+    assert ended.returncode == 2
+    assert "24GiB" in ended.stderr
