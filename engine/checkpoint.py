@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,7 @@ class WeightsLayout:
 
     num_bytes: int
     offset_by_name: dict[str, int]
+    shape_by_name: dict[str, tuple[int, ...]]
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
@@ -209,14 +210,19 @@ def weights_layout(
 
 
 def arena_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout:
-    """All weights in `dtype`, end to end, as a forward pass reads them."""
-    offset, offset_by_name = 0, {}
-    for name, tensor in checkpoint.tensors.items():
+    """All weights of a checkpoint in `dtype`, end to end, as a forward pass reads them."""
+    return layout_of(((name, tensor.shape) for name, tensor in checkpoint.tensors.items()), dtype)
+
+
+def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
+    """The same of shapes by name."""
+    offset, offset_by_name, shape_by_name = 0, {}, dict(shapes)
+    for name, shape in shape_by_name.items():
         if not _continues_matrix(name):
             offset = -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         offset_by_name[name] = offset
-        offset += math.prod(tensor.shape) * DTYPE_BYTES[dtype]
-    return WeightsLayout(offset, offset_by_name)
+        offset += math.prod(shape) * DTYPE_BYTES[dtype]
+    return WeightsLayout(offset, offset_by_name, shape_by_name)
 
 
 def _continues_matrix(name: str) -> bool:

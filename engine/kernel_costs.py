@@ -9,8 +9,12 @@ Never: measures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from engine.checkpoint import expected_shapes
+from engine.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +82,41 @@ def product_cost(num_tokens: int, num_rows: int, depth: int, itemsize: int) -> C
     """Of tokens by a matrix [num_rows, depth]."""
     num_values = num_rows * depth + num_tokens * (num_rows + depth)
     return Cost(num_values * itemsize, 2 * num_tokens * num_rows * depth)
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """A model's weights by how a step uses them; vectors count for nothing."""
+
+    dense: int
+    """In matrices that every token is multiplied by."""
+    experts: int
+    """In those of all experts."""
+    expert_share: float
+    """Of an expert's layer's, how much one token is multiplied by."""
+    head: int
+    """In the projection to logits: once for each sequence. An embedding table is looked up in."""
+
+    def read(self, batch: int) -> int:
+        """Values that a decode step reads at least: of the experts as many as it can need."""
+        return self.dense + self.head + round(self.experts * min(1.0, batch * self.expert_share))
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Operations of the products for a prompt, which has logits for its last token."""
+        of_each = self.dense + self.experts * self.expert_share
+        return round(2 * (of_each * num_tokens + self.head))
+
+
+def step_values(config: ModelConfig) -> StepValues:
+    """Of a model's shape."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(config) if len(shape) > 1}
+    ends = {
+        n: size
+        for n, size in sizes.items()
+        if n.endswith(("embed_tokens.weight", "lm_head.weight"))
+    }
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    mixture = config.experts
+    share = 0.0 if mixture is None else mixture.num_per_token / mixture.num_experts
+    dense = sum(sizes.values()) - sum(ends.values()) - experts
+    return StepValues(dense, experts, share, config.vocab_size * config.hidden_size)

@@ -71,6 +71,9 @@ class OnDevice(torch.Tensor):
     def data_ptr(self):
         return self.held.data_ptr()
 
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func} outside of Accelerator.on()")

@@ -144,8 +144,13 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def as_one_matrix(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over parts that lie end to end in one storage (along dimension 0), else None."""
+    """One tensor over parts that lie end to end in one storage (along dimension 0), else None.
+
+    Storages may be neighbours by chance: no tensor reaches from one into the next.
+    """
     first, end = parts[0], parts[0].storage_offset()
+    if len({part.untyped_storage()._cdata for part in parts}) > 1:
+        return None
     for part in parts:
         is_next = part.data_ptr() == first.data_ptr() + (end - first.storage_offset()) * (
             first.element_size()

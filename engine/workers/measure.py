@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 
 from engine.attention_backends import Needs, choose_attention, this_machine
-from engine.checkpoint import expected_shapes
+from engine.checkpoint import expected_shapes, layout_of
 from engine.config import ModelConfig
 from engine.errors import PenstockError, WorkerFailed
+from engine.kernel_costs import step_values
 from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
@@ -39,6 +40,7 @@ from engine.workers.graphs import DecodeGraphs
 from engine.workers.kernel_bench import SEQUENCES, SMALL_SEQUENCES, Bed
 from engine.workers.runner import Runner
 from engine.workers.running import Running
+from engine.workers.streaming import arena_views
 from engine.workers.transfer import copy_blocks
 
 LLAMA_8B = {
@@ -166,10 +168,12 @@ class Bench:
                 where="bench",
                 hint="name the folder of a smaller model, or add --small",
             )
+        # as a worker has them: what is multiplied together lies together
+        layout = layout_of(expected_shapes(self.config), self.dtype)
+        arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.on)
         weights = {}
-        for name, shape in expected_shapes(self.config):
-            values = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.on)
-            weights[name] = Weight.plain(values.normal_(std=1 / math.sqrt(shape[-1])))
+        for name, values in arena_views(layout, self.dtype, arena).items():
+            weights[name] = Weight.plain(values.normal_(std=1 / math.sqrt(values.shape[-1])))
         return Transformer(self.config, weights, self.dtype, max_model_len, self.block_size)
 
     def pool(self, num_blocks: int) -> torch.Tensor:
@@ -183,7 +187,9 @@ def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Ro
     """Whole steps: decode against what it has to read, prefill against what it has to compute."""
     config, size = bench.config, bench.block_size
     longest = max(context for _, context in cases) + 1
-    num_blocks = max(batch * -(-(context + 1) // size) for batch, context in cases) + 1
+    num_blocks = (
+        max(batch * -(-(context + 1) // size) for batch, context in [*cases, (1, chunk)]) + 1
+    )
     transformer, pool = bench.transformer(max(longest, chunk)), bench.pool(num_blocks)
     graphs = None
     if bench.device is not None and transformer.is_capturable:
@@ -197,17 +203,16 @@ def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Ro
         )
         graphs.capture()
     runner = Runner(transformer, pool, size, _no_grammars(), bench.device, graphs)
-    num_weights = sum(math.prod(shape) for _, shape in expected_shapes(config))
-    item_bytes = pool.element_size()
+    values, item_bytes = step_values(config), pool.element_size()
     token_bytes = config.kv_block_bytes(size, bench.dtype) // size
     for batch, context in cases:
         planned = [(each, 1) for each in _decoding(batch, context, size)]
-        amount = num_weights * item_bytes + batch * context * token_bytes
+        amount = values.read(batch) * item_bytes + batch * context * token_bytes
         decode = partial(_step, runner, planned)
         yield bench.row("decode step", f"{batch} x {context}", decode, amount, "B/s")
     width = config.num_heads * config.head_dim
-    operations = 2 * num_weights * chunk + 2 * config.num_layers * width * chunk**2
-    prefill = partial(runner.rehearse, 1, chunk)
+    operations = values.prefill_flops(chunk) + 2 * config.num_layers * width * chunk**2
+    prefill = partial(_step, runner, [(_prompt(chunk, size), chunk)])
     yield bench.row("prefill chunk", f"1 x {chunk}", prefill, operations, "FLOP/s")
 
 
@@ -241,6 +246,22 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
         ms = bench.time(partial(copy_blocks, source, ids, target, ids, bench.device))
         rate = amount / ms * 1e3
         yield Row(f"blocks {what}", shape, ms, rate, "B/s", whole_ms / ms)
+
+
+def _prompt(num_tokens: int, block_size: int) -> Running:
+    """In blocks of its own, each of which a step has to read."""
+    return Running(
+        seq_id=0,
+        generation=0,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_table=list(range(1, 1 + -(-num_tokens // block_size))),
+        sampling=SamplingParams(1, 0, temperature=0.0),
+        until_output=1,
+        num_stored_blocks=None,
+        admitted_ns=0,
+    )
 
 
 def _decoding(batch: int, context: int, block_size: int) -> list[Running]:

@@ -72,7 +72,7 @@ def start(
     """
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
-    views = arena_views(checkpoint, setup.dtype, arena_layout(checkpoint, setup.dtype), arena)
+    views = arena_views(arena_layout(checkpoint, setup.dtype), setup.dtype, arena)
     weights = {name: Weight.plain(view) for name, view in views.items()}
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, block_size)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
@@ -129,9 +129,7 @@ def _weights(
         return shared, device.map(shared.weights)
     layout = arena_layout(checkpoint, setup.dtype)
     arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
-    stream_weights(
-        checkpoint, arena_views(checkpoint, setup.dtype, layout, arena), device, progress
-    )
+    stream_weights(checkpoint, arena_views(layout, setup.dtype, arena), device, progress)
     channel.send(WeightsLoaded())
     channel.expect(Go)
     return None, arena

@@ -54,13 +54,11 @@ class _Buffer:
         """Until the device has copied what was in it."""
 
 
-def arena_views(
-    checkpoint: Checkpoint, dtype: str, layout: WeightsLayout, arena: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def arena_views(layout: WeightsLayout, dtype: str, arena: torch.Tensor) -> dict[str, torch.Tensor]:
     """The weights by name, as they lie in an arena [num_bytes] of uint8."""
     views = {}
     for name, offset in layout.offset_by_name.items():
-        shape = checkpoint.tensors[name].shape
+        shape = layout.shape_by_name[name]
         end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
         views[name] = arena[offset:end].view(getattr(torch, dtype)).view(shape)
     return views

@@ -53,7 +53,7 @@ def test_streamed_weights_are_the_files_in_the_serving_dtype(
     with device.accelerator.on():
         layout = arena_layout(checkpoint, dtype)
         arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-        views = arena_views(checkpoint, dtype, layout, arena)
+        views = arena_views(layout, dtype, arena)
         stream_weights(checkpoint, views, device, lambda *progress: told.append(progress))
         for name, view in views.items():
             assert torch.equal(view.cpu(), stored[name].values.to(getattr(torch, dtype)))
@@ -69,7 +69,7 @@ def test_a_file_that_has_shrunk_is_named(tmp_path):
     with device.accelerator.on():
         layout = arena_layout(checkpoint, "float32")
         arena = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-        views = arena_views(checkpoint, "float32", layout, arena)
+        views = arena_views(layout, "float32", arena)
         with pytest.raises(CheckpointError, match="ends at 2000"):
             stream_weights(checkpoint, views, device, lambda *_: None)
 

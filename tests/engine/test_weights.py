@@ -101,6 +101,16 @@ def test_projections_of_one_input_are_one_matrix_in_the_arena(folder):
     assert as_one_matrix([part.clone() for part in parts]) is None
 
 
+def test_storages_that_happen_to_be_neighbours_are_not_one_matrix():
+    memory = bytearray(64)  # as two allocations of a GPU's memory may lie
+    parts = [torch.frombuffer(memory, dtype=torch.float32, offset=o, count=8) for o in (0, 32)]
+    parts = [part.view(2, 4) for part in parts]
+    assert parts[1].data_ptr() == parts[0].data_ptr() + 32
+    assert as_one_matrix(parts) is None
+    both = torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
+    assert as_one_matrix([both[:2], both[2:]]).shape == (4, 4)
+
+
 def test_unaligned_files_are_read_through_an_arena(tmp_path, folder):
     odd = make_checkpoint(tmp_path, "qwen2", "bfloat16")
     data = (odd / "model.safetensors").read_bytes()

@@ -1,4 +1,12 @@
+import os
+from pathlib import Path
+
 import pytest
+
+# workers are processes of their own, which do not see pytest's path where nothing is installed
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH")))
+)
 
 
 def pytest_collection_modifyitems(items):
