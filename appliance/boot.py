@@ -61,6 +61,9 @@ class Plan:
     """Those to start with."""
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    """How the model writes calls and reasoning, as the settings say."""
 
 
 def lock_state_dir(state_dir: Path) -> int:
@@ -107,7 +110,18 @@ def make_plan(config: ServeConfig) -> Plan:
         model_id = config.model.repository
     else:
         model_id = checkpoint.folder.resolve().name
-    return Plan(model_id, checkpoint, note, dtype, placement, roles, workers, fds)
+    return Plan(
+        model_id,
+        checkpoint,
+        note,
+        dtype,
+        placement,
+        roles,
+        workers,
+        fds,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def check_plan(config: ServeConfig) -> str:
@@ -269,4 +283,6 @@ def model_info(plan: Plan) -> ModelInfo:
         note=plan.model_note,
         created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
         sampling=config.sampling,
+        tool_parser=plan.tool_parser,
+        reasoning_parser=plan.reasoning_parser,
     )

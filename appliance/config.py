@@ -33,6 +33,12 @@ from engine.errors import ConfigError
 DEFAULT = "default"
 PREFIX = "PENSTOCK_"
 ROLES = ("elastic", "static", "colocated")
+TOOL_PARSERS = (
+    *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
+    *("harmony", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "gemma", "functiongemma"),
+)
+"""Those of api.tool_format, which a test compares: importing that here would be slow."""
+REASONING_PARSERS = ("think", "mistral", "gemma", "granite")
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""
 
@@ -61,6 +67,8 @@ class ServeConfig:
     max_queued_tokens: int = 1 << 20
     max_connections: int = 512
     max_body_bytes: int = 8 << 20
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     log_text: bool = False
     log_keep_days: int = 30
     log_max_bytes: int = 2 << 30
@@ -135,6 +143,12 @@ SETTINGS: Mapping[str, Setting] = {
     "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens that may wait", True),
     "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
     "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
+    "tool_parser": Setting(
+        one_of("auto", *TOOL_PARSERS), "how the model writes tool calls; auto: by its chat template"
+    ),
+    "reasoning_parser": Setting(
+        one_of("auto", "none", *REASONING_PARSERS), "how the model marks its reasoning, likewise"
+    ),
     "log_text": Setting(a_flag, "keep prompts in the request log: true or false", True),
     "log_keep_days": Setting(
         at_least(1, "days"), "days after which the log forgets a request", True

@@ -186,6 +186,10 @@ class ModelInfo:
     """Unix seconds, for /v1/models."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The model's own defaults of sampling fields, by their names."""
+    tool_parser: str = "auto"
+    """How it writes calls, a name in api.tool_format; auto is by its chat template."""
+    reasoning_parser: str = "auto"
+    """The same of its reasoning, a name in api.output_format, or none."""
 
     @property
     def sampling_in_force(self) -> dict[str, float]:

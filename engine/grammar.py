@@ -15,7 +15,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import llguidance
@@ -59,9 +58,9 @@ def json_grammar(
     Raises:
         GrammarError: it is too large, or a part of it refers only to itself.
     """
-    _check_size(schema)
-    _check_references(schema)
-    return json.dumps({"grammars": [{"json_schema": _schema(schema, is_lenient)}]})
+    check_size(schema)
+    check_references(schema)
+    return json.dumps({"grammars": [{"json_schema": enforced(schema, is_lenient)}]})
 
 
 def regex_grammar(pattern: str) -> str:
@@ -83,9 +82,9 @@ def choice_grammar(choices: Sequence[str]) -> str:
     Raises:
         GrammarError: they are too large.
     """
-    _check_size(choices)
+    check_size(choices)
     # a terminal: as alternatives of a rule they would count one by one against the limits
-    return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(_text, choices)))
+    return lark_of("start: CHOICE\nCHOICE: " + " | ".join(map(lark_text, choices)))
 
 
 def lark_grammar(text: str) -> str:
@@ -101,73 +100,9 @@ def lark_grammar(text: str) -> str:
             f"the grammar has {num_rules} rules, at most {_MAX_LARK_RULES} are compiled"
         )
     try:
-        return _lark(any_to_lark(text))
+        return lark_of(any_to_lark(text))
     except (GbnfToLarkError, RecursionError, ValueError, LookupError) as error:
         raise GrammarError(shorten(str(error))) from error
-
-
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """How a model writes tool calls, in its own words: `opening (begin call end)+ closing`."""
-
-    opening: str = ""
-    """Before the first call, such as `[TOOL_CALLS][`."""
-    begin: str = ""
-    """Before each call, such as `<tool_call>` and a line break."""
-    end: str = ""
-    separator: str = ""
-    closing: str = ""
-    arguments_key: str = "arguments"
-    """The other key is `name`, and comes first."""
-
-
-def calls_grammar(
-    tools: Mapping[str, Mapping[str, Any] | None],
-    syntax: CallSyntax,
-    *,
-    special_ids: Mapping[str, int],
-    is_required: bool,
-    is_parallel: bool = True,
-    is_lenient: bool = True,
-) -> str:
-    """Calls of these tools, as the model writes them, with arguments that match their schemas.
-
-    Args:
-        tools: names to the JSON schemas of their arguments; None is any object.
-        syntax: how this model writes calls.
-        special_ids: ids of special tokens that may occur in the syntax, by their text.
-        is_required: the output is calls and nothing else. Otherwise it is free text, in which
-            what follows the syntax's opening and begin must be a call; they may not be empty.
-        is_parallel: any number of calls; otherwise one, and with it the output ends.
-        is_lenient: ignore keywords of the schemas that cannot be enforced.
-
-    Raises:
-        GrammarError: the schemas are too large, or a part of one refers only to itself.
-        ValueError: free text needs a marker to tell a call by.
-    """
-    _check_size(tools)
-    for tool_schema in tools.values():
-        _check_references(tool_schema)
-    marker = syntax.opening + syntax.begin
-    if not is_required and not marker:
-        raise ValueError("without a text that marks calls they cannot be told from free text")
-
-    def literal(text: str) -> str:
-        return _literal(text, special_ids)
-
-    rules = []
-    for index, (name, schema) in enumerate(tools.items()):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{syntax.arguments_key}": '
-        arguments = json.dumps(_schema({**_ANY_OBJECT, **(schema or {})}, is_lenient))
-        rules.append(f"tool_{index}: {_text(head)} %json {arguments} {literal('}' + syntax.end)}")
-    rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
-    more = f"({literal(syntax.separator + syntax.begin)} tool)*" if is_parallel else ""
-    calls = f"tool {more} {literal(syntax.closing)}"
-    if is_required:
-        rules.append(f"start: {literal(marker)} {calls}")
-    else:
-        rules += _free_text(marker, calls, special_ids, is_parallel=is_parallel)
-    return _lark("\n".join(rules))
 
 
 def validate(grammar: str) -> None:
@@ -206,7 +141,7 @@ def check_length(grammar: str) -> None:
         )
 
 
-def _check_size(value: object) -> None:
+def check_size(value: object) -> None:
     """Refuse what would become too long, before time is spent on writing it."""
     num_chars, unseen = 0, [value]
     while unseen:
@@ -222,7 +157,7 @@ def _check_size(value: object) -> None:
             unseen += one
 
 
-def _check_references(schema: object) -> None:
+def check_references(schema: object) -> None:
     """Refuse what the compiler takes, and what ends an output at the place where it is met."""
     if (reference := endless_reference(schema)) is not None:
         raise GrammarError(shorten(f"the reference {reference} leads only to itself"))
@@ -250,7 +185,8 @@ def with_deep_stack(function: Callable[[], R]) -> R:
         return future.result()
 
 
-def _schema(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
+def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
+    """A schema as the compiler is given it: lenient, it ignores keywords that it cannot enforce."""
     if schema is None:
         return _ANY_OBJECT
     if not is_lenient or isinstance(schema, bool):
@@ -275,44 +211,11 @@ def _bytes_as_tokens() -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
-def _free_text(
-    marker: str, calls: str, special_ids: Mapping[str, int], *, is_parallel: bool
-) -> list[str]:
-    """Rules for free text in which a marker begins a call, and cannot be anything else."""
-    first, *others = _pieces(marker, special_ids)
-    rest = "".join(others)
-    rules = [r"TEXT: /(.|\n)*/"]
-    if first in special_ids:
-        trigger = f"TEXT {_literal(first, special_ids)}"
-    else:
-        # what may follow the marker is forced; so let a line break after it be forced, too
-        stripped = first.rstrip() or first
-        rest = first[len(stripped) :] + rest
-        rules.append(f"trigger[lazy]: TEXT {_text(stripped)}")
-        trigger = "trigger"
-    rules.append(f"call: {trigger} {_literal(rest, special_ids)} {calls}")
-    return [*rules, "start: call* TEXT" if is_parallel else "start: call | TEXT"]
-
-
-def _literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """Lark for a text: special tokens by their ids, the rest as strings."""
-    return " ".join(
-        f"<[{special_ids[piece]}]>" if piece in special_ids else _text(piece)
-        for piece in _pieces(text, special_ids)
-    )
-
-
-def _pieces(text: str, special_ids: Mapping[str, int]) -> list[str]:
-    """A text cut around the special tokens in it."""
-    names = sorted((name for name in special_ids if name), key=len, reverse=True)
-    if not names:
-        return [text] if text else []
-    return [piece for piece in re.split(f"({'|'.join(map(re.escape, names))})", text) if piece]
-
-
-def _text(text: str) -> str:
+def lark_text(text: str) -> str:
+    """A text as Lark writes it."""
     return json.dumps(text)
 
 
-def _lark(text: str) -> str:
+def lark_of(text: str) -> str:
+    """The grammar that a text in Lark is."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})

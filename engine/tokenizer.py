@@ -140,6 +140,11 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._silent_ids else None
 
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, with their ids."""
+        found = {text: self.special_id(text) for text in texts if text}
+        return {text: token_id for text, token_id in found.items() if token_id is not None}
+
     def is_silent(self, token_id: int) -> bool:
         """True for special ids, and for ids that the vocabulary does not have."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None

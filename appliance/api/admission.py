@@ -19,9 +19,8 @@ from starlette.requests import Request as HttpRequest
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.constraints import Constraint
+from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.stream import Echo
-from appliance.api.tool_format import ToolFormat, tool_format_of
-from appliance.api.tools import Tools
 from appliance.api.turns import Turns
 from appliance.arrival import arrival_of, client_request_id
 from appliance.fields import Fields, invalid_value, unsupported
@@ -178,8 +177,8 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
 
 def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     """The part that may take time: templates, tokenizing, compiling a grammar."""
-    tool_format = _tool_format(ask.tools, tokenizer) if ask.tools else None
-    prompts = [ask.chat.render(tokenizer)] if ask.chat else ask.prompts
+    output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
+    prompts = [ask.chat.render(tokenizer, output_format)] if ask.chat else ask.prompts
     for prompt in prompts:
         ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
     ids = [
@@ -189,26 +188,20 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     _check_vocabulary(ids, model.vocab_size)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
-    grammar = _grammar(ask, tool_format, tokenizer, model)
+    grammar = _grammar(ask, output_format, tokenizer, model)
     return _Prepared("\n".join(texts) or None, ids, echoes, grammar)
 
 
-def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
-    tool_format = tool_format_of(tokenizer)
-    if tool_format is None:
-        raise unsupported("tools", "is not supported by this model's chat template")
-    return tool_format
-
-
 def _grammar(
-    ask: Ask, tool_format: ToolFormat | None, tokenizer: Tokenizer, model: ModelInfo
+    ask: Ask, output_format: OutputFormat, tokenizer: Tokenizer, model: ModelInfo
 ) -> str | None:
     """What the output must match, compiled once to see that it can be."""
     constraint = ask.constraint
-    if ask.tools and tool_format:
-        if not model.eos_token_ids and not ask.tools.is_required:
+    if ask.tools:
+        if not model.eos_token_ids and not ask.tools.is_required and constraint is None:
             return None  # free text, in which calls are found if they come
-        grammar = ask.tools.grammar(tool_format, tokenizer)
+        answer = constraint.grammar if constraint else None
+        grammar = ask.tools.grammar(output_format, tokenizer, answer)
         constraint = Constraint(grammar, "tools") if grammar else None
     if constraint is None:
         return None

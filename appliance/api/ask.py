@@ -16,6 +16,8 @@ import msgspec
 
 from appliance.api.constraints import Constraint
 from appliance.api.messages import Message
+from appliance.api.output_format import OutputFormat
+from appliance.api.preamble import in_words, needs_words, without_system
 from appliance.api.tools import Tools
 from appliance.fields import INT64_MAX, invalid_value
 from engine.errors import RequestError
@@ -36,15 +38,29 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def render(self, tokenizer: Tokenizer) -> str:
+    def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> str:
         """The prompt; a template may be slow, so call it in a thread.
 
         Raises:
             RequestError: there is no template, or it refuses.
         """
+        tools = self.tools.definitions if self.tools else None
+        if not output_format.has_preamble or not (tools or needs_words(self.messages)):
+            return self._rendered(tokenizer, self.messages, tools)
+        messages = in_words(self.messages, tools)
+        try:
+            return self._rendered(tokenizer, messages, None)
+        except RequestError:
+            if self.messages[0]["role"] == "system":
+                raise  # it is the client's own message that is refused
+            return self._rendered(tokenizer, without_system(messages), None)
+
+    def _rendered(
+        self, tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> str:
         return tokenizer.render_chat(
-            self.messages,
-            tools=self.tools.definitions if self.tools else None,
+            messages,
+            tools=tools,
             variables=self.variables,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,

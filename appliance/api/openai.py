@@ -105,7 +105,7 @@ def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
         raise invalid_value("top_logprobs", "needs `logprobs` to be true")
-    ask = _ask(
+    return _ask(
         fields,
         model,
         (top_logprobs or 0) if wants_logprobs else None,
@@ -114,9 +114,6 @@ def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
         max_tokens=max_tokens if newer is None else newer,
         is_echo=False,
     )
-    if ask.constraint and ask.tools:
-        raise unsupported(ask.constraint.param, "is not supported together with `tools`")
-    return ask
 
 
 def read_chat(fields: Fields) -> Chat:

@@ -15,8 +15,8 @@ import msgspec
 
 from appliance.api.ask import Ask
 from appliance.api.logprobs import chat_logprobs, completion_logprobs
+from appliance.api.reading import CallDelta
 from appliance.api.stream import Delta
-from appliance.api.tool_calls import CallDelta
 from appliance.request import ModelInfo, Request
 from appliance.wire import error_object
 from engine.errors import RequestError
@@ -64,12 +64,14 @@ class ReplyShape:
 
     def events(self, delta: Delta) -> bytes:
         """What a stream tells of a delta; nothing while its text is held back."""
-        has_news = delta.text or delta.calls or delta.finish_reason or self.ask.wants_tokens
+        is_told = delta.text or delta.reasoning or delta.calls
+        has_news = is_told or delta.finish_reason or self.ask.wants_tokens
         if not has_news:
             return b""
         index = delta.sequence.index
         around = self._around.get(index)
-        if around and delta.text and not delta.calls and delta.finish_reason is None:
+        is_plain = not delta.calls and not delta.reasoning and delta.finish_reason is None
+        if around and delta.text and is_plain:
             return around[0] + msgspec.json.encode(delta.text) + around[1]
         is_first = index not in self._around
         if is_first:
@@ -160,18 +162,25 @@ def _message(delta: Delta) -> Json:
         "content": None if delta.calls and not delta.text else delta.text,
         "refusal": None,
     }
+    message |= _reasoning(delta)
     if delta.calls:
         message["tool_calls"] = [_call(call) for call in delta.calls]
     return message
 
 
 def _chat_delta(delta: Delta) -> Json:
-    said: Json = {}
-    if delta.text or (delta.token_ids and not delta.calls and not delta.has_called):
+    said: Json = _reasoning(delta)
+    if delta.text or (delta.token_ids and not (said or delta.calls or delta.has_called)):
         said["content"] = delta.text
     if delta.calls:
         said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return said
+
+
+def _reasoning(delta: Delta) -> Json:
+    """By both names under which clients look for it."""
+    text = delta.reasoning
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call(call: CallDelta) -> Json:

@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from appliance.api.reading import CallDelta
 from appliance.api.replies import event
 from appliance.api.stream import Delta
-from appliance.api.tool_calls import CallDelta
 from appliance.fields import Fields
 from appliance.request import Request
 from engine.errors import RequestError

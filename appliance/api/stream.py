@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from appliance.api.ask import Ask
-from appliance.api.tool_calls import CallDelta, CallParser, Part, partial_match_chars
-from appliance.api.tool_format import tool_format_of
+from appliance.api.output_format import OutputFormat, output_format_of
+from appliance.api.output_parser import OutputParser
+from appliance.api.reading import CallDelta, Part, Thought, partial_match_chars
 from appliance.request import Appliance, Request, TokensEmitted
 from engine.detokenizer import Detokenizer
 from engine.sequence import FinishReason, Sequence, TokenLogprob
@@ -38,6 +39,8 @@ class Delta:
 
     sequence: Sequence
     text: str = ""
+    reasoning: str = ""
+    """What the model thought before it answered."""
     calls: list[CallDelta] = field(default_factory=list)
     """Parts of tool calls, at most one of each call."""
     token_ids: list[int] = field(default_factory=list)
@@ -48,6 +51,8 @@ class Delta:
     """The text begins with it."""
     num_tokens: int = 0
     """Of the sequence's output so far."""
+    num_reasoning_tokens: int = 0
+    """Of these, up to the end of the reasoning."""
     has_called: bool = False
     """The sequence has begun a tool call, here or before."""
     finish_reason: FinishReason | None = None
@@ -61,6 +66,7 @@ class Delta:
     def add(self, later: Delta) -> None:
         """Make this the sum of both."""
         self.text += later.text
+        self.reasoning += later.reasoning
         for call in later.calls:
             self.add_part(call)
         self.token_ids += later.token_ids
@@ -68,11 +74,16 @@ class Delta:
         self.text_offsets += later.text_offsets
         self.echo = self.echo or later.echo
         self.num_tokens = later.num_tokens
+        self.num_reasoning_tokens = later.num_reasoning_tokens
         self.has_called = later.has_called
         self.finish_reason = later.finish_reason
 
     def apart(self) -> list[Delta]:
         """The same in deltas of one call each, and the end alone, as clients read them."""
+        num_kinds = bool(self.reasoning) + bool(self.text) + len(self.calls)
+        if num_kinds > 1 and self.reasoning:
+            first = Delta(self.sequence, reasoning=self.reasoning, num_tokens=self.num_tokens)
+            return [first, *dataclasses.replace(self, reasoning="").apart()]
         if not self.calls or (len(self.calls) == 1 and not self.finish_reason):
             return [self]
         deltas = [
@@ -83,9 +94,11 @@ class Delta:
         return [*deltas, dataclasses.replace(self, text="", calls=[])]
 
     def add_part(self, part: Part) -> None:
-        """Add text, or a part of a call."""
+        """Add text, reasoning, or a part of a call."""
         if isinstance(part, str):
             self.text += part
+        elif isinstance(part, Thought):
+            self.reasoning += part.text
         elif self.calls and self.calls[-1].index == part.index:
             self.calls[-1].arguments += part.arguments
         else:
@@ -113,6 +126,7 @@ class Reply:
                 sequence,
                 ask,
                 echoes[sequence.index // ask.num_choices] if echoes else None,
+                request.prompt_text or "",
             )
             for sequence in request.sequences
         }
@@ -150,7 +164,12 @@ class _Voice:
     """One sequence's text."""
 
     def __init__(
-        self, appliance: Appliance, sequence: Sequence, ask: Ask, echo: Echo | None
+        self,
+        appliance: Appliance,
+        sequence: Sequence,
+        ask: Ask,
+        echo: Echo | None,
+        prompt_text: str,
     ) -> None:
         tokenizer = appliance.tokenizer
         self._appliance = appliance
@@ -160,16 +179,11 @@ class _Voice:
         context_ids = sequence.prompt_token_ids[-64:] if ask.is_continuation else []
         self._detokenizer = Detokenizer(tokenizer, context_ids)
         self._stop = StopMatcher(ask.stop)
-        self._calls: CallParser | None = None
-        self._marks: dict[int, str] = {}
-        """Special tokens that have a text here: it tells where calls begin."""
-        tool_format = tool_format_of(tokenizer) if ask.tools else None
-        if ask.tools and tool_format:
-            self._calls = CallParser(
-                tool_format, ask.tools.schemas, is_parallel=ask.tools.is_parallel
-            )
-            mark_id = tokenizer.special_id(tool_format.mark)
-            self._marks = {} if mark_id is None else {mark_id: tool_format.mark}
+        self._parser = _parser(appliance, sequence, ask, prompt_text)
+        marks = _output_format(appliance).tokens if self._parser else ()
+        self._marks = {one: text for text, one in tokenizer.special_ids(marks).items()}
+        """Special tokens that have a text here: it tells where calls and reasoning begin."""
+        self._num_reasoning_tokens = 0
         self._num_tokens = 0
         self._num_chars = len(echo.text) if echo else 0
         self.is_closed = False
@@ -212,26 +226,54 @@ class _Voice:
         self._num_chars += len(piece)
         may_stop = self._num_tokens > self._sequence.sampling.min_tokens
         self._pass(self._stop.push(piece) if may_stop else piece, delta)
-        if not (self._stop.has_matched or (self._calls and self._calls.is_done)):
+        if not (self._stop.has_matched or (self._parser and self._parser.is_done)):
             return False
         self._appliance.stop_sequence(self._sequence, self._num_tokens)
         self._close(FinishReason.STOP, delta)
         return True
 
     def _pass(self, text: str, delta: Delta) -> None:
-        """Text that no stop string has cut off, to the parser of calls if there is one."""
-        if self._calls is None:
+        """Text that no stop string has cut off, to the parser if there is one."""
+        if self._parser is None:
             delta.text += text
             return
-        for part in self._calls.push(text):
+        was_reasoning = self._parser.is_reasoning
+        for part in self._parser.push(text):
             delta.add_part(part)
-        delta.has_called = self._calls.num_calls > 0
+        if was_reasoning or self._parser.is_reasoning:
+            self._num_reasoning_tokens = self._num_tokens
+        delta.num_reasoning_tokens = self._num_reasoning_tokens
+        delta.has_called = self._parser.num_calls > 0
 
     def _close(self, reason: FinishReason | None, delta: Delta) -> None:
-        for part in self._calls.flush() if self._calls else ():
+        for part in self._parser.flush() if self._parser else ():
             delta.add_part(part)
+        delta.num_reasoning_tokens = self._num_reasoning_tokens
         delta.finish_reason = reason
         self.is_closed = True
+
+
+def _output_format(appliance: Appliance) -> OutputFormat:
+    model = appliance.model
+    return output_format_of(appliance.tokenizer, model.tool_parser, model.reasoning_parser)
+
+
+def _parser(
+    appliance: Appliance, sequence: Sequence, ask: Ask, prompt_text: str
+) -> OutputParser | None:
+    """What finds reasoning and calls; None where neither is looked for, as in completions."""
+    if not ask.is_chat:
+        return None
+    output_format = _output_format(appliance)
+    if not (ask.tools or output_format.thoughts or output_format.tools.is_harmony):
+        return None
+    must_call = ask.tools is not None and ask.tools.is_required
+    return OutputParser(
+        output_format,
+        ask.tools,
+        is_reasoning=output_format.begins_reasoning(prompt_text),
+        is_free=ask.constraint is None and not (must_call and sequence.sampling.grammar),
+    )
 
 
 class StopMatcher:

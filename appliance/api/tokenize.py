@@ -16,8 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.openai import check_model, read_chat
+from appliance.api.output_format import output_format_of
 from appliance.api.turns import Turns
 from appliance.fields import Fields, integer, invalid_type, invalid_value
+from appliance.request import ModelInfo
 from appliance.wire import appliance_of, json_response
 from engine.tokenizer import Tokenizer
 
@@ -48,7 +50,7 @@ class _TokenizeApi:
         def work() -> Json:
             fields = Fields.of_body(body)
             check_model(fields.get("model"), appliance.model)
-            ids = _encode(fields, appliance.tokenizer)
+            ids = _encode(fields, appliance.tokenizer, appliance.model)
             strings = None
             if fields.boolean("return_token_strs"):
                 strings = [appliance.tokenizer.token(one) or "" for one in ids]
@@ -80,12 +82,15 @@ class _TokenizeApi:
         return await self._turns.run(http, lambda: json_response(work()))
 
 
-def _encode(fields: Fields, tokenizer: Tokenizer) -> list[int]:
+def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]:
     """Like the two POSTs that generate: a chat's template writes its own special tokens."""
     is_chat = fields.get("messages") is not None
     if is_chat and fields.get("prompt") is not None:
         raise invalid_value("messages", "cannot be together with `prompt`")
-    text = read_chat(fields).render(tokenizer) if is_chat else fields.required("prompt")
+    output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
+    text = (
+        read_chat(fields).render(tokenizer, output_format) if is_chat else fields.required("prompt")
+    )
     if not isinstance(text, str):
         raise invalid_type("prompt", "a string", text)
     if len(text) > MAX_TEXT_CHARS:

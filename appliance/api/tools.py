@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.api.tool_format import ToolFormat
+from appliance.api.output_format import OutputFormat
 from appliance.fields import Fields, invalid_type, invalid_value, unsupported
-from engine.grammar import GrammarError, calls_grammar
+from engine.call_grammar import calls_grammar
+from engine.grammar import GrammarError
 from engine.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -34,23 +35,44 @@ class Tools:
     is_parallel: bool
     is_strict: bool
 
-    def grammar(self, tool_format: ToolFormat, tokenizer: Tokenizer) -> str | None:
+    def grammar(
+        self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
+    ) -> str | None:
         """What the output must match; None if calls cannot be told from free text beforehand.
+
+        Args:
+            output_format: the model's.
+            tokenizer: the model's.
+            answer: a grammar that the output must match where it is no call.
 
         Raises:
             RequestError: the schemas are too large.
         """
-        if tool_format.is_bare and not self.is_required:
+        tool_format = output_format.tools
+        special_ids = tokenizer.special_ids(output_format.tokens)
+        is_free = not self.is_required and answer is None
+        if is_free and (tool_format.is_bare or tool_format.is_harmony):
             return None
-        special_id = tokenizer.special_id(tool_format.mark)
+        # A grammar of free text has no place for special tokens that begin something else.
+        if (
+            is_free
+            and output_format.thoughts
+            and special_ids.keys()
+            & {
+                *output_format.thoughts.begins,
+                *output_format.thoughts.ends,
+            }
+        ):
+            return None
         try:
             return calls_grammar(
                 self.schemas,
                 tool_format.syntax,
-                special_ids={} if special_id is None else {tool_format.mark: special_id},
+                special_ids=special_ids,
                 is_required=self.is_required,
                 is_parallel=self.is_parallel,
                 is_lenient=not self.is_strict,
+                answer=answer,
             )
         except GrammarError as error:
             raise invalid_value("tools", f"cannot be compiled: {error}") from error

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from appliance.api.tool_format import tool_format_of
+from appliance.api.output_format import output_format_of
 from appliance.models import cache
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
@@ -83,7 +83,7 @@ def detail(found: Found) -> dict[str, Any]:
         "tokenizer_vocabulary": tokenizer.vocab_size,
         "kv_bytes_per_token": config.kv_block_bytes(1, checkpoint.stored_dtype),
         "chat_template": tokenizer.chat_template is not None,
-        "tools": tool_format_of(tokenizer) is not None,
+        "tools": not output_format_of(tokenizer).has_preamble,
     }
 
 

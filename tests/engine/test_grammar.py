@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.call_grammar import CallSyntax, calls_grammar
 from engine.grammar import (
     MAX_GRAMMAR_CHARS,
-    CallSyntax,
     GrammarError,
-    calls_grammar,
     choice_grammar,
     json_grammar,
     lark_grammar,
@@ -194,7 +193,10 @@ def test_a_special_token_can_mark_calls(is_required, text, is_right):
     backend = byte_level()
     model = Model(backend, ["<|end|>"])
     syntax = CallSyntax(
-        opening="<|im_start|>[", separator=", ", closing="]", arguments_key="parameters"
+        opening="<|im_start|>[",
+        head='{{"name": "{name}", "parameters": ',
+        separator=", ",
+        closing="]",
     )
     special_ids = {name: backend.token_to_id(name) for name in ("<|im_start|>", "<|begin|>")}
     grammar = calls_grammar(TOOLS, syntax, special_ids=special_ids, is_required=is_required)

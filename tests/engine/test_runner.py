@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from engine.call_grammar import CallSyntax, calls_grammar
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
-from engine.grammar import CallSyntax, calls_grammar, json_grammar, lark_grammar
+from engine.grammar import json_grammar, lark_grammar
 from engine.matcher import GrammarTokenizer
 from engine.messages import Admit
 from engine.model.transformer import Transformer

@@ -10,6 +10,7 @@ shows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from enum import StrEnum
 
@@ -354,11 +355,14 @@ async def test_special_tokens_that_mark_calls_are_read(tmp_path, appliance):
 
 
 @pytest.mark.parametrize("family", ["gemma", "phi"])
-async def test_a_model_without_tools_says_so(tmp_path, family):
+async def test_a_template_without_tools_gets_them_in_words(tmp_path, family):
     appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=FAMILIES[family]))
+    appliance.model = dataclasses.replace(appliance.model, max_model_len=4096)
     async with serving(appliance, tmp_path / "api.sock") as served:
-        error = (await served.chat(tools=[WEATHER])).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "tools")
+        says(appliance, '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>!')
+        reply = (await served.chat(tools=[WEATHER], max_tokens=99)).json()
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+    assert '"get_weather"' in appliance.submitted[0].prompt_text
 
 
 # Answers of a given form

@@ -22,6 +22,7 @@ class StopRecorder:
 
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(byte_level())
+        self.model = ModelInfo("m", 100, 300, (), None, 0)
         self.stopped: list[tuple[int, int]] = []
 
     def stop_sequence(self, sequence, num_kept_tokens):

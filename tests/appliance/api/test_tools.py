@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.api.tool_format import FORMATS, tool_format_of
+from appliance.api.output_format import OutputFormat
+from appliance.api.tool_format import FORMATS
 from appliance.api.tools import read_tools
 from appliance.fields import Fields
 from engine.errors import RequestError
 from engine.grammar import validate
 from engine.tokenizer import Tokenizer
-from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import byte_level
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -72,28 +72,12 @@ def test_a_refusal_names_the_place(fields, param):
     assert (error.value.param, error.value.status) == (param, 400)
 
 
-def test_the_format_is_the_one_that_the_template_speaks_of():
-    found = {
-        name: tool_format_of(Tokenizer(byte_level(), chat_template=template))
-        for name, template in FAMILIES.items()
-    }
-    assert {name: one for name, one in found.items() if one} == {
-        "qwen": FORMATS["hermes"],
-        "smollm3": FORMATS["hermes"],
-        "llama": FORMATS["llama"],
-        "mistral": FORMATS["mistral"],
-        "granite": FORMATS["granite"],
-    }
-    assert tool_format_of(Tokenizer(byte_level())) is None
-    coder = FAMILIES["qwen"] + "<function=name><parameter=x>"
-    assert tool_format_of(Tokenizer(byte_level(), chat_template=coder)) is None
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_every_format_has_a_grammar_that_compiles(name, choice):
     found = tools(function("f"), function("g", parameters=None), tool_choice=choice)
-    grammar = found.grammar(FORMATS[name], Tokenizer(byte_level()))
-    assert (grammar is None) == (name == "llama" and choice == "auto")
+    grammar = found.grammar(OutputFormat(FORMATS[name]), Tokenizer(byte_level()))
+    is_free = FORMATS[name].is_bare or FORMATS[name].is_harmony
+    assert (grammar is None) == (is_free and choice == "auto")
     if grammar:
         validate(grammar)

@@ -1,0 +1,132 @@
+"""Tools on a template without any, as langchain, instructor and pydantic-ai send them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from appliance.api.preamble import in_words, without_system
+from engine.tokenizer import Tokenizer
+from tests.appliance.api_server import events, says, serving
+from tests.fakes import FakeAppliance
+from tests.tiny_tokenizers import CHATML, byte_level
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+END = "!"
+"""The last token is the end of the text, which is silent."""
+PARAMETERS = {
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "type": "object",
+}
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
+LANGCHAIN = {"tools": [{"type": "function", "function": ADD}], "stream": False}
+"""What ChatOpenAI.bind_tools([add]).invoke() sends beside model and messages."""
+INSTRUCTOR = {
+    "tools": [{"type": "function", "function": {**ADD, "description": "Extracted `add`"}}],
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+}
+PYDANTIC_AI = {
+    "tools": [{"type": "function", "function": {**ADD, "strict": True}}],
+    "tool_choice": "required",
+    "stream": False,
+}
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}" + CHATML
+)
+
+
+@pytest.fixture
+def appliance():
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
+    appliance.model = appliance.model.__class__("m", 4096, 300, (257,), None, 0)
+    return appliance
+
+
+@pytest.fixture
+async def served(appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        yield served
+
+
+@pytest.mark.parametrize("body", [LANGCHAIN, INSTRUCTOR, PYDANTIC_AI])
+async def test_frameworks_get_their_call(served, appliance, body):
+    says(appliance, CALL + END)
+    reply = (await served.chat(**body)).json()
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 2}
+    prompt = appliance.submitted[0].prompt_text
+    assert "<tools>" in prompt
+    assert '"Add two numbers."' in prompt or "Extracted" in prompt
+
+
+async def test_calls_and_results_are_read_as_they_would_be_written(served, appliance):
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [
+        {"role": "user", "content": "2 + ?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+        {"role": "tool", "tool_call_id": "d", "content": "5"},
+    ]
+    await served.chat(messages=messages, max_tokens=2)
+    prompt = appliance.submitted[0].prompt_text
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert f"assistant\nLet me see.\n{written}<|im_end|>" in prompt
+    results = "<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>"
+    assert f"user\n{results}<|im_end|>" in prompt
+    assert "<tools>" not in prompt
+
+
+def test_the_words_come_behind_the_clients_own():
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    first, second = in_words(messages, [{"type": "function", "function": ADD}])
+    assert first["content"].startswith("Be kind.\n\nYou can call functions.")
+    assert second == messages[1]
+
+
+async def test_a_template_that_refuses_the_role_system_gets_them_from_the_user(tmp_path, appliance):
+    appliance.tokenizer = Tokenizer(byte_level(), chat_template=REFUSES_SYSTEM)
+    async with serving(appliance, tmp_path / "own.sock") as served:
+        assert (await served.chat(**LANGCHAIN, max_tokens=2)).status_code == 200
+        own = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+        assert (await served.chat(**LANGCHAIN, messages=own)).status_code == 400
+    prompt = appliance.submitted[0].prompt_text
+    assert prompt.startswith("<|im_start|>user\nYou can call functions.")
+
+
+def test_without_a_system_message_nothing_is_moved():
+    messages = [{"role": "user", "content": "y"}]
+    assert without_system(messages) == messages
+
+
+async def test_tools_and_a_form_of_the_answer_go_together(served, appliance):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    says(appliance, '{"a": 1, "b": 2}' + END)
+    reply = (await served.chat(**LANGCHAIN, response_format=form)).json()
+    assert reply["choices"][0]["message"]["content"] == '{"a": 1, "b": 2}'
+    says(appliance, CALL + END)
+    reply = (await served.chat(**LANGCHAIN, response_format=form)).json()
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+    assert "@answer" in appliance.submitted[0].sequences[0].sampling.grammar
+
+
+async def test_reasoning_has_a_field_of_its_own(served, appliance):
+    appliance.tokenizer = Tokenizer(
+        byte_level(), chat_template=CHATML.replace("assistant\n", "assistant\n<think>")
+    )
+    says(appliance, "well\n</think>\n\nabc" + END)
+    body = {"max_tokens": 99}
+    message = (await served.chat(**body)).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("abc", "well")
+    assert message["reasoning_content"] == "well"
+    chunks = events((await served.chat(**body, stream=True)).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(one.get("reasoning_content", "") for one in deltas) == "well"
+    assert "".join(one.get("content") or "" for one in deltas) == "abc"
+    assert not any("reasoning" in one and one.get("content") for one in deltas)
