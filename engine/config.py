@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, ExpertNames, Family
+from engine.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME
+from engine.family import ExpertNames, Family
 from engine.json_keys import JsonKeys
 from engine.rope import RopeConfig
 
@@ -99,7 +100,9 @@ class ModelConfig:
         num_kv_heads, head_dim = _attention_shape(keys, hidden_size, num_heads)
         has_attention_bias = keys.flag("attention_bias")
         rotated = _rotated_layers(keys, num_layers)
-        windows = _sliding_windows(keys, rotated)
+        windows = _sliding_windows(keys, family, rotated)
+        if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
+            rotated = [window is not None for window in windows]
         generation = _generation(folder)
         return cls(
             family=family,
@@ -117,7 +120,7 @@ class ModelConfig:
             experts=_experts(keys, family.experts, num_layers),
             is_tied=keys.flag("tie_word_embeddings"),
             has_qkv_bias=family.has_qkv_bias or has_attention_bias,
-            has_output_bias=has_attention_bias,
+            has_output_bias=keys.flag("attention_out_bias", has_attention_bias),
             has_mlp_bias=keys.flag("mlp_bias"),
             hidden_act=_activation(keys),
             attention_scale=_attention_scale(keys, head_dim),
@@ -178,6 +181,8 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
     keys = JsonKeys(dict(family.defaults) | own, file_keys.path)
     if keys.get("use_bidirectional_attention", None):
         raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
+    if keys.get("clip_qkv", None) is not None:
+        raise keys.bad("clip_qkv", "null: values as they are")
     return keys
 
 
@@ -226,7 +231,7 @@ def _rotated_layers(keys: JsonKeys, num_layers: int) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]
 
 
-def _sliding_windows(keys: JsonKeys, rotated: list[bool]) -> tuple[int | None, ...]:
+def _sliding_windows(keys: JsonKeys, family: Family, rotated: list[bool]) -> tuple[int | None, ...]:
     window = None
     if keys.flag("use_sliding_window", True) and keys.get("sliding_window", None) is not None:
         window = keys.integer("sliding_window")
@@ -235,7 +240,7 @@ def _sliding_windows(keys: JsonKeys, rotated: list[bool]) -> tuple[int | None, .
         return (window,) * num_layers
     layer_types = keys.get("layer_types", None)
     if layer_types is None:
-        return _usual_windows(keys, rotated, window)
+        return _usual_windows(keys, family, rotated, window)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise keys.bad("layer_types", f"a list of {num_layers}")
     if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
@@ -246,7 +251,7 @@ def _sliding_windows(keys: JsonKeys, rotated: list[bool]) -> tuple[int | None, .
 
 
 def _usual_windows(
-    keys: JsonKeys, rotated: list[bool], window: int | None
+    keys: JsonKeys, family: Family, rotated: list[bool], window: int | None
 ) -> tuple[int | None, ...]:
     """Where layer_types is absent: the later layers, those not rotated, or all but each nth."""
     num_layers = len(rotated)
@@ -257,7 +262,9 @@ def _usual_windows(
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if "no_rope_layers" in keys.values:
         return tuple(None if is_rotated else window for is_rotated in rotated)
-    period = keys.integer("sliding_window_pattern", 2)
+    if family.window_period is None:
+        return (window,) * num_layers
+    period = keys.integer("sliding_window_pattern", family.window_period)
     return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
 
 

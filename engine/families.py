@@ -11,33 +11,10 @@ Never: reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """A layer's norms, by where they stand; None where there is none."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Tensor names of a mixture: `layers.L.{block}.gate`, `layers.L.{block}.experts.E.{up}`."""
-
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATE_UP = ("gate_proj", "up_proj")
+from engine.family import ExpertNames, Family, NormNames
 
 # Null for num_key_value_heads is one per query head; for head_dim, hidden_size / heads.
 _COMMON: dict[str, Any] = {
@@ -59,41 +36,6 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One row."""
-
-    name: str
-    """`model_type` of config.json."""
-    architecture: str
-    """The class that config.json names."""
-    defaults: Mapping[str, Any] = field(repr=False)
-    norms: NormNames = NormNames()
-    norm_offset: float = 0.0
-    """Added to each stored norm weight."""
-    has_wide_norms: bool = False
-    """Norms multiply by their weight before they round to the serving dtype, not after."""
-    qk_norm: Literal["head", "projection"] | None = None
-    """Queries and keys are normed per head, or over all heads at once."""
-    has_qkv_bias: bool = False
-    """Whatever `attention_bias` says."""
-    qkv: tuple[str, ...] = _QKV
-    """The stored projections, whose outputs side by side are query, key and value."""
-    gate_up: tuple[str, ...] = _GATE_UP
-    experts: ExpertNames | None = None
-    has_root_scaled_embedding: bool = False
-    """Embeddings are multiplied by the square root of their size."""
-    has_local_rope: bool = False
-    """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
-    has_partial_rotary: bool = False
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Old names of RoPE kinds, as this family used them."""
-    section: str | None = None
-    """Where config.json keeps the language model's keys; None: at the top."""
-    prefix: str = ""
-    """Of every tensor's name."""
 
 
 _QWEN: dict[str, Any] = _COMMON | {
@@ -156,18 +98,42 @@ _GEMMA3_TEXT = Family(
     has_local_rope=True,
 )
 
+_OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    _COMMON
+    | {
+        "vocab_size": 50304,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": 50279,
+    },
+    norms=NormNames(
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+    ),
+    has_wide_norms=True,
+    qk_norm="projection",
+)
+
+_MISTRAL: dict[str, Any] = _COMMON | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
 _ROWS = (
     Family("llama", "LlamaForCausalLM", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    Family("mistral", "MistralForCausalLM", _MISTRAL),
     Family(
-        "mistral",
-        "MistralForCausalLM",
-        _COMMON
-        | {
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
+        "ministral",
+        "MinistralForCausalLM",
+        _MISTRAL | {"layer_types": None},
+        window_period=None,
     ),
     Family("qwen2", "Qwen2ForCausalLM", _QWEN, has_qkv_bias=True),
     Family(
@@ -175,6 +141,39 @@ _ROWS = (
         "Qwen3ForCausalLM",
         _QWEN | {"head_dim": 128, "attention_bias": False},
         qk_norm="head",
+    ),
+    Family(
+        "gemma",
+        "GemmaForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "use_bidirectional_attention": None,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        norm_offset=1.0,
+        has_wide_norms=True,
+        has_root_scaled_embedding=True,
+    ),
+    replace(
+        _GEMMA3_TEXT,
+        name="vaultgemma",
+        architecture="VaultGemmaForCausalLM",
+        defaults=_GEMMA2,
+        norms=NormNames(before_mlp="pre_feedforward_layernorm"),
+        qk_norm=None,
+        has_local_rope=False,
     ),
     replace(
         _GEMMA3_TEXT,
@@ -248,25 +247,79 @@ _ROWS = (
             "logits_scaling": 1.0,
         },
     ),
+    _OLMO2,
+    replace(
+        _OLMO2,
+        name="olmo3",
+        architecture="Olmo3ForCausalLM",
+        defaults={
+            **_OLMO2.defaults,
+            "sliding_window": 4096,
+            "layer_types": None,
+            "rope_theta": 500000.0,
+            "rope_local_base_freq": 500000.0,
+        },
+        has_local_rope=True,
+        window_period=4,
+    ),
     Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
+        "exaone4",
+        "Exaone4ForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+            "bos_token_id": 0,
+        },
+        norms=_OLMO2.norms,
+        qk_norm="head",
+        is_rotated_in_windows_only=True,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 0,
+        },
+    ),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
         _COMMON
         | {
             "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
             "attention_bias": False,
+            "clip_qkv": None,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
             "bos_token_id": None,
             "eos_token_id": 50279,
         },
-        norms=NormNames(
-            before_attention=None,
-            after_attention="post_attention_layernorm",
-            before_mlp=None,
-            after_mlp="post_feedforward_layernorm",
-        ),
-        has_wide_norms=True,
         qk_norm="projection",
+        experts=ExpertNames(),
     ),
     Family(
         "mixtral",

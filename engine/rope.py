@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.families import Family
+from engine.family import Family
 from engine.json_keys import REQUIRED, JsonKeys
 
 

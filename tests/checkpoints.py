@@ -22,6 +22,13 @@ FAMILIES = (
     "olmo2",
     "mixtral",
     "qwen3_moe",
+    "ministral",
+    "olmo3",
+    "exaone4",
+    "seed_oss",
+    "olmoe",
+    "gemma",
+    "vaultgemma",
 )
 
 _TINY = {
@@ -62,6 +69,30 @@ _OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.5,
     },
     "olmo2": {"initializer_range": 0.5},
+    "ministral": {"sliding_window": 24},
+    "olmo3": {
+        "initializer_range": 0.5,
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_theta": 20000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "exaone4": {"initializer_range": 0.5, "sliding_window": 24, "sliding_window_pattern": 2},
+    "seed_oss": {"attention_out_bias": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "vaultgemma": {
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 5.0,
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 6,

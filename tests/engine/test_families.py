@@ -63,6 +63,8 @@ def as_transformers_reads(keys):
     window = getattr(oracle, "sliding_window", None)
     kinds = getattr(oracle, "layer_types", ["sliding_attention"] * num_layers)
     is_rotated = getattr(oracle, "no_rope_layers", [1] * num_layers)[:num_layers]
+    if oracle.model_type == "exaone4" and window is not None:  # its attention says so
+        is_rotated = [kind == "sliding_attention" for kind in kinds]
     thetas = oracle.rope_parameters
     if "rope_theta" in thetas:
         thetas = {"sliding_attention": thetas, "full_attention": thetas}
@@ -70,7 +72,7 @@ def as_transformers_reads(keys):
     head_dim = getattr(oracle, "head_dim", None)
     head_dim = head_dim or oracle.hidden_size // oracle.num_attention_heads
     scale = getattr(oracle, "query_pre_attn_scalar", head_dim) ** -0.5
-    is_gemma = oracle.model_type.startswith("gemma")
+    is_gemma = "gemma" in oracle.model_type
     return {
         "vocab_size": oracle.vocab_size,
         "hidden_size": oracle.hidden_size,
@@ -82,7 +84,9 @@ def as_transformers_reads(keys):
         "max_position_embeddings": oracle.max_position_embeddings,
         "rms_norm_eps": oracle.rms_norm_eps,
         "is_tied": oracle.tie_word_embeddings,
-        "has_output_bias": getattr(oracle, "attention_bias", False),
+        "has_output_bias": getattr(
+            oracle, "attention_out_bias", getattr(oracle, "attention_bias", False)
+        ),
         "has_mlp_bias": getattr(oracle, "mlp_bias", False),
         "hidden_act": getattr(oracle, "hidden_activation", None) or oracle.hidden_act,
         "attention_scale": getattr(oracle, "attention_multiplier", scale),
@@ -193,6 +197,13 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "olmo2": (True, True, False, "projection"),
         "mixtral": (False, False, False, None),
         "qwen3_moe": (True, True, False, "head"),
+        "ministral": (False, False, False, None),
+        "olmo3": (True, True, False, "projection"),
+        "exaone4": (False, False, False, "head"),
+        "seed_oss": (True, False, True, None),
+        "olmoe": (True, True, False, "projection"),
+        "gemma": (True, True, False, None),
+        "vaultgemma": (True, True, False, None),
     }
 
 

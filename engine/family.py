@@ -1,0 +1,77 @@
+"""What a row of the table of families can say: where a model departs from Llama.
+
+Owns: the fields of a row. What a number says is a key of config.json, and no field.
+Called by: families (the rows), rope and config, checkpoint and engine.model.
+Invariant: None is "the family has no such part".
+Never: names a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """A layer's norms, by where they stand; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Tensor names of a mixture: `layers.L.{block}.gate`, `layers.L.{block}.experts.E.{up}`."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row."""
+
+    name: str
+    """`model_type` of config.json."""
+    architecture: str
+    """The class that config.json names."""
+    defaults: Mapping[str, Any] = field(repr=False)
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0
+    """Added to each stored norm weight."""
+    has_wide_norms: bool = False
+    """Norms multiply by their weight before they round to the serving dtype, not after."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """Queries and keys are normed per head, or over all heads at once."""
+    has_qkv_bias: bool = False
+    """Whatever `attention_bias` says."""
+    qkv: tuple[str, ...] = _QKV
+    """The stored projections, whose outputs side by side are query, key and value."""
+    gate_up: tuple[str, ...] = _GATE_UP
+    experts: ExpertNames | None = None
+    has_root_scaled_embedding: bool = False
+    """Embeddings are multiplied by the square root of their size."""
+    has_local_rope: bool = False
+    """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
+    has_partial_rotary: bool = False
+    is_rotated_in_windows_only: bool = False
+    """Where some layers have windows, the others do not rotate."""
+    window_period: int | None = 2
+    """Without `layer_types` each layer of that number sees all, the others have windows; None: all
+    have."""
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Old names of RoPE kinds, as this family used them."""
+    section: str | None = None
+    """Where config.json keeps the language model's keys; None: at the top."""
+    prefix: str = ""
+    """Of every tensor's name."""
