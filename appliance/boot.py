@@ -104,7 +104,7 @@ def make_plan(config: ServeConfig) -> Plan:
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     workers, fds = _setups(checkpoint, dtype, placement, has_graphs=not config.eager)
     roles = config.roles if config.roles != "auto" else "elastic"
-    if placement.topology.is_colocated:
+    if placement.places.is_colocated:
         roles = "colocated"
     if isinstance(config.model, HubName):
         model_id = config.model.repository
@@ -221,12 +221,12 @@ def _setups(
     """One Setup per worker, and the memfds that all of them inherit."""
     is_on_gpu = any(plan.gpu is not None for plan in placement.workers)
     specs, fds = {}, []
-    for name, num_blocks in placement.num_blocks_by_pool.items():
+    for pool in placement.places.pools:
         fd = None
-        if not is_on_gpu or name == placement.ring_pool:
-            fd = _memfd(f"penstock-{name}", num_blocks * placement.block_bytes)
+        if not is_on_gpu or pool.tier == "dram":
+            fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
-        specs[name] = PoolSpec(name, fd, num_blocks)
+        specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
     layout = None
     if not is_on_gpu:
         layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
@@ -247,12 +247,12 @@ def _setups(
             dtype=dtype,
             block_size=placement.block_size,
             pool=specs[plan.pool],
-            ring=specs[placement.ring_pool] if placement.ring_pool else None,
             weights=weights,
             cpus=list(plan.cpus),
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
+            other_pools=[specs[name] for name in placement.places.copied_by(plan.name)],
         )
         workers.append((plan, setup))
     return workers, fds

@@ -40,7 +40,6 @@ from engine.blocks import Ledger
 from engine.errors import PenstockError
 from engine.messages import Command, Report
 from engine.queue import FairQueue
-from engine.ring import Ring
 from engine.router import Router
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -178,7 +177,7 @@ class _Daemon:
             model=self._plan.model_id,
             dtype=self._plan.dtype,
             roles=self._plan.roles,
-            transport=self._plan.placement.topology.transport,
+            transport=self._plan.placement.places.transport,
         )
         self._supervisor = Supervisor(
             self._plan.workers,
@@ -294,21 +293,9 @@ class _Daemon:
 
     def _make_router(self) -> Router:
         placement = self._plan.placement
-        topology = placement.topology
-        ledger = Ledger(placement.pools())
-        ring = None
-        if placement.ring_pool is not None:
-            ring = Ring(
-                ledger,
-                pool=placement.ring_pool,
-                prefill_worker=topology.prefill_worker,
-                decode_worker=topology.decode_worker,
-                decode_pool=topology.decode_pool,
-            )
         router = Router(
-            topology,
-            ledger,
-            ring,
+            placement.places,
+            Ledger(placement.pools()),
             FairQueue(self._config.max_queued, self._config.max_queued_tokens),
             send=self._send,
             emit=self._emit,

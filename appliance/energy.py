@@ -234,7 +234,7 @@ def _share(sequence: Sequence, entry: SequenceStep) -> _Share:
     num_left = max(0, sequence.num_prompt_tokens - (entry.num_computed_tokens - num_tokens))
     num_prompt_tokens = min(num_left, num_tokens)
     return _Share(
-        sequence, num_prompt_tokens, num_tokens - num_prompt_tokens, entry.token_id is not None
+        sequence, num_prompt_tokens, num_tokens - num_prompt_tokens, bool(entry.token_ids)
     )
 
 

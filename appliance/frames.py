@@ -103,7 +103,7 @@ class Frames:
             model_note=self.model.note,
             dtype=plan.dtype,
             max_model_len=self.model.max_model_len,
-            transport=plan.placement.topology.transport,
+            transport=plan.placement.places.transport,
             pid=os.getpid(),
             workers=workers,
             devices=devices,

@@ -19,13 +19,13 @@ from appliance.placement import (
     MIN_COPIED_BLOCKS,
     Placement,
     WorkerPlan,
-    shm_counts,
+    pool_counts,
     split_cores,
 )
 from engine.attention_backends import Choice, Machine, Needs, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
-from engine.topology import Topology
+from engine.places import COLOCATED, DECODE, PREFILL, Places, make_places
 
 GPU_STEP_TOKENS = 4096
 """Prompt tokens in a step: where a GPU's matrix products are near their best rate."""
@@ -102,13 +102,12 @@ def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
     return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
 
 
-def _topology(*, has_two: bool, is_copied: bool) -> Topology:
+def _places(*, has_two: bool, is_copied: bool) -> Places:
     if not has_two:
-        return Topology("colocated", "colocated", "kv", "kv", None, homes={"kv": "colocated"})
+        return make_places([COLOCATED], [COLOCATED], "alias", home=COLOCATED)
     if is_copied:
-        homes = {"prefill": "prefill", "decode": "decode"}
-        return Topology("prefill", "decode", "prefill", "decode", "shm", homes=homes)
-    return Topology("prefill", "decode", "kv", "kv", "alias", homes={"kv": "decode"})
+        return make_places([PREFILL], [DECODE], "shm", pools_are_workers=True)
+    return make_places([PREFILL], [DECODE], "alias", home=DECODE)
 
 
 def place_on_gpu(
@@ -148,21 +147,19 @@ def place_on_gpu(
             where="kv_memory",
             hint=f"give at least {min_blocks * block_bytes} bytes",
         )
-    topology = _topology(has_two=has_two, is_copied=is_copied)
-    counts = shm_counts(num_blocks, block_bytes) if is_copied else {"kv": num_blocks}
-    workers = [WorkerPlan("colocated", tuple(cores), "kv", gpu)]
+    places = _places(has_two=has_two, is_copied=is_copied)
+    places = places.with_pools(pool_counts(places, num_blocks, block_bytes))
+    workers = [WorkerPlan(COLOCATED, tuple(cores), places.pool_of(places.names[0]), gpu)]
     if has_two:
         workers = [
-            WorkerPlan(name, tuple(own), topology.pool_of(name), gpu, None if is_copied else shares)
+            WorkerPlan(name, tuple(own), places.pool_of(name), gpu, None if is_copied else shares)
             for name, own, shares in zip(
-                topology.workers, split_cores(cores), ("maps", "exports"), strict=True
+                places.names, split_cores(cores), ("maps", "exports"), strict=True
             )
         ]
     return Placement(
-        topology=topology,
+        places=places,
         workers=tuple(workers),
-        num_blocks_by_pool=counts,
-        ring_pool="ring" if "ring" in counts else None,
         block_bytes=block_bytes,
         max_model_len=wanted_len,
         max_step_tokens=GPU_STEP_TOKENS,

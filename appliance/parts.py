@@ -22,9 +22,8 @@ from appliance.protocol import (
 )
 from appliance.request import Request
 from engine.blocks import BlockPool
-from engine.reservation import fits_now, wants
 from engine.router import Router
-from engine.sequence import Phase, Route
+from engine.sequence import Phase
 
 _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODING)
 
@@ -32,12 +31,9 @@ _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODIN
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
     """Every pool's books."""
     live = list(live)
-    ledger, granted_to = router.ledger, router.topology.prefill_worker
     return [
-        _pool_frame(
-            pool, _owners(router, live, name), block_bytes, len(ledger.table(granted_to, name))
-        )
-        for name, pool in ledger.pools.items()
+        _pool_frame(pool, _owners(router, live, name), block_bytes)
+        for name, pool in router.ledger.pools.items()
     ]
 
 
@@ -54,14 +50,9 @@ def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
     return [OwnerFrame(user, num_blocks, requests[user]) for user, num_blocks in most]
 
 
-def _pool_frame(
-    pool: BlockPool, owners: list[OwnerFrame], block_bytes: int, num_granted: int
-) -> PoolFrame:
+def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
     """One pool's books; padding block 0 is left out."""
     counts = {str(state): count for state, count in pool.counts.items()}
-    # a slot that is granted ahead, to be filled some day, is free to whoever looks
-    counts["free"] += num_granted
-    counts["active"] -= num_granted
     return PoolFrame(
         name=pool.name,
         num_blocks=pool.capacity,
@@ -77,6 +68,7 @@ def queue_frame(router: Router, now_ns: int) -> QueueFrame:
     counts = dict.fromkeys(Phase, 0)
     for sequence in (*router.queue, *router.resuming, *router.running.values()):
         counts[sequence.phase] += 1
+    counts[Phase.HANDING_OFF] += len(router.moving)
     oldest_ns = min((s.stamps.arrived_ns for s in router.queue), default=None)
     return QueueFrame(
         queued=counts[Phase.QUEUED],
@@ -95,11 +87,7 @@ def waiting(router: Router) -> Waiting:
     """What each sequence in the queue waits for, as it would be placed now."""
     if not router.roles.ready_workers:
         return Waiting(for_workers=len(router.queue))
-    topology, pools = router.topology, router.ledger.pools
-    num_fitting = sum(
-        any(fits_now(wants(sequence, route, topology, pools), pools) for route in Route)
-        for sequence in router.queue
-    )
+    num_fitting = sum(map(router.fits_now, router.queue))
     return Waiting(for_blocks=len(router.queue) - num_fitting, for_prefill=num_fitting)
 
 
@@ -129,7 +117,7 @@ def request_frame(
         num_blocks=sum(
             len(router.ledger.table(s.seq_id, pool))
             for s in request.sequences
-            for pool in placement.num_blocks_by_pool
+            for pool in router.ledger.pools
         ),
         worker=shown.worker,
         transport=next((s.transport for s in request.sequences if s.transport), None),

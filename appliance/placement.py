@@ -19,7 +19,7 @@ from appliance.devices.listing import Gpu
 from engine.blocks import BlockPool
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
-from engine.topology import Topology
+from engine.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
@@ -57,11 +57,8 @@ class WorkerPlan:
 class Placement:
     """The whole plan."""
 
-    topology: Topology
+    places: Places
     workers: tuple[WorkerPlan, ...]
-    num_blocks_by_pool: dict[str, int]
-    """Including padding block 0."""
-    ring_pool: str | None
     block_bytes: int
     max_model_len: int
     max_step_tokens: int = CPU_STEP_TOKENS
@@ -69,8 +66,7 @@ class Placement:
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""
-        counts = self.num_blocks_by_pool.items()
-        return [BlockPool(name, count, self.block_size) for name, count in counts]
+        return self.places.books(self.block_size)
 
 
 def available_cores(
@@ -181,25 +177,16 @@ def place(
     kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
     num_blocks = kv_memory_bytes // block_bytes
     if roles == "colocated":
-        topology = Topology("colocated", "colocated", "kv", "kv", None)
-        counts = {"kv": num_blocks}
-        workers = [WorkerPlan("colocated", tuple(cores), "kv")]
+        places = make_places([COLOCATED], [COLOCATED], "alias")
+        cores_of = {COLOCATED: tuple(cores)}
     else:
-        prefill_cores, decode_cores = split_cores(cores)
-        counts = {"kv": num_blocks}
-        if transport == "shm":
-            counts = shm_counts(num_blocks, block_bytes)
-        pools = ("kv", "kv") if transport == "alias" else ("prefill", "decode")
-        topology = Topology("prefill", "decode", *pools, transport)
-        workers = [
-            WorkerPlan("prefill", tuple(prefill_cores), pools[0]),
-            WorkerPlan("decode", tuple(decode_cores), pools[1]),
-        ]
-    held_by_pools = min(
-        (counts[p] - 1) * BLOCK_SIZE for p in (topology.prefill_pool, topology.decode_pool)
-    )
+        places = make_places([PREFILL], [DECODE], transport)
+        cores_of = dict(zip(places.names, map(tuple, split_cores(cores)), strict=True))
+    counts = pool_counts(places, num_blocks, block_bytes)
+    places = places.with_pools(counts)
+    held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
     if held_by_pools < BLOCK_SIZE:
-        min_blocks = MIN_COPIED_BLOCKS if transport == "shm" else MIN_BLOCKS
+        min_blocks = MIN_BLOCKS if len(counts) == 1 else MIN_COPIED_BLOCKS
         raise ConfigError(
             f"{kv_memory_bytes} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes; "
             f"at least {min_blocks} are needed",
@@ -207,10 +194,8 @@ def place(
             hint=f"give at least {min_blocks * block_bytes} bytes",
         )
     return Placement(
-        topology=topology,
-        workers=tuple(workers),
-        num_blocks_by_pool=counts,
-        ring_pool="ring" if "ring" in counts else None,
+        places=places,
+        workers=tuple(WorkerPlan(w.name, cores_of[w.name], w.pool) for w in places.workers),
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
     )
@@ -229,9 +214,22 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
     return asked
 
 
-def shm_counts(num_blocks: int, block_bytes: int) -> dict[str, int]:
-    """A third to the prefill pool, the rest to decode, after a ring of at most an eighth."""
-    ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
-    ring = max(ring, MIN_RING_SLOTS)
-    rest = num_blocks - ring - 1
-    return {"prefill": rest // 3, "decode": rest - rest // 3, "ring": ring + 1}
+def pool_counts(places: Places, num_blocks: int, block_bytes: int) -> dict[str, int]:
+    """Blocks by pool: all to one, or a third to those that prefill and the rest to the others.
+
+    A ring comes first, with at most an eighth.
+    """
+    names = {worker.pool for worker in places.workers}
+    if names == {SHARED}:
+        return {SHARED: num_blocks}
+    counts, rest = {}, num_blocks
+    if RING in places.pool_by_name:
+        ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
+        counts[RING] = max(ring, MIN_RING_SLOTS) + 1
+        rest -= counts[RING]
+    prefill, decode = places.playing(PREFILL), places.playing(DECODE)
+    for name in prefill:
+        counts[places.pool_of(name)] = rest // 3 // len(prefill)
+    for name in decode:
+        counts[places.pool_of(name)] = (rest - rest // 3) // len(decode)
+    return counts

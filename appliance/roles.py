@@ -33,7 +33,7 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
         RequestError: 409 `one_worker`.
     """
     roles, before = router.roles, _standing(router)
-    if change.roles not in (None, roles.roles) and router.topology.is_colocated:
+    if change.roles not in (None, roles.roles) and router.places.is_colocated:
         raise RequestError(
             "there is one worker only, which was started colocated",
             code="one_worker",

@@ -28,7 +28,7 @@ from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
 from appliance.watchdog import Watchdog
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.messages import CoresUsed, Loaded, PoolMade, Report, Stepped
+from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -282,18 +282,18 @@ class Service:
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
 
     def worker_reported(self, worker: str, report: Report) -> None:
-        """A step or a load is done, or cores have changed hands."""
+        """A step or a copy is done, or cores have changed hands."""
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
             self._energy.stepped(worker, report, self._router)
             self._router.stepped(worker, report, now_ns)
-        elif isinstance(report, Loaded):
-            self._router.loaded(report, now_ns)
+        elif isinstance(report, Copied):
+            self._router.copied(worker, report, now_ns)
         elif isinstance(report, CoresUsed):
             self._router.cores_used(worker, report)
         elif isinstance(report, PoolMade):
-            pool = self._router.topology.pool_of(worker)
+            pool = self._router.places.pool_of(worker)
             limit = self._router.ledger.resize(pool, report.num_blocks)
             self._frames.model = self._frames.model.limited_to(limit)
 

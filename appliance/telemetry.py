@@ -29,25 +29,12 @@ from appliance.windows import Windows
 from appliance.worker_state import WorkerState
 from engine.messages import Stepped
 from engine.router import Router
-from engine.sequence import Phase, Sequence
-
-_COMPUTED = (Phase.PREFILLING, Phase.DECODING)
-"""Of a sequence that its worker has to step."""
+from engine.sequence import Sequence
 
 
 def owes_something(router: Router, worker: str) -> bool:
-    """True if a worker has something to compute, to load, to let go of, or cores to change.
-
-    A prompt that waits for slots of the ring is none of it: those come from others.
-    """
-    if router.roles.cores.awaits(worker):
-        return True
-    for kind, number, _ in router.ledger.unanswered(worker):
-        sequence = router.running.get(number) if kind == "admit" else None
-        is_waiting = sequence is not None and sequence.phase not in _COMPUTED
-        if kind != "grant" and not is_waiting:
-            return True
-    return False
+    """True if a worker has something to compute, to copy, to let go of, or cores to change."""
+    return router.roles.cores.awaits(worker) or bool(router.ledger.unanswered(worker))
 
 
 @dataclass(slots=True)
@@ -131,14 +118,14 @@ class Telemetry:
         """What was handed over since the last call, and what is on its way."""
         before, counters = self._handoffs, router.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
-        on_the_way = (*router.resuming, *router.running.values())
-        probed = [w.ring_bytes_per_s for w in states if w.ring_bytes_per_s is not None]
+        probed = [w.copy_bytes_per_s for w in states if w.copy_bytes_per_s is not None]
         return HandoffFrame(
-            transport=router.topology.transport,
-            num_in_flight=sum(s.phase is Phase.HANDING_OFF for s in on_the_way),
+            transport=router.places.transport,
+            num_in_flight=len(router.moving),
             handoffs_per_s=(counters.handoffs - before[0]) / elapsed_s,
             bytes_per_s=(counters.handoff_bytes - before[1]) / elapsed_s,
             probe_bytes_per_s=min(probed, default=None),
+            num_failed=counters.failed_handoffs,
         )
 
     def workers(

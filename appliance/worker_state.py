@@ -55,9 +55,9 @@ class WorkerState:
         return None if self.ready is None else self.ready.attention
 
     @property
-    def ring_bytes_per_s(self) -> float | None:
-        """Of blocks to the ring and back, when it started."""
-        return None if self.ready is None else self.ready.ring_bytes_per_s
+    def copy_bytes_per_s(self) -> float | None:
+        """Of blocks to another pool and back, when it started."""
+        return None if self.ready is None else self.ready.copy_bytes_per_s
 
     @property
     def device(self) -> str:

@@ -17,11 +17,11 @@ from enum import StrEnum
 
 from engine.errors import InvariantViolated
 
-Owner = int | str
-"""A sequence id, or the name of the worker that was granted a ring slot."""
+Owner = int
+"""A sequence's id."""
 
 CommandKey = tuple[str, int, int]
-"""("admit", seq_id, generation), ("load", load_id, 0) or ("grant", slot, 0)."""
+"""("admit", seq_id, generation) or ("copy", copy_id, 0)."""
 
 
 class BlockState(StrEnum):
@@ -220,10 +220,8 @@ class Ledger:
 
     @property
     def is_idle(self) -> bool:
-        """True when no sequence owns blocks and no admit or load is unanswered."""
-        return all(isinstance(owner, str) for owner, _ in self._tables) and all(
-            key[0] == "grant" for key in self._commands
-        )
+        """True when no sequence refers to a block and no command is unanswered."""
+        return not self._tables and not self._commands
 
     def owners(self) -> set[Owner]:
         """Whoever has a table in some pool."""

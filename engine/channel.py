@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import threading
 from typing import TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ class WorkerChannel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._socket = sock
+        self._is_sending = threading.Lock()
         self._buffer = bytearray()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -54,13 +56,14 @@ class WorkerChannel:
         return command
 
     def send(self, report: Report) -> None:
-        """Send one report; waits while the daemon is slow to read.
+        """Send one report; waits while the daemon is slow to read. Any thread may.
 
         Raises:
             ChannelClosed: the daemon is gone.
         """
         try:
-            self._socket.sendall(_frame(self._encode(report)))
+            with self._is_sending:
+                self._socket.sendall(_frame(self._encode(report)))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the daemon is gone") from error
 

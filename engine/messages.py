@@ -1,9 +1,9 @@
 """What crosses between the daemon and a worker, and nothing else.
 
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
-command that names blocks is answered once, after the worker's last touch of them: Admit by the
-`released` entry of a step, Load by Loaded, GrantSlots by the Stored entry of each slot. UseCores,
-which names cores, is answered by CoresUsed.
+command that names blocks is answered after the worker's last touch of them: Admit, with whatever
+Extends it, by the entry of a step that has `released` set, and Copy by Copied, pair by pair.
+UseCores, which names cores, is answered by CoresUsed.
 Owns: the wire between processes. Called by: channel, router, supervisor, workers.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
 Never: carries tensors; KV moves through shared memory, or stays where it is on a GPU.
@@ -73,8 +73,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """`float32`, `bfloat16` or `float16`."""
     block_size: int
     pool: PoolSpec
-    ring: PoolSpec | None
-    """Slots of the `shm` transport; None where the pool is shared."""
     weights: WeightsSpec | None
     """None: the checkpoint's dtype is served, and the files themselves are mapped."""
     cpus: list[int]
@@ -84,6 +82,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Tokens of the longest request."""
     gpu: GpuSpec | None = None
     """None: it computes on its cores."""
+    other_pools: list[PoolSpec] = []
+    """That it copies blocks to or from: other workers', or the ring."""
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
@@ -100,7 +100,7 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     """Run this sequence until it has `until_output` output tokens or ends by itself.
 
     Complete: new, moved and recovered sequences differ only in these numbers. Answered by an
-    entry with `is_released` set.
+    entry with `released` set.
     """
 
     seq_id: int
@@ -111,8 +111,6 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     block_table: list[int]
     sampling: SamplingParams
     until_output: int
-    num_stored_blocks: int | None
-    """Blocks whose bytes have left through the ring already; None: nothing is to be stored."""
     max_chunk_tokens: int | None = None
     """Prompt tokens per step at most, for those who decode beside it; None: as many as go."""
 
@@ -124,18 +122,40 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-class GrantSlots(msgspec.Struct, tag=True, frozen=True):
-    """Ring slots that this worker may fill with finished blocks, in any order."""
+class Extend(msgspec.Struct, tag=True, frozen=True):
+    """More blocks at the end of an admitted sequence's table; void if it is not there any more.
 
-    slots: list[int]
+    Not answered by itself: from now on the Admit names these, too.
+    """
 
-
-class Load(msgspec.Struct, tag=True, frozen=True):
-    """Copy ring slots into blocks of this worker's pool. Answered by Loaded."""
-
-    load_id: int
-    slots: list[int]
+    seq_id: int
+    generation: int
     block_ids: list[int]
+
+
+class Behind(msgspec.Struct, frozen=True, array_like=True):
+    """The admit whose steps fill the blocks of a copy."""
+
+    seq_id: int
+    generation: int
+    first_block: int
+    """Place of the copy's first block in the sequence's table; the others follow it."""
+
+
+class Copy(msgspec.Struct, tag=True, frozen=True):
+    """Copy blocks from one pool to another, in order, beside the steps. Answered by Copied.
+
+    It may come before the bytes: while the admit that it is behind runs here, each block waits for
+    the step that fills it. What the sequence no longer needs, for it has ended, is not copied.
+    """
+
+    copy_id: int
+    from_pool: str
+    to_pool: str
+    pairs: list[tuple[int, int]]
+    """Block to block."""
+    behind: Behind | None
+    """None: the bytes are there."""
 
 
 class UseCores(msgspec.Struct, tag=True, frozen=True):
@@ -178,15 +198,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     capture_ms: float = 0.0
     graph_bytes: int = 0
     """Device memory that the graphs took."""
-    ring_bytes_per_s: float | None = None
-    """Of blocks to the ring and back, found unchanged; None: it has no ring."""
-
-
-class Stored(msgspec.Struct, frozen=True, array_like=True):
-    """Block `block_index` of the sequence's table was copied into ring slot `slot`."""
-
-    slot: int
-    block_index: int
+    copy_bytes_per_s: float | None = None
+    """Of blocks to another pool and back, found unchanged; None: it copies none."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -195,18 +208,22 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     generation: int
     num_computed_tokens: int
-    token_id: int | None
-    """The token sampled in this step; None while the prompt is incomplete."""
-    logprob: TokenLogprob | None
+    """How far it is computed now: positions whose KV is written."""
+    token_ids: list[int]
+    """Sampled in this step, in order; empty while the prompt is incomplete."""
+    logprobs: list[TokenLogprob]
+    """One for each of those tokens, or none."""
     finish_reason: str | None
     """`stop`, `length` or `error` if the worker ended it."""
-    is_released: bool
-    """The worker has dropped the sequence and will not touch its blocks again."""
-    stored: list[Stored]
+    released: str | None
+    """Why the worker has let go of it, after its last touch of the blocks: `moved`, it has all that
+    the admit was for; `ended`, by itself or since it was told to; None: it has it still."""
     num_scheduled_tokens: int
-    """Tokens of this sequence in this step; 0 if it was only released or stored."""
+    """Tokens of this sequence in this step; 0 if it was only released."""
     admitted_ns: int
     """When the worker took this generation's Admit from its channel."""
+    is_decoding: bool = False
+    """Before this step it was computed up to its last token."""
     prompt_logprobs: list[TokenLogprob] = []
     """Of the prompt tokens that follow the positions computed in this step, if asked for."""
     error: str | None = None
@@ -214,7 +231,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
-    """One step, or (with no scheduled tokens) releases and stores between steps."""
+    """One step, or (with no scheduled tokens) releases between steps."""
 
     started_ns: int
     ended_ns: int
@@ -223,13 +240,19 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     entries: list[SequenceStep]
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """A Load is complete; its slots are free."""
+class Copied(msgspec.Struct, tag=True, frozen=True):
+    """Some more of a Copy's pairs are done, or the rest will not be."""
 
-    load_id: int
+    copy_id: int
+    num_pairs: int
+    """That are complete, after those of earlier reports."""
     num_bytes: int
     started_ns: int
     ended_ns: int
+    is_last: bool
+    """Nothing more comes: none of the copy's blocks will be touched again."""
+    error: str | None = None
+    """Why the rest could not be copied."""
 
 
 class CoresUsed(msgspec.Struct, tag=True, frozen=True):
@@ -246,5 +269,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | MapShared | Admit | Release | GrantSlots | Load | UseCores
-Report = LoadingProgress | WeightsLoaded | PoolMade | Ready | Stepped | Loaded | CoresUsed | Failed
+Command = Setup | Go | MapShared | Admit | Extend | Release | Copy | UseCores
+Report = LoadingProgress | WeightsLoaded | PoolMade | Ready | Stepped | Copied | CoresUsed | Failed

@@ -29,6 +29,10 @@ class Plannable(Protocol):
         """Positions whose KV is written."""
 
     @property
+    def is_decoding(self) -> bool:
+        """True if it is computed up to its last token."""
+
+    @property
     def admitted_ns(self) -> int:
         """When it was admitted."""
 
@@ -56,7 +60,7 @@ def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[
     prompts: list[tuple[float, int, S]] = []
     for order, sequence in enumerate(running):
         remaining = sequence.num_tokens - sequence.num_computed_tokens
-        if remaining == 1:
+        if sequence.is_decoding:
             chosen.append((sequence, 1))
         elif remaining > 1:
             key = prefill_key(remaining, now_ns - sequence.admitted_ns)

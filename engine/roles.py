@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.cores import Cores, Cpus
 from engine.elastic import Choice, Situation, Slo, WorkerLoad, choose
 from engine.messages import Command, CoresUsed, Stepped
+from engine.places import Places
 from engine.sequence import Phase, Route, Sequence
 from engine.step_times import StepLoad, StepTimes
-from engine.topology import Topology
 
 ROLES = ("elastic", "static", "colocated")
 
@@ -31,30 +31,30 @@ class Roles:
     """Policy over two workers, or one.
 
     Args:
-        topology: which worker is which.
+        places: which worker is which.
         cores: each worker's own.
-        roles: one of ROLES; a topology of one worker is always colocated.
+        roles: one of ROLES; one worker is always colocated.
         max_step_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        places: Places,
         cores: Mapping[str, tuple[int, ...]],
         roles: str,
         *,
         max_step_tokens: int,
         send: Callable[[str, Command], None],
     ) -> None:
-        self.topology = topology
+        self.places = places
         self._recent = _RecentBatch()
         self.cores = Cores(cores, send)
         self.slo = Slo()
         self.counts: Counter[str] = Counter()
         """Sequences placed, by route and reason."""
         self.ready_workers: set[str] = set()
-        self._roles = "colocated" if topology.is_colocated else roles
+        self._roles = "colocated" if places.is_colocated else roles
         self._max_step_tokens = max_step_tokens
         self._times: dict[tuple[str, int], StepTimes] = {}
         self._last: Route | None = None
@@ -67,7 +67,7 @@ class Roles:
     @property
     def acts_static(self) -> bool:
         """True if elastic roles have nothing to choose: with both workers on one core, or GPU."""
-        is_single_core = self.topology.shares_memory_bus and not self.cores.can_lend
+        is_single_core = self.places.shares_memory_bus and not self.cores.can_lend
         return self._roles == "elastic" and is_single_core
 
     def switch(self, roles: str) -> None:
@@ -98,7 +98,7 @@ class Roles:
             key = (worker, self._num_cores(self.cores.used(worker)))
             times = self._times.setdefault(key, StepTimes())
             times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
-        if worker == self.topology.decode_worker and load.batch:
+        if worker == self.places.names[-1] and load.batch:
             self._recent.observe(load, step.ended_ns)
 
     # What the router asks
@@ -118,16 +118,16 @@ class Roles:
             return Choice(Route.MOVE, "static")
         if self.acts_static:
             return Choice(Route.MOVE, "static", "both workers share one device")
-        topology, loads = self.topology, self._loads(running)
-        own = [len(self.cores.own[name]) or 1 for name in topology.workers]
+        places, loads = self.places, self._loads(running)
+        own = [len(self.cores.own[name]) or 1 for name in places.names]
         situation = Situation(
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_tokens=sequence.sampling.max_tokens,
-            prefill=loads[topology.prefill_worker],
-            decode=self._recent.added_to(loads[topology.decode_worker], now_ns),
+            prefill=loads[places.names[0]],
+            decode=self._recent.added_to(loads[places.names[-1]], now_ns),
             max_step_tokens=self._max_step_tokens,
             slo=self.slo,
-            shares_memory_bus=topology.shares_memory_bus,
+            shares_memory_bus=places.shares_memory_bus,
             lends_cores=self.cores.can_lend,
             num_cores=(own[0], own[1]),
             fits_prefill_pool=fits_prefill_pool,
@@ -148,8 +148,8 @@ class Roles:
         busy = {sequence.worker for sequence in running if sequence.worker is not None}
         idle = [name for name in cores.own if name not in busy]
         is_whole = self.ready_workers == set(cores.own)
-        if self._roles == "colocated" and is_whole and self.topology.prefill_worker in idle:
-            idle = [self.topology.prefill_worker]
+        if self._roles == "colocated" and is_whole and self.places.names[0] in idle:
+            idle = [self.places.names[0]]
         if self._roles == "static" or not is_whole or not idle:
             cores.want(cores.own, busy)
         elif len(idle) < len(cores.own):
@@ -160,31 +160,31 @@ class Roles:
 
     def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
         """What each worker has to do; a sequence on its way to decode counts where it goes."""
-        tokens = dict.fromkeys(self.topology.workers, 0)
+        tokens = dict.fromkeys(self.places.names, 0)
         batches, contexts = dict(tokens), dict(tokens)
         for sequence in running:
-            worker = sequence.worker or self.topology.decode_worker
+            worker = sequence.worker or self.places.names[-1]
             if sequence.phase is Phase.PREFILLING:
                 tokens[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
                 if sequence.route is not Route.MOVE:
                     continue
-                worker = self.topology.decode_worker
+                worker = self.places.names[-1]
             batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
         return {
             name: WorkerLoad(
                 tokens[name], batches[name], contexts[name], name in self.ready_workers
             )
-            for name in self.topology.workers
+            for name in self.places.names
         }
 
     def _predict_ms(self, role: str, has_all: bool, load: StepLoad) -> float | None:
         """By this worker's own steps; on one bus all workers are alike, so also by the other's."""
-        topology, cores = self.topology, self.cores
-        names = (topology.prefill_worker, topology.decode_worker)
+        places, cores = self.places, self.cores
+        names = (places.names[0], places.names[-1])
         worker, other = names if role == "prefill" else names[::-1]
         num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
-        for name in (worker, other) if topology.shares_memory_bus else (worker,):
+        for name in (worker, other) if places.shares_memory_bus else (worker,):
             times = self._times.get((name, num_cores))
             if times is not None and (known_ms := times.predict_ms(load)) is not None:
                 return known_ms

@@ -1,10 +1,9 @@
 """Who runs where: admission, handoff, recovery. Events in, commands out.
 
-Owns: every sequence from submit to its last released block, and the ledger.
-Called by: the daemon, on its loop; calls back `send` (a command for a worker) and `emit` (tokens
-for an open reply).
+Owns: every sequence from submit to its last released block, and the ledger. Called by: service.
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none; a
-sequence's blocks are reserved in all pools together, or in none; each sequence ends once.
+sequence's blocks are reserved in all pools of its legs together, or in none; each sequence ends
+once; where it is (`Sequence.where`) and which container it is in are one.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
@@ -16,13 +15,23 @@ from dataclasses import dataclass
 from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
-from engine.messages import Admit, Command, CoresUsed, Loaded, Release, SequenceStep, Stepped
+from engine.copies import Copies
+from engine.journeys import can_ever_fit, check_fits, check_where, fits_now, legs_of, wants
+from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
+from engine.places import Places
 from engine.queue import FairQueue
-from engine.reservation import can_ever_fit, check_fits, fits_now, wants
-from engine.ring import Ring
 from engine.roles import Roles
-from engine.sequence import FinishReason, Phase, Route, Sequence, TokenLogprob
-from engine.topology import Topology
+from engine.sequence import (
+    Ended,
+    FinishReason,
+    Leg,
+    Moving,
+    On,
+    Route,
+    Sequence,
+    TokenLogprob,
+    Waiting,
+)
 
 MAX_RUNNING_SEQUENCES = 256
 STARVATION_NS = 10_000_000_000
@@ -35,6 +44,8 @@ class Counters:
 
     handoffs: int = 0
     handoff_bytes: int = 0
+    failed_handoffs: int = 0
+    """Whose blocks could not be copied, or were lost on the way, and were computed again."""
     stale_messages: int = 0
     recovered_sequences: int = 0
 
@@ -48,9 +59,8 @@ class Router:
 
     def __init__(
         self,
-        topology: Topology,
+        places: Places,
         ledger: Ledger,
-        ring: Ring | None,
         queue: FairQueue,
         *,
         send: Send,
@@ -59,20 +69,20 @@ class Router:
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.topology = topology
-        no_cores: dict[str, tuple[int, ...]] = dict.fromkeys(topology.workers, ())
-        self.roles = Roles(
-            topology, cores or no_cores, roles, max_step_tokens=max_step_tokens, send=send
-        )
+        self.places = places
+        cores = cores or dict.fromkeys(places.names, ())
+        self.roles = Roles(places, cores, roles, max_step_tokens=max_step_tokens, send=send)
         self.ledger = ledger
-        self.ring = ring
+        self.copies = Copies(ledger, places.passing_pools())
         self.counters = Counters()
         self.queue = queue
         """Waiting and holding no blocks."""
         self.resuming: list[Sequence] = []
-        """Waiting and holding blocks: moved or recovered; always placed before the queue."""
+        """Waiting and holding blocks, after a worker's death; always placed before the queue."""
         self.running: dict[int, Sequence] = {}
-        """Admitted to a worker or on the way between two; by seq_id."""
+        """On a worker; by seq_id."""
+        self.moving: dict[int, Sequence] = {}
+        """Between two workers; by seq_id."""
         self._send = send
         self._emit = emit
         self._max_step_tokens = max_step_tokens
@@ -87,7 +97,7 @@ class Router:
             RequestError: they could never fit the pools, or the queue.
         """
         for sequence in sequences:
-            check_fits(sequence, self.topology, self.ledger.pools)
+            check_fits(sequence, self._wants(sequence, Route.MOVE), self.ledger.pools)
         self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
@@ -95,18 +105,17 @@ class Router:
         """End a sequence now: its blocks drain, its worker is told, its reply is closed."""
         if sequence.is_finished:
             return
-        sequence.finish_reason = reason
-        sequence.stamps.finished_ns = now_ns
-        sequence.phase = Phase.FINISHED
+        was, sequence.where = sequence.where, Ended()
+        sequence.finish_reason, sequence.stamps.finished_ns = reason, now_ns
         self.queue.forget(sequence)
         if sequence in self.resuming:
             self.resuming.remove(sequence)
         self.running.pop(sequence.seq_id, None)
+        self.moving.pop(sequence.seq_id, None)
         key = ("admit", sequence.seq_id, sequence.generation)
-        if sequence.worker is not None and self.ledger.is_open(key):
-            self._send(sequence.worker, Release(sequence.seq_id, sequence.generation))
-        if self.ring is not None:
-            self.ring.forget(sequence)
+        if isinstance(was, On) and self.ledger.is_open(key):
+            self._send(was.leg.worker, Release(*key[1:]))
+        self.copies.forget(sequence)
         self.ledger.release_all(sequence.seq_id)
 
     def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
@@ -132,7 +141,7 @@ class Router:
         self.dispatch(now_ns)
 
     def cores_used(self, worker: str, report: CoresUsed) -> None:
-        """The worker has changed its cores."""
+        """The worker has changed its cores, as it was told."""
         self.roles.answered(worker, report)
 
     def switch_roles(self, roles: str, now_ns: int) -> None:
@@ -147,11 +156,12 @@ class Router:
         """
         self.roles.worker_died(worker)
         self.ledger.reap(worker)
-        if self.ring is not None:
-            self.ring.worker_died(worker)
-        is_followed = self._lose_pools(worker)
+        for pool in self.places.pools:
+            if pool.home == worker:
+                self.ledger.pools[pool.name].life += 1
+        self.copies.worker_died(worker)
         victims = [s for s in self.running.values() if s.worker == worker]
-        if not is_followed:
+        if not self._has_followed(worker):
             suspicion.blame(victims)
         for sequence in victims:
             if suspicion.is_proven(sequence):
@@ -161,51 +171,45 @@ class Router:
             sequence.num_recoveries += 1
             self.counters.recovered_sequences += 1
             del self.running[sequence.seq_id]
-            sequence.worker, sequence.phase = None, Phase.QUEUED
+            assert isinstance(sequence.where, On)
+            sequence.where = Waiting(sequence.where.leg)
             self.resuming.append(sequence)
         self.dispatch(now_ns)
 
-    def _lose_pools(self, worker: str) -> bool:
-        """Note whose KV is gone with pools that are in nobody's memory now.
-
-        True if the worker has only followed another, in whose memory its pool was.
-        """
-        topology, ready = self.topology, self.roles.ready_workers
-        lost = {pool for pool, home in topology.homes.items() if home not in ready}
-        for sequence in (*self.running.values(), *self.resuming):
-            sequence.lost_pools |= {p for p in lost if self.ledger.table(sequence.seq_id, p)}
-        pool = topology.pool_of(worker)
-        return pool in lost and topology.homes[pool] != worker
+    def _has_followed(self, worker: str) -> bool:
+        """True if it has only followed another, in whose memory its pool was."""
+        home = self.places.home_of(self.places.pool_of(worker))
+        return home not in (None, worker) and home not in self.roles.ready_workers
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
-        """Take in one step: progress, tokens, stores and releases."""
+        """Take in one step: progress, tokens and releases."""
         self.roles.stepped(worker, step)
-        needs_dispatch = bool(self.resuming or (self.queue and step.num_prefill_tokens))
+        waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
+        needs_dispatch = bool(self.resuming or (waits_for_prompts and step.num_prefill_tokens))
         for entry in step.entries:
-            sequence = self.running.get(entry.seq_id)
-            if entry.is_released and not self.ledger.close_command(
+            if entry.released and not self.ledger.close_command(
                 ("admit", entry.seq_id, entry.generation)
             ):
                 self.counters.stale_messages += 1
-            if sequence is not None and (
-                sequence.generation != entry.generation or sequence.worker != worker
-            ):
+            needs_dispatch |= entry.released is not None
+            sequence = self.running.get(entry.seq_id)
+            if sequence is None:
+                continue
+            if sequence.generation != entry.generation or sequence.worker != worker:
                 self.counters.stale_messages += 1
-                sequence = None
-            if self.ring is not None and entry.stored:
-                self.ring.stored(worker, sequence, entry.stored)
-            if sequence is not None:
-                self._advance(sequence, step, entry, now_ns)
-            needs_dispatch |= entry.is_released or bool(entry.stored)
+                continue
+            self._advance(sequence, step, entry, now_ns)
         if needs_dispatch:
             self.dispatch(now_ns)
 
-    def loaded(self, report: Loaded, now_ns: int) -> None:
-        """A Load is complete: its slots are free, and its sequence may be ready to move."""
-        if self.ring is None or not self.ring.loaded(report):
-            self.counters.stale_messages += 1
-            return
-        self.counters.handoff_bytes += report.num_bytes
+    def copied(self, worker: str, report: Copied, now_ns: int) -> None:
+        """Some blocks have arrived where they go, or will not."""
+        arrival = self.copies.copied(worker, report)
+        if arrival is None:
+            self.counters.stale_messages += bool(report.num_pairs)
+        else:
+            arrival[0].handoff_bytes += arrival[1]
+            self.counters.handoff_bytes += arrival[1]
         self.dispatch(now_ns)
 
     # Placement
@@ -213,23 +217,20 @@ class Router:
     def dispatch(self, now_ns: int) -> None:
         """Place whatever can be placed: first those that hold blocks, then the queue."""
         for sequence in list(self.resuming):
-            self._resume(sequence, now_ns)
-        if self.ring is not None:
-            self.ring.pump(self.roles.ready_workers, self._send)
-            for sequence in self.ring.take_arrived():
-                if not sequence.is_finished:
-                    self._admit(sequence, self.topology.decode_worker, now_ns)
+            self._resume(sequence)
+        for sequence in list(self.moving.values()):
+            self._arrive(sequence)
         if self.queue and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
-        self.roles.settle(self.running.values())
+        self.copies.pump(self.roles.ready_workers, self._send)
+        self.roles.settle((*self.running.values(), *self.moving.values()))
 
     def _dispatch_queue(self, now_ns: int) -> None:
         ahead = Ahead(self.running.values(), now_ns)
-        topology, pools = self.topology, self.ledger.pools
-        both = (pools[topology.prefill_pool], pools[topology.decode_pool])
+        pools = {self.ledger.pools[worker.pool] for worker in self.places.workers}
         for sequence in self.queue.in_order(now_ns):
-            is_full = not any(pool.num_free for pool in both)
-            if len(self.running) >= MAX_RUNNING_SEQUENCES or is_full:
+            is_full = not any(pool.num_free for pool in pools)
+            if len(self.running) + len(self.moving) >= MAX_RUNNING_SEQUENCES or is_full:
                 break
             if not self._place(sequence, ahead, now_ns):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
@@ -237,89 +238,103 @@ class Router:
                 continue
             ahead.add(sequence)
 
+    def _wants(self, sequence: Sequence, route: Route) -> dict[str, int]:
+        legs = legs_of(sequence, route, self.places)
+        return wants(sequence, legs, self.places, self.ledger.pools)
+
+    def fits_now(self, sequence: Sequence) -> bool:
+        """True if its blocks are free on some way."""
+        return any(fits_now(self._wants(sequence, route), self.ledger.pools) for route in Route)
+
     def _place(self, sequence: Sequence, ahead: Ahead, now_ns: int) -> bool:
         """Route a queued sequence, reserve its blocks and admit it, if all of that can be now.
 
         A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
         overtaken by a shorter one and cancelled without a message.
         """
-        topology, pools, limit = self.topology, self.ledger.pools, 2 * self._max_step_tokens
+        limit = 2 * self._max_step_tokens
         open_workers = {
             name for name in self.roles.ready_workers if ahead.num_tokens(sequence, name) < limit
         }
-        stays = wants(sequence, Route.PREFILL, topology, pools)
-        if not open_workers or not any(
-            fits_now(wants(sequence, route, topology, pools), pools) for route in Route
-        ):
+        if not open_workers or not self.fits_now(sequence):
             return False
-        can_stay = can_ever_fit(stays, pools)
-        running = self.running.values()
+        can_stay = can_ever_fit(self._wants(sequence, Route.PREFILL), self.ledger.pools)
+        running = (*self.running.values(), *self.moving.values())
         choice = self.roles.route(sequence, running, now_ns, fits_prefill_pool=can_stay)
-        worker = topology.decode_worker if choice.route is Route.DECODE else topology.prefill_worker
-        if worker not in open_workers or not self.ledger.reserve(
-            sequence.seq_id, wants(sequence, choice.route, topology, pools)
-        ):
+        legs = legs_of(sequence, choice.route, self.places)
+        needed = wants(sequence, legs, self.places, self.ledger.pools)
+        if legs[0].worker not in open_workers or not self.ledger.reserve(sequence.seq_id, needed):
             return False
         self.roles.placed(choice)
-        sequence.route, sequence.max_chunk_tokens = choice.route, choice.max_chunk_tokens
+        sequence.legs, sequence.route = legs, choice.route
         sequence.route_reason = ": ".join(filter(None, (choice.reason, choice.about)))
+        sequence.max_chunk_tokens = choice.max_chunk_tokens
+        if len(legs) > 1:
+            self.copies.begin(sequence, self.places.link(legs[0].worker, legs[1].worker))
         self.queue.take(sequence, now_ns)
-        self._admit(sequence, worker, now_ns)
+        self._admit(sequence, legs[0])
         return True
 
-    def _resume(self, sequence: Sequence, now_ns: int) -> None:
-        """Place a sequence that holds blocks, if the worker it needs is there."""
-        topology = self.topology
-        self._give_up_storing(sequence)
-        needs_prefill = sequence.route is Route.MOVE and (
-            not sequence.num_output_tokens
-            or (
-                self.ring is not None
-                and self._moves(sequence)
-                and not self.ring.is_stored(sequence)
-            )
+    def _resume(self, sequence: Sequence) -> None:
+        """Place a sequence that has lost its worker, if one is there."""
+        assert isinstance(sequence.where, Waiting)
+        leg = sequence.where.leg
+        if leg is not None and self._may_run(sequence, leg.worker):
+            self.resuming.remove(sequence)
+            self._admit(sequence, leg)
+
+    def _may_run(self, sequence: Sequence, worker: str) -> bool:
+        """True if the worker is there, and it is not a second suspect beside another."""
+        return worker in self.roles.ready_workers and not (
+            sequence.is_on_probation
+            and any(s.is_on_probation and s.worker == worker for s in self.running.values())
         )
-        is_on_prefill = needs_prefill or sequence.route is Route.PREFILL
-        worker = topology.prefill_worker if is_on_prefill else topology.decode_worker
-        is_second_suspect = sequence.is_on_probation and any(
-            s.is_on_probation and s.worker == worker for s in self.running.values()
-        )
-        if worker not in self.roles.ready_workers or is_second_suspect:
-            return
-        self.resuming.remove(sequence)
-        is_moving = self._moves(sequence) and not needs_prefill
-        if is_moving and self.ring is not None and not self.ring.has_arrived(sequence):
-            sequence.worker, sequence.phase = worker, Phase.HANDING_OFF
-            self.running[sequence.seq_id] = sequence
-            return
-        self._admit(sequence, worker, now_ns)
 
-    def _give_up_storing(self, sequence: Sequence) -> None:
-        """Where blocks are gone before they were stored, and the first token is out, start anew."""
-        ring, pool = self.ring, self.topology.prefill_pool
-        is_gone = pool in sequence.lost_pools and sequence.num_output_tokens > 0
-        if ring is None or not is_gone or not self._moves(sequence) or ring.is_stored(sequence):
+    def _arrive(self, sequence: Sequence) -> None:
+        """Go on with a sequence between two workers, as far as its blocks have come."""
+        assert isinstance(sequence.where, Moving)
+        target = sequence.where.target
+        from_pool, to_pool = (self.places.pool_of(leg.worker) for leg in sequence.where)
+        pools, copies = self.ledger.pools, self.copies
+        if from_pool != to_pool and copies.has_left(sequence):
+            self.ledger.release(sequence.seq_id, from_pool)
+        elif copies.is_under_way(sequence) and (
+            sequence.computed_in != (from_pool, pools[from_pool].life)
+            or not self.ledger.table(sequence.seq_id, from_pool)
+        ):
+            self._give_up_moving(sequence, to_pool)
+        if copies.error(sequence) is not None:
+            self._give_up_moving(sequence, to_pool)
+        if copies.is_under_way(sequence) or copies.is_written(sequence, to_pool):
             return
-        ring.give_up(sequence)
-        self.ledger.release(sequence.seq_id, pool)
-        sequence.forget_pool(pool)
-        sequence.route = Route.DECODE  # the prefill worker would have nothing to compute it for
+        if not self._may_run(sequence, target.worker):
+            return
+        if from_pool != to_pool and copies.num_arrived(sequence):
+            sequence.computed_in = (to_pool, pools[to_pool].life)
+        copies.forget(sequence)
+        del self.moving[sequence.seq_id]
+        self._admit(sequence, target)
 
-    def _moves(self, sequence: Sequence) -> bool:
-        return sequence.route is Route.MOVE and sequence.sampling.max_tokens > 1
+    def _give_up_moving(self, sequence: Sequence, to_pool: str) -> None:
+        """Its other blocks will not arrive: the worker that it goes to computes them again."""
+        pool, num_arrived = self.ledger.pools[to_pool], self.copies.num_arrived(sequence)
+        self.counters.failed_handoffs += 1
+        self.copies.forget(sequence)
+        for name in self.ledger.pools:
+            if name != to_pool:
+                self.ledger.release(sequence.seq_id, name)
+        sequence.forget_computed(num_arrived * pool.block_size)
+        sequence.computed_in = (to_pool, pool.life)
 
-    def _admit(self, sequence: Sequence, worker: str, now_ns: int) -> None:
-        pool = self.topology.pool_of(worker)
-        moves_on = worker == self.topology.prefill_worker and self._moves(sequence)
-        if pool in sequence.lost_pools:
-            sequence.forget_pool(pool)
+    def _admit(self, sequence: Sequence, leg: Leg) -> None:
+        worker, pool = leg.worker, self.places.pool_of(leg.worker)
+        here = (pool, self.ledger.pools[pool].life)
+        if sequence.computed_in != here:
+            sequence.forget_computed()
+            sequence.computed_in = here
         sequence.generation += 1
-        sequence.worker = worker
+        sequence.where = On(leg)
         self.running[sequence.seq_id] = sequence
-        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            sequence.phase = Phase.PREFILLING
-        else:
-            sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: table})
@@ -333,10 +348,7 @@ class Router:
                 num_computed_tokens=sequence.num_computed_tokens,
                 block_table=table,
                 sampling=sequence.sampling,
-                until_output=1 if moves_on else sequence.sampling.max_tokens,
-                num_stored_blocks=(
-                    self.ring.num_stored(sequence) if moves_on and self.ring is not None else None
-                ),
+                until_output=leg.until_output,
                 max_chunk_tokens=sequence.max_chunk_tokens,
             ),
         )
@@ -354,44 +366,35 @@ class Router:
             if entry.num_computed_tokens > sequence.num_prompt_tokens:
                 has_moved = sequence.transport is not None
                 stamps.decoding(step.started_ns, entry.admitted_ns if has_moved else None)
-        if entry.token_id is not None:
-            sequence.output_token_ids.append(entry.token_id)
-            if stamps.first_token_ns is None:
-                moves_on = sequence.worker != self.topology.decode_worker and self._moves(sequence)
-                sequence.phase = Phase.HANDING_OFF if moves_on else Phase.DECODING
+        sequence.output_token_ids += entry.token_ids
+        for _ in entry.token_ids:
             stamps.token(now_ns)
         if entry.finish_reason is not None:
             sequence.error = entry.error
             self.finish(sequence, FinishReason(entry.finish_reason), now_ns)
-        if entry.token_id is not None:
-            logprobs = [] if entry.logprob is None else [entry.logprob]
-            self._emit(sequence, [entry.token_id], logprobs, sequence.is_finished)
-        elif sequence.is_finished:
-            self._emit(sequence, [], [], True)
+        if entry.token_ids or sequence.is_finished:
+            self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
         # emit may have ended it too (a stop string), so ask again
-        if entry.is_released and not sequence.is_finished:
-            self._hand_off(sequence, now_ns)
+        if entry.released == "moved" and not sequence.is_finished:
+            self._hand_off(sequence)
 
-    def _hand_off(self, sequence: Sequence, now_ns: int) -> None:
-        """The prefill worker has dropped the sequence: move it to the decode worker."""
-        topology = self.topology
-        sequence.transport = topology.transport
-        sequence.handoff_blocks = self.ledger.pools[topology.decode_pool].num_blocks_for(
-            sequence.num_computed_tokens
-        )
+    def _hand_off(self, sequence: Sequence) -> None:
+        """A worker has done its leg and has dropped the sequence: on to the next."""
+        assert isinstance(sequence.where, On)
+        source = sequence.where.leg
+        target = sequence.legs[sequence.legs.index(source) + 1]
+        sequence.transport = self.places.link(source.worker, target.worker).transport
+        pool = self.ledger.pools[self.places.pool_of(target.worker)]
+        sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
         self.counters.handoffs += 1
-        sequence.phase = Phase.HANDING_OFF
-        if self.ring is not None:
-            self.ledger.release(sequence.seq_id, topology.prefill_pool)
-            sequence.worker = topology.decode_worker
-            return
-        sequence.worker = None
-        self.resuming.append(self.running.pop(sequence.seq_id))
+        sequence.where = Moving(source, target)
+        self.moving[sequence.seq_id] = self.running.pop(sequence.seq_id)
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolated unless ledger, queue, ring and cores agree with themselves."""
+        """Raise InvariantViolated unless ledger, queue, copies, cores and sequences agree."""
         self.queue.check_invariants()
         self.roles.cores.check_invariants()
         self.ledger.check_invariants()
-        if self.ring is not None:
-            self.ring.check_invariants()
+        self.copies.check_invariants()
+        running, moving = self.running.values(), self.moving.values()
+        check_where(self.ledger, self.queue, self.resuming, running, moving)

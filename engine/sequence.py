@@ -1,5 +1,8 @@
 """A sequence: token ids, where they stand, and when each stage began.
 
+Its way is a list of legs, each a worker and how many output tokens it is to have there. Static
+roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
+it is one leg. Where it is at this moment is said in one place, `where`.
 Owns: the progress of one sequence as the daemon knows it.
 Called by: the router (writes), energy (its joules), the api, stream and telemetry (read).
 Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
@@ -10,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 
 class Phase(StrEnum):
-    """Where a sequence is. Chunk progress is a number, not a phase."""
+    """Where a sequence is, for people. Chunk progress is a number, not a phase."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -33,6 +37,40 @@ class Route(StrEnum):
     """All of it by the decode worker."""
     PREFILL = "prefill"
     """All of it by the prefill worker."""
+
+
+class Leg(NamedTuple):
+    """A part of a sequence's way: it runs at a worker until it has so many output tokens."""
+
+    worker: str
+    until_output: int
+
+
+class Waiting(NamedTuple):
+    """For a worker: in the queue and without blocks, or with blocks, for the worker of a leg."""
+
+    leg: Leg | None = None
+
+
+class On(NamedTuple):
+    """Admitted to the worker of this leg."""
+
+    leg: Leg
+
+
+class Moving(NamedTuple):
+    """Between two workers: the first has let go of it, the second does not have it yet."""
+
+    source: Leg
+    target: Leg
+
+
+class Ended(NamedTuple):
+    """It has a finish reason."""
+
+
+Where = Waiting | On | Moving | Ended
+QUEUED = Waiting()
 
 
 class FinishReason(StrEnum):
@@ -140,12 +178,13 @@ class Sequence:
     stamps: Stamps
     owner: str = ""
     """Whose it is, for fair shares of the queue."""
-    phase: Phase = Phase.QUEUED
+    where: Where = QUEUED
+    legs: tuple[Leg, ...] = ()
+    """Chosen when its blocks are reserved."""
     generation: int = 0
     """Grows with every admit; messages of older generations are dropped."""
-    worker: str | None = None
     route: Route | None = None
-    """Chosen when its blocks are reserved."""
+    """The kind of way that its legs are."""
     route_reason: str | None = None
     """Why, in words; the first is one of engine.elastic's reasons."""
     max_chunk_tokens: int | None = None
@@ -165,19 +204,43 @@ class Sequence:
     handoff_bytes: int = 0
     """Bytes that moved in the handoff; 0 when the pool is shared."""
     handoff_blocks: int = 0
-    lost_pools: set[str] = field(default_factory=set)
-    """Pools whose memory is gone with what it had written there; its blocks' ids are still its."""
+    computed_in: tuple[str, int] | None = None
+    """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
     transport: str | None = None
-    """`alias` or `shm` once it was handed over; None before, and where it never moves."""
+    """`alias`, `peer` or `shm` once it was handed over; None before, or if it never moves."""
     prefill_j: float | None = None
     """Energy of its share of the steps so far; None: no power reading."""
     decode_j: float | None = None
 
-    def forget_pool(self, pool: str) -> None:
-        """Compute everything again, into the same blocks, and report on the prompt again."""
-        self.lost_pools.discard(pool)
-        self.num_computed_tokens = 0
-        self.prompt_logprobs = []
+    def forget_computed(self, num_kept_tokens: int = 0) -> None:
+        """Compute again what comes after so many positions, into the same blocks.
+
+        Where prompt tokens are reported on, that is everything: each is reported on once.
+        """
+        if self.sampling.prompt_logprobs is not None:
+            num_kept_tokens, self.prompt_logprobs = 0, []
+        self.num_computed_tokens = num_kept_tokens
+
+    @property
+    def phase(self) -> Phase:
+        """Where it is, for people."""
+        match self.where:
+            case Waiting():
+                return Phase.QUEUED
+            case Moving():
+                return Phase.HANDING_OFF
+            case Ended():
+                return Phase.FINISHED
+        is_prompt = self.num_computed_tokens < self.num_prompt_tokens
+        return Phase.PREFILLING if is_prompt else Phase.DECODING
+
+    @property
+    def worker(self) -> str | None:
+        """Where it is, or goes; None while it waits and when it has ended."""
+        match self.where:
+            case On(leg) | Moving(_, leg):
+                return leg.worker
+        return None
 
     @property
     def num_prompt_tokens(self) -> int:

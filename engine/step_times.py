@@ -45,7 +45,7 @@ class StepLoad(NamedTuple):
         num_prefill_tokens, num_attended, batch, context = 0, 0.0, 0, 0
         for entry in entries:
             count = entry.num_scheduled_tokens
-            if count == 1:
+            if entry.is_decoding:
                 batch += 1
                 context += entry.num_computed_tokens
             elif count:

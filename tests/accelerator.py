@@ -8,6 +8,7 @@ captured.
 """
 
 import contextlib
+import threading
 from collections import deque
 from typing import NamedTuple
 
@@ -101,6 +102,8 @@ class Accelerator(TorchDispatchMode):
         self.num_launched = 0
         """Operations put in the queue."""
         self._queue = deque()
+        self.lock = threading.RLock()
+        """Of the queue, which copies use beside the steps."""
         self._is_capturing = False
         self._is_composite = {}
 
@@ -131,12 +134,15 @@ class Accelerator(TorchDispatchMode):
     def finish(self, num_launched=None):
         """Run what is in the queue, as far as it had come then; all of it."""
         last = self.num_launched if num_launched is None else num_launched
-        with _disable_current_modes(), torch.inference_mode():
+        with self.lock, _disable_current_modes(), torch.inference_mode():
             while self.num_done < last:
                 self._queue.popleft()()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        with self.lock:
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func, args, kwargs):
         if func not in self._is_composite:
             self._is_composite[func] = func._can_decompose()
         if self._is_composite[func]:  # the operations that it is made of come back here
@@ -318,6 +324,12 @@ class FakeDevice:
 
     def buffer(self, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def beside(self):
+        with self.accelerator.lock, self.accelerator.on():
+            yield
+            self.accelerator.finish()
 
     def mark(self):
         accelerator = self.accelerator

@@ -14,7 +14,7 @@ from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
-from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
+from engine.sequence import Ended, FinishReason, Leg, On, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 from tests.tui.frames import busy
 
@@ -182,7 +182,8 @@ class FakeAppliance:
 
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()
-        sequence.phase = Phase.DECODING
+        sequence.where = On(Leg("decode", sequence.sampling.max_tokens))
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
         if (width := sequence.sampling.prompt_logprobs) is not None:
             sequence.prompt_logprobs = self._some_logprobs(width, sequence.num_prompt_tokens - 1)
         output = self._output(sequence)
@@ -219,7 +220,7 @@ class FakeAppliance:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        sequence.phase = Phase.FINISHED
+        sequence.where = Ended()
 
 
 async def until(holds: Callable[[], object], seconds: float = 10.0) -> None:

@@ -181,7 +181,7 @@ class _Worker:
                 continue
             if (kind := kind_of(report, case)) is not None:
                 times.append((kind, (report.ended_ns - report.started_ns) / 1e6))
-            live -= {entry.seq_id for entry in report.entries if entry.is_released}
+            live -= {entry.seq_id for entry in report.entries if entry.released}
         return times
 
     def _admit(self, case: Case, index: int, num_steps: int) -> int:
@@ -199,7 +199,6 @@ class _Worker:
                 block_table=list(range(1 + index * count, 1 + (index + 1) * count)),
                 sampling=SamplingParams(num_steps + 1, 0, temperature=0.0, ignore_eos=True),
                 until_output=num_steps + 1,
-                num_stored_blocks=None,
             ),
         )
         return self._last_id

@@ -73,12 +73,12 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights
     from engine.tokenizer import Tokenizer
+    from engine.workers.copying import probe
     from engine.workers.cores import use_cores
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
     from engine.workers.runner import Runner
-    from engine.workers.transfer import probe
 
     use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
@@ -99,22 +99,20 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
-    ring, ring_bytes_per_s = None, None
-    if setup.ring is not None:
-        ring = map_pool(setup.ring, config, setup.block_size, setup.dtype)
-        ring_bytes_per_s = probe(pool, ring)
+    specs = setup.other_pools
+    others = {s.name: map_pool(s, config, setup.block_size, setup.dtype) for s in specs}
+    copy_bytes_per_s = min((probe(pool, other) for other in others.values()), default=None)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens)
     worker = Worker(
         channel,
         runner,
-        pool=pool,
-        ring=ring,
+        pools={setup.pool.name: pool, **others},
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    channel.send(Ready(transformer.attention_backend, ring_bytes_per_s=ring_bytes_per_s))
+    channel.send(Ready(transformer.attention_backend, copy_bytes_per_s=copy_bytes_per_s))
     worker.run()
 
 
@@ -134,8 +132,7 @@ def _serve_on_gpu(
     worker = Worker(
         channel,
         started.runner,
-        pool=started.pool,
-        ring=started.ring,
+        pools=started.pools,
         eos_token_ids=checkpoint.config.eos_token_ids,
         max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
         device=device,

@@ -9,9 +9,11 @@ Never: sets CUDA_VISIBLE_DEVICES, which would hide the other worker's memory; ch
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -51,6 +53,9 @@ class Device(Protocol):
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Start to copy a tensor to the host; calling the result waits for its values."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What a thread gives the device within goes beside the steps, and is done at the end."""
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Run once and record; calling the result does on the device what the recorded run did."""
@@ -93,6 +98,8 @@ class CudaDevice:
         self._aside: Any = None
         """The stream of all captures."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        """The stream of copies."""
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """A host tensor; its memory is not used again before copies from it are done."""
@@ -119,6 +126,13 @@ class CudaDevice:
             return copy.tolist()
 
         return values
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """On one stream of its own, which other threads do not use."""
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._side):
+            yield
+            self.mark()()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record a graph; all graphs share one pool of memory, so never run two at once.

@@ -110,7 +110,7 @@ class DecodeGraphs:
         """True if a step is one token of each sequence, to be sampled, and there is a graph."""
         return (
             0 < len(planned) <= self.batch_sizes[-1]
-            and all(n == 1 and r.num_computed_tokens + 1 == r.num_tokens for r, n in planned)
+            and all(n == 1 and r.is_decoding for r, n in planned)
             and not any(r.num_prompt_logprobs(1) for r, _ in planned)
         )
 
@@ -133,6 +133,12 @@ class DecodeGraphs:
         self._stepping, self._owners = list(sequences), owners
         self._write_tables(written)
         return owners
+
+    @torch.inference_mode()
+    def extended(self, running: Running) -> None:
+        """A sequence has more blocks: if it has a row, that gets them."""
+        rows = [row for row, owner in enumerate(self._owners) if owner is running]
+        self._write_tables(dict.fromkeys(rows, running.block_table))
 
     @torch.inference_mode()
     def launch(

@@ -1,20 +1,19 @@
-"""The worker's loop: take commands, plan, launch, collect, send.
+"""The worker's loop: take commands, plan, launch, collect, send; copies go beside it.
 
 A GPU is given the next step before this one is collected, where nothing but the tokens can differ:
 then it never waits for the host. A sequence that turns out to have ended is in one step too many.
-Owns: the admitted sequences and the granted ring slots of this worker.
+Owns: the admitted sequences of this worker.
 Called by: engine.workers.__main__, once.
 Invariants: one message per step; a sequence's release is reported after the last step that
-touched its blocks; every command that names blocks is answered once; cores change between two
-steps, and a parked worker computes nothing and waits on its channel.
+touched its blocks; cores change between two steps, and a parked worker computes nothing and waits
+on its channel; nothing here waits for a copy.
 Never: chooses a block, knows its role: a role is what the router admits.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import NoReturn
@@ -25,23 +24,21 @@ from engine.channel import WorkerChannel
 from engine.messages import (
     Admit,
     Command,
+    Copy,
     CoresUsed,
-    GrantSlots,
-    Load,
-    Loaded,
+    Extend,
     Release,
     SequenceStep,
     Stepped,
-    Stored,
     UseCores,
 )
 from engine.plan import plan
 from engine.sequence import FinishReason
+from engine.workers.copying import Copier
 from engine.workers.cores import use_cores
 from engine.workers.device import Device
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
-from engine.workers.transfer import copy_blocks
 
 
 @dataclass(slots=True)
@@ -62,8 +59,7 @@ class Worker:
         channel: WorkerChannel,
         runner: Runner,
         *,
-        pool: torch.Tensor,
-        ring: torch.Tensor | None,
+        pools: Mapping[str, torch.Tensor],
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
         device: Device | None = None,
@@ -71,16 +67,12 @@ class Worker:
     ) -> None:
         self._channel = channel
         self._runner = runner
-        self._pool = pool
-        self._ring = ring
+        self._copier = Copier(pools, runner.block_size, channel.send, device)
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
-        self._device = device
-        """Of the pool; None: it is in the host's memory."""
         self._use_cores = use_cores
         self._is_parked = False
         self._running: dict[int, Running] = {}
-        self._slots: deque[int] = deque()
         self._entries: list[SequenceStep] = []
         """Releases to report with the next message."""
         self._flight: _Flight | None = None
@@ -91,24 +83,22 @@ class Worker:
     def run(self) -> NoReturn:
         """Loop until the channel closes (raises ChannelClosed)."""
         while True:
-            is_idle = self._is_parked or all(r.is_complete for r in self._running.values())
+            is_idle = self._is_parked or not self._with_room()
             for command in self._channel.receive(wait=is_idle and self._flight is None):
                 self._apply(command)
             self.step()
 
     def step(self) -> None:
-        """One step: plan, launch, collect, store, send."""
+        """One step: plan, launch, collect, send; then start the copies of what it has filled."""
         flight = self._flight or self._launch()
         self._flight = self._follow(flight)
         entries = self._collect(flight)
         planned = flight.planned
         planned_ids = {r.seq_id for r, _ in planned}
         for running in [r for r in self._running.values() if r.seq_id not in planned_ids]:
-            stored = self._store(running)
-            if stored or running.is_complete:
-                entry = self._entry(running, stored=stored)
-                if stored or entry.is_released:
-                    entries.append(entry)
+            if running.is_complete:  # it came complete, from a worker that has died
+                entries.append(self._entry(running))
+                self._copier.advance(running)
         ended_ns = time.monotonic_ns()
         if self._flight is not None:
             self._flight.started_ns = ended_ns  # the device computes one after the other
@@ -124,12 +114,17 @@ class Worker:
                     entries,
                 )
             )
+        for running, _ in planned:
+            self._copier.advance(running)
 
     def _launch(self) -> _Flight:
         """Start the step that is due."""
         started_ns = time.monotonic_ns()
         runnable = [] if self._is_parked else self._runnable()
-        planned = [(r, r.capped(n)) for r, n in plan(runnable, self._max_step_tokens, started_ns)]
+        planned = [
+            (r, min(r.capped(n), r.room(self._runner.block_size)))
+            for r, n in plan(runnable, self._max_step_tokens, started_ns)
+        ]
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )
@@ -158,26 +153,31 @@ class Worker:
                 entries.append(self._finish_step(running, num_new_tokens, result))
         return entries
 
+    def _with_room(self) -> list[Running]:
+        """Those with something to compute, and a block for it."""
+        size = self._runner.block_size
+        return [r for r in self._running.values() if not r.is_complete and r.room(size) > 0]
+
     def _runnable(self) -> list[Running]:
         """Those with something to compute; waits for a grammar where there is nothing else."""
-        unfinished = [r for r in self._running.values() if not r.is_complete]
+        unfinished = self._with_room()
         pending = [r.matcher for r in unfinished if r.matcher is not None]
         if len(pending) == len(unfinished):
             wait(pending, return_when=FIRST_COMPLETED)
         return [r for r in unfinished if r.is_ready]
 
     def _finish_step(self, running: Running, num_new_tokens: int, result: Sampled) -> SequenceStep:
+        is_decoding = running.is_decoding
         running.num_computed_tokens += num_new_tokens
         reason = None if result.token_id is None else running.append(result.token_id)
         if result.error is not None:
             reason = FinishReason.ERROR
-        stored = [] if reason else self._store(running)
         return self._entry(
             running,
             result,
             finish_reason=None if reason is None else str(reason),
-            stored=stored,
             num_scheduled_tokens=num_new_tokens,
+            is_decoding=is_decoding,
         )
 
     def _entry(
@@ -186,48 +186,36 @@ class Worker:
         result: Sampled | None = None,
         *,
         finish_reason: str | None = None,
-        stored: list[Stored] | None = None,
         num_scheduled_tokens: int = 0,
+        is_decoding: bool = False,
         is_dropped: bool = False,
     ) -> SequenceStep:
         """Report a sequence; drop it if it has ended, is dropped, or has done what it was for."""
-        is_stored = running.num_stored_blocks is None or (
-            running.num_stored_blocks >= running.num_storable_blocks(self._runner.block_size)
-        )
-        is_over = bool(finish_reason) or is_dropped or (running.is_complete and is_stored)
+        has_ended = bool(finish_reason) or is_dropped
+        is_over = has_ended or running.is_complete
         is_released = is_over and (is_dropped or self._flight is None)
         if is_over:
             self._running.pop(running.seq_id, None)
+        if has_ended:
+            self._copier.drop(running)
         if is_over and not is_released:
             self._ended.append(running)
         result = result or Sampled()
+        released = "ended" if has_ended else "moved"
         return SequenceStep(
             seq_id=running.seq_id,
             generation=running.generation,
             num_computed_tokens=running.num_computed_tokens,
-            token_id=result.token_id,
-            logprob=result.logprob,
+            token_ids=[] if result.token_id is None else [result.token_id],
+            logprobs=[] if result.logprob is None else [result.logprob],
             finish_reason=finish_reason,
-            is_released=is_released,
-            stored=stored or [],
+            released=released if is_released else None,
             num_scheduled_tokens=num_scheduled_tokens,
             admitted_ns=running.admitted_ns,
+            is_decoding=is_decoding,
             prompt_logprobs=result.prompt_logprobs,
             error=result.error,
         )
-
-    def _store(self, running: Running) -> list[Stored]:
-        """Copy finished blocks into granted slots, as far as slots last."""
-        if running.num_stored_blocks is None or self._ring is None:
-            return []
-        first = running.num_stored_blocks
-        storable = running.num_storable_blocks(self._runner.block_size)
-        count = max(0, min(storable - first, len(self._slots)))  # computed again: less than before
-        slots = [self._slots.popleft() for _ in range(count)]
-        block_ids = running.block_table[first : first + count]
-        copy_blocks(self._pool, block_ids, self._ring, slots, self._device)
-        running.num_stored_blocks += count
-        return [Stored(slot, first + i) for i, slot in enumerate(slots)]
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -237,10 +225,14 @@ class Worker:
                 dropped = self._running.get(seq_id)
                 if dropped is not None and dropped.generation == generation:
                     self._entries.append(self._entry(dropped, is_dropped=True))
-            case GrantSlots(slots):
-                self._slots.extend(slots)
-            case Load():
-                self._load(command)
+            case Extend(seq_id, generation, block_ids):
+                extended = self._running.get(seq_id)
+                if extended is not None and extended.generation == generation:
+                    extended.block_table.extend(block_ids)
+                    self._runner.extended(extended)
+            case Copy(behind=behind):
+                filling = None if behind is None else self._running.get(behind.seq_id)
+                self._copier.take(command, filling)
             case UseCores(cpus):
                 self._is_parked = not cpus
                 if cpus:
@@ -253,10 +245,3 @@ class Worker:
         grammar = admit.sampling.grammar
         matcher = None if grammar is None else self._runner.grammars.compile(grammar)
         return Running.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)
-
-    def _load(self, load: Load) -> None:
-        if self._ring is None:
-            raise TypeError("Load without a ring")
-        started_ns = time.monotonic_ns()
-        num_bytes = copy_blocks(self._ring, load.slots, self._pool, load.block_ids, self._device)
-        self._channel.send(Loaded(load.load_id, num_bytes, started_ns, time.monotonic_ns()))

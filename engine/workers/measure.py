@@ -259,7 +259,6 @@ def _prompt(num_tokens: int, block_size: int) -> Running:
         block_table=list(range(1, 1 + -(-num_tokens // block_size))),
         sampling=SamplingParams(1, 0, temperature=0.0),
         until_output=1,
-        num_stored_blocks=None,
         admitted_ns=0,
     )
 
@@ -276,7 +275,6 @@ def _decoding(batch: int, context: int, block_size: int) -> list[Running]:
             block_table=list(range(1 + i * count, 1 + (i + 1) * count)),
             sampling=SamplingParams(context + 2, 0, temperature=0.0),
             until_output=context + 2,
-            num_stored_blocks=None,
             admitted_ns=0,
         )
         for i in range(batch)

@@ -34,6 +34,7 @@ from engine.messages import (
 )
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
+from engine.workers.copying import probe
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
@@ -41,7 +42,6 @@ from engine.workers.kv_cache import map_pool
 from engine.workers.runner import Runner
 from engine.workers.sizing import check_blocks, num_blocks_that_fit, step_tokens
 from engine.workers.streaming import Progress, arena_views, stream_weights
-from engine.workers.transfer import probe
 
 _SEAL_BYTES = 16
 
@@ -51,8 +51,8 @@ class Started:
     """What the loop runs on."""
 
     runner: Runner
-    pool: torch.Tensor
-    ring: torch.Tensor | None
+    pools: dict[str, torch.Tensor]
+    """By name: its own, and those that it copies to or from."""
     ready: Ready
 
 
@@ -87,9 +87,9 @@ def start(
             seal = _sealed(memory)
             exported = SharedMemory(device.export(arena), device.export(memory), num_blocks, seal)
         channel.send(PoolMade(num_blocks, exported))
-    ring = None if setup.ring is None else map_pool(setup.ring, config, block_size, setup.dtype)
-    if ring is not None:
-        device.pin(ring)
+    others = {s.name: map_pool(s, config, block_size, setup.dtype) for s in setup.other_pools}
+    for other in others.values():
+        device.pin(other)
     before, graphs = device.memory(), None
     if has_graphs:
         longest = setup.max_model_len
@@ -107,9 +107,9 @@ def start(
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
-        ring_bytes_per_s=None if ring is None else probe(pool, ring, device),
+        copy_bytes_per_s=min((probe(pool, each, device) for each in others.values()), default=None),
     )
-    return Started(runner, pool, ring, ready)
+    return Started(runner, {setup.pool.name: pool, **others}, ready)
 
 
 def _weights(

@@ -120,8 +120,15 @@ class Runner:
             return None
         if any(r.num_output_tokens + 1 >= r.until_output for r in sequences):
             return None
+        if any(r.room(self.block_size) < 2 for r in sequences):
+            return None
         logits, tokens = graphs.launch(sequences, ahead=1)
         return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
+
+    def extended(self, running: Running) -> None:
+        """A sequence has more blocks."""
+        if self._graphs is not None:
+            self._graphs.extended(running)
 
     def _fetched(self, tokens: torch.Tensor | None) -> Callable[[], list[int]] | None:
         if tokens is None or self._device is None:
@@ -276,7 +283,6 @@ def _stand_in(length: int, block_table: list[int]) -> Running:
         block_table=block_table,
         sampling=SamplingParams(max_tokens=1, seed=0),
         until_output=1,
-        num_stored_blocks=None,
         admitted_ns=0,
     )
 

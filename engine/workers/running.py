@@ -30,7 +30,6 @@ class Running:
     block_table: list[int]
     sampling: SamplingParams
     until_output: int
-    num_stored_blocks: int | None
     admitted_ns: int
     max_chunk_tokens: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
@@ -58,7 +57,6 @@ class Running:
             block_table=admit.block_table,
             sampling=admit.sampling,
             until_output=admit.until_output,
-            num_stored_blocks=admit.num_stored_blocks,
             admitted_ns=now_ns,
             max_chunk_tokens=admit.max_chunk_tokens,
             stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
@@ -91,6 +89,15 @@ class Running:
         return self.matcher is None or self.matcher.done()
 
     @property
+    def is_decoding(self) -> bool:
+        """True if it is computed up to its last token, from which the next one follows."""
+        return self.num_computed_tokens + 1 == len(self.token_ids)
+
+    def room(self, block_size: int) -> int:
+        """Positions after those computed that it has blocks for."""
+        return len(self.block_table) * block_size - self.num_computed_tokens
+
+    @property
     def is_complete(self) -> bool:
         """True if it has all the output tokens that this admit is for."""
         return self.num_output_tokens >= self.until_output
@@ -117,9 +124,3 @@ class Running:
         if self.num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
-
-    def num_storable_blocks(self, block_size: int) -> int:
-        """Blocks that will not change any more: the full ones; at the end all."""
-        if self.is_complete:
-            return -(-self.num_computed_tokens // block_size)
-        return self.num_computed_tokens // block_size

@@ -28,9 +28,8 @@ class Machine:
     def __init__(self, plan, request_log, folder):
         self.plan = plan
         self.router = Router(
-            plan.placement.topology,
+            plan.placement.places,
             Ledger(plan.placement.pools()),
-            None,
             FairQueue(8, 100),
             send=lambda worker, command: None,
             emit=lambda *tokens: self.service.emit(*tokens),

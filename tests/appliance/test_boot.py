@@ -50,10 +50,11 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
     prefill, decode = (setup for _, setup in plan.workers)
     assert prefill.pool.name == "prefill"
     assert decode.pool.name == "decode"
-    assert prefill.ring == decode.ring
+    (ring,) = prefill.other_pools
+    assert decode.other_pools == [ring]
     assert prefill.weights.fd == decode.weights.fd
     assert [s.weights.share_index for s in (prefill, decode)] == [0, 1]
-    for spec in (prefill.pool, decode.pool, prefill.ring):
+    for spec in (prefill.pool, decode.pool, ring):
         assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
 
 
@@ -104,7 +105,9 @@ def test_two_workers_on_a_gpu_that_copy_inherit_nothing_but_the_ring(plan_of, gp
     assert plan.roles == "elastic"
     assert [setup.gpu.shares for _, setup in plan.workers] == [None, None]
     assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
-    assert {setup.ring.fd for _, setup in plan.workers} == set(plan.inherited_fds)
+    assert {spec.fd for _, setup in plan.workers for spec in setup.other_pools} == set(
+        plan.inherited_fds
+    )
 
 
 def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_path):

@@ -61,7 +61,7 @@ def entry(
 ) -> SequenceStep:
     seq_id = one if isinstance(one, int) else one.seq_id
     return SequenceStep(
-        seq_id, 0, num_computed, token, None, None, False, [], num_tokens, admitted_ns=0
+        seq_id, 0, num_computed, [] if token is None else [token], [], None, None, num_tokens, 0
     )
 
 

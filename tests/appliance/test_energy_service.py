@@ -59,9 +59,8 @@ class Machine:
         )
         self.admitted: dict[str, dict[int, Admit]] = {"prefill": {}, "decode": {}}
         self.router = Router(
-            self.plan.placement.topology,
+            self.plan.placement.places,
             Ledger(self.plan.placement.pools()),
-            None,
             FairQueue(8, 1000),
             send=self._send,
             emit=lambda *tokens: self.service.emit(*tokens),
@@ -125,11 +124,10 @@ class Machine:
                     admit.seq_id,
                     admit.generation,
                     one.num_tokens,
-                    7,
-                    None,
-                    "length" if is_last else None,
-                    is_released,
+                    [7],
                     [],
+                    "length" if is_last else None,
+                    ("ended" if is_last else "moved") if is_released else None,
                     num_tokens,
                     admitted_ns=0,
                 )

@@ -63,9 +63,9 @@ def test_one_gpu_is_one_worker_unless_roles_are_asked_for(checkpoint):
     placement = place(checkpoint)
     (worker,) = placement.workers
     assert (worker.name, worker.device, worker.shares) == ("colocated", "gpu0", None)
-    assert placement.topology.is_colocated
+    assert placement.places.is_colocated
     assert placement.max_step_tokens == GPU_STEP_TOKENS
-    assert placement.topology.homes == {"kv": "colocated"}
+    assert placement.places.home_of("kv") == "colocated"
 
 
 @pytest.mark.parametrize("roles", ["static", "elastic"])
@@ -75,8 +75,8 @@ def test_two_workers_on_a_gpu_share_what_the_decoding_one_exports(checkpoint, ro
     assert (prefill.shares, decode.shares) == ("maps", "exports")
     assert prefill.pool == decode.pool == "kv"
     assert prefill.cpus != decode.cpus
-    assert placement.topology.transport == "alias"
-    assert placement.topology.homes == {"kv": "decode"}
+    assert placement.places.transport == "alias"
+    assert placement.places.home_of("kv") == "decode"
 
 
 @pytest.mark.parametrize("roles", ["auto", "elastic"])
@@ -84,24 +84,26 @@ def test_two_workers_that_copy_have_pools_of_their_own_and_a_ring(checkpoint, ro
     placement = place(checkpoint, roles=roles, transport="shm")
     prefill, decode = placement.workers
     assert (prefill.shares, decode.shares) == (None, None)
-    assert (prefill.pool, decode.pool, placement.ring_pool) == ("prefill", "decode", "ring")
-    assert placement.topology.homes == {"prefill": "prefill", "decode": "decode"}
-    num_bytes = sum(placement.num_blocks_by_pool.values()) * placement.block_bytes
+    assert (prefill.pool, decode.pool) == ("prefill", "decode")
+    homes = {pool.name: pool.home for pool in placement.places.pools}
+    assert homes == {"prefill": "prefill", "decode": "decode", "ring": None}
+    num_blocks = sum(pool.num_blocks for pool in placement.places.pools)
+    num_bytes = num_blocks * placement.block_bytes
     assert num_bytes + 2 * checkpoint.num_bytes <= GPUS[0].memory_bytes
 
 
 def test_one_worker_copies_nothing(checkpoint):
     placement = place(checkpoint, roles="colocated", transport="shm")
-    assert placement.num_blocks_by_pool.keys() == {"kv"}
-    assert place(checkpoint, transport="alias").topology.transport == "alias"
+    assert placement.places.pool_by_name.keys() == {"kv"}
+    assert place(checkpoint, transport="alias").places.transport == "alias"
 
 
 def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoint):
     block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "bfloat16")
     asked = place(checkpoint, kv_memory_bytes=10 * block_bytes)
-    assert asked.num_blocks_by_pool == {"kv": 10}
+    assert [pool.num_blocks for pool in asked.places.pools] == [10]
     useful = place(checkpoint, max_model_len=BLOCK_SIZE)
-    assert useful.num_blocks_by_pool == {"kv": 257}
+    assert [pool.num_blocks for pool in useful.places.pools] == [257]
 
 
 def test_a_block_is_as_large_as_the_attention_wants_it(checkpoint):

@@ -40,7 +40,7 @@ def test_static_workers_have_cores_of_their_own_and_share_a_pool(checkpoint):
     prefill, decode = placement.workers
     assert (prefill.cpus, decode.cpus) == ((0, 1), (2,))
     assert prefill.pool == decode.pool == "kv"
-    assert placement.ring_pool is None
+    assert placement.places.passing_pools() == set()
     assert placement.max_model_len == 2048
 
 
@@ -51,12 +51,12 @@ def test_with_one_core_both_workers_share_it(checkpoint):
 def test_colocated_is_one_worker_with_all_cores(checkpoint):
     placement = plan(checkpoint, roles="colocated")
     assert [(w.name, w.cpus) for w in placement.workers] == [("colocated", (0, 1, 2))]
-    assert placement.topology.transport is None
+    assert placement.places.transport is None
 
 
 def test_shm_divides_the_kv_memory_and_no_more(checkpoint):
     placement = plan(checkpoint, transport="shm", kv_memory_bytes=10 << 20)
-    counts = placement.num_blocks_by_pool
+    counts = {pool.name: pool.num_blocks for pool in placement.places.pools}
     assert set(counts) == {"prefill", "decode", "ring"}
     assert sum(counts.values()) * placement.block_bytes <= 10 << 20
     assert counts["decode"] > counts["prefill"] > counts["ring"] // 2

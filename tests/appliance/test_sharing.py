@@ -72,7 +72,6 @@ class Daemon:
                 dtype="bfloat16",
                 block_size=64,
                 pool=PoolSpec("kv", None, 1000),
-                ring=None,
                 weights=None,
                 cpus=[0],
                 max_step_tokens=8,

@@ -32,11 +32,10 @@ def step(machine: Machine, worker: str, *, is_last: bool = False) -> None:
                 seq_id=one.seq_id,
                 generation=one.generation,
                 num_computed_tokens=computed,
-                token_id=7,
-                logprob=None,
+                token_ids=[7],
+                logprobs=[],
                 finish_reason="stop" if is_last else None,
-                is_released=moves or is_last,
-                stored=[],
+                released="ended" if is_last else "moved" if moves else None,
                 num_scheduled_tokens=computed - one.num_computed_tokens,
                 admitted_ns=now_ns,
             )
@@ -78,8 +77,8 @@ def test_what_waits_holds_no_blocks_and_says_for_what_it_waits(machine):
 def test_a_full_pool_is_what_limits(machine):
     machine.start_workers()
     pool = machine.router.ledger.pools["kv"]
-    assert machine.router.ledger.reserve("somebody", {"kv": pool.num_free - 1})
-    machine.submit("her", num_sequences=3)
+    assert machine.router.ledger.reserve(0, {"kv": pool.num_free - 1})
+    machine.service.submit(machine.request("her", num_sequences=3))
     assert machine.frame["limit"] == "queue: 2 sequences wait for KV blocks"
 
 
@@ -155,7 +154,7 @@ def test_an_alert_is_in_the_frame_and_in_the_events_until_it_is_over(machine):
 @pytest.mark.parametrize("arm", ["alias", "shm", "elastic", "colocated"])
 def test_a_worker_owes_something_until_it_has_answered_whatever_it_was_told(arm):
     world = World(arm)
-    names = [world.topology.prefill_worker, world.topology.decode_worker]
+    names = [world.places.names[0], world.places.names[-1]]
     assert not any(owes_something(world.router, name) for name in names)
     sequence = world.sequence(20, 30)
     world.submit(sequence)
@@ -169,7 +168,7 @@ def test_a_worker_owes_something_until_it_has_answered_whatever_it_was_told(arm)
     assert not any(owes_something(world.router, name) for name in names)
 
 
-def test_a_prompt_that_waits_for_slots_is_owed_by_who_has_to_load_it():
+def test_blocks_that_have_come_to_the_ring_are_owed_by_who_takes_them_from_there():
     world = World("shm", num_slots=2)
     sequence = world.sequence(30, 4)
     world.submit(sequence)
@@ -178,6 +177,7 @@ def test_a_prompt_that_waits_for_slots_is_owed_by_who_has_to_load_it():
         while prefill.inbox:
             prefill.receive(world.now_ns)
         prefill.step(world.now_ns)
+        prefill.copy(world.now_ns)
         while prefill.outbox:
             world.deliver(prefill)
     assert sequence.phase is Phase.HANDING_OFF

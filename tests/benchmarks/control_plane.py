@@ -82,7 +82,7 @@ class FakeWorker:
                 new.append(command.seq_id)
             elif isinstance(command, Release) and command.seq_id in self._running:
                 admit, num_output = self._running.pop(command.seq_id)
-                self._send([self._entry(admit, num_output, is_released=True)])
+                self._send([self._entry(admit, num_output, released="ended")])
         if new:
             self._step(new)
 
@@ -101,17 +101,20 @@ class FakeWorker:
         self._channel.send(Stepped(now_ns, now_ns, 0, num_tokens, entries))
 
     def _entry(
-        self, admit: Admit, num_output: int, token_id: int | None = None, is_released: bool = False
+        self,
+        admit: Admit,
+        num_output: int,
+        token_id: int | None = None,
+        released: str | None = None,
     ) -> SequenceStep:
         return SequenceStep(
             seq_id=admit.seq_id,
             generation=admit.generation,
             num_computed_tokens=admit.num_prompt_tokens + num_output,
-            token_id=token_id,
-            logprob=None,
+            token_ids=[] if token_id is None else [token_id],
+            logprobs=[],
             finish_reason=None,
-            is_released=is_released,
-            stored=[],
+            released=released,
             num_scheduled_tokens=int(token_id is not None),
             admitted_ns=0,
         )

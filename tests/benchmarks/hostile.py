@@ -310,11 +310,7 @@ class Watch:
 
     @staticmethod
     def _is_free(state: dict) -> bool:
-        granted = {"ring"}  # its slots are granted once and for all
-        return all(
-            p["free"] + (p["reserved"] if p["name"] in granted else 0) == p["num_blocks"]
-            for p in state["pools"]
-        )
+        return all(pool["free"] == pool["num_blocks"] for pool in state["pools"])
 
 
 async def run(options: argparse.Namespace) -> int:

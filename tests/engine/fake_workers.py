@@ -1,23 +1,22 @@
 """Workers without a model, over the router's own messages: small, honest, and killable.
 
 A fake worker computes nothing, but it follows the contract of engine.messages: it plans its steps,
-reports progress, stores into granted slots, loads, and releases. Its "KV" is a dictionary from
-(pool, block_id, offset) to the token at that place, so that a block that is lost, swapped or
-reused under somebody is noticed as a wrong token.
+reports progress, copies some time later, and releases. Its "KV" is a dictionary from (pool,
+block_id, offset) to the token at that place, so that a block that is lost, swapped or reused under
+somebody is noticed as a wrong token.
 """
 
 from collections import deque
 
 from engine.messages import (
     Admit,
+    Copied,
+    Copy,
     CoresUsed,
-    GrantSlots,
-    Load,
-    Loaded,
+    Extend,
     Release,
     SequenceStep,
     Stepped,
-    Stored,
     UseCores,
 )
 from engine.plan import plan
@@ -31,10 +30,29 @@ def next_token(token_ids):
     return (sum((i + 1) * t for i, t in enumerate(token_ids)) * 31 + len(token_ids)) % 997
 
 
+class Pending:
+    """A copy that is not done."""
+
+    def __init__(self, copy, running):
+        self.copy, self.running = copy, running
+        """Whose steps fill the blocks; None: they are filled."""
+        self.num_done = 0
+        self.is_void = False
+
+    @property
+    def num_ready(self):
+        num_pairs = len(self.copy.pairs)
+        if self.running is None or self.running.is_complete:
+            return num_pairs - self.num_done
+        num_full = self.running.num_computed_tokens // BLOCK_SIZE - self.copy.behind.first_block
+        return max(min(num_full, num_pairs) - self.num_done, 0)
+
+
 class FakeWorker:
     def __init__(self, name, pool, memory, *, max_step_tokens=8, cpus=()):
         self.name, self.pool, self.memory = name, pool, memory
         self.own_cpus = list(cpus)
+        self.breaks = False
         self.max_step_tokens = max_step_tokens
         self.inbox = deque()
         self.outbox = deque()
@@ -42,7 +60,7 @@ class FakeWorker:
 
     def restart(self):
         self.running = {}
-        self.slots = deque()
+        self.copies = []
         self.cpus = self.own_cpus
         self.is_parked = False
         self.inbox.clear()
@@ -57,23 +75,52 @@ class FakeWorker:
             case Release(seq_id, generation):
                 running = self.running.get(seq_id)
                 if running is not None and running.generation == generation:
-                    del self.running[seq_id]
-                    entry = self.entry(running, None, None, [], 0, True)
+                    entry = self.entry(running, is_dropped=True)
                     self.outbox.append(Stepped(now_ns, now_ns, 0, 0, [entry]))
-            case GrantSlots(slots):
-                self.slots.extend(slots)
+            case Extend(seq_id, generation, block_ids):
+                running = self.running.get(seq_id)
+                if running is not None and running.generation == generation:
+                    running.block_table.extend(block_ids)
+            case Copy(behind=behind):
+                running = None if behind is None else self.running.get(behind.seq_id)
+                if running is not None and running.generation != behind.generation:
+                    running = None
+                self.copies.append(Pending(command, running))
             case UseCores(cpus):
                 self.cpus, self.is_parked = cpus, not cpus
                 self.outbox.append(CoresUsed(cpus))
-            case Load(load_id, slots, block_ids):
-                for slot, block_id in zip(slots, block_ids, strict=True):
-                    self.copy("ring", slot, self.pool, block_id)
-                self.outbox.append(Loaded(load_id, len(slots) * BLOCK_SIZE, now_ns, now_ns))
 
-    def copy(self, source, source_id, target, target_id):
-        for offset in range(BLOCK_SIZE):
-            token = self.memory.get((source, source_id, offset))
-            self.memory[target, target_id, offset] = token
+    def copy(self, now_ns, most=None):
+        """Copy what is ready of the first copy that has something; False if none has."""
+        for pending in self.copies:
+            count = pending.num_ready if most is None else min(pending.num_ready, most)
+            if count or pending.is_void:
+                break
+        else:
+            return False
+        copy, first = pending.copy, pending.num_done
+        count = 0 if pending.is_void else count
+        for from_id, to_id in copy.pairs[first : first + count]:
+            for offset in range(BLOCK_SIZE):
+                token = self.memory.get((copy.from_pool, from_id, offset))
+                self.memory[copy.to_pool, to_id, offset] = token
+        pending.num_done += count
+        is_last = pending.is_void or pending.num_done == len(copy.pairs)
+        if is_last:
+            self.copies.remove(pending)
+        error = "Broken: it is" if self.breaks and not count else None
+        report = Copied(copy.copy_id, count, count * BLOCK_SIZE, now_ns, now_ns, is_last, error)
+        self.outbox.append(report)
+        return True
+
+    def break_copies(self):
+        """Whatever is under way fails."""
+        self.breaks = True
+        for pending in self.copies:
+            pending.is_void = True
+        while self.copy(0):
+            pass
+        self.breaks = False
 
     def step(self, now_ns):
         """One step; its message waits in the outbox."""
@@ -85,64 +132,49 @@ class FakeWorker:
         for running, num_new_tokens in planned:
             entries.append(self.compute(running, num_new_tokens))
         ids = {r.seq_id for r, _ in planned}
-        for running in [r for r in self.running.values() if r.seq_id not in ids]:
-            stored = self.store(running)
-            if stored:
-                entries.append(self.entry(running, None, None, stored, 0))
-            elif self.is_done(running):
-                entries.append(self.entry(running, None, None, [], 0))
+        complete = [r for r in self.running.values() if r.seq_id not in ids and r.is_complete]
+        entries += [self.entry(running) for running in complete]
         if entries:
             num_tokens = sum(n for _, n in planned)
             self.outbox.append(Stepped(now_ns, now_ns + 1, num_tokens, 0, entries))
 
     def compute(self, running, num_new_tokens):
+        is_decoding = running.is_decoding
         start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
         for position in range(start, end):
             block_id = running.block_table[position // BLOCK_SIZE]
             place = (self.pool, block_id, position % BLOCK_SIZE)
             self.memory[place] = running.token_ids[position]
         running.num_computed_tokens = end
-        token_id = reason = None
+        token_ids, reason = [], None
         if end == running.num_tokens:
             context = [
                 self.memory[self.pool, running.block_table[p // BLOCK_SIZE], p % BLOCK_SIZE]
                 for p in range(end)
             ]
-            token_id = next_token(context)
-            reason = running.append(token_id)
-        stored = [] if reason else self.store(running)
-        return self.entry(running, token_id, reason, stored, num_new_tokens)
+            token_ids = [next_token(context)]
+            reason = running.append(token_ids[0])
+        return self.entry(running, token_ids, reason, num_new_tokens, is_decoding)
 
-    def store(self, running):
-        if running.num_stored_blocks is None:
-            return []
-        stored = []
-        while self.slots and running.num_stored_blocks < running.num_storable_blocks(BLOCK_SIZE):
-            slot, index = self.slots.popleft(), running.num_stored_blocks
-            self.copy(self.pool, running.block_table[index], "ring", slot)
-            running.num_stored_blocks += 1
-            stored.append(Stored(slot, index))
-        return stored
-
-    def is_done(self, running):
-        return running.is_complete and (
-            running.num_stored_blocks is None
-            or running.num_stored_blocks >= running.num_storable_blocks(BLOCK_SIZE)
-        )
-
-    def entry(self, running, token_id, reason, stored, num_scheduled_tokens, is_released=False):
-        is_released = is_released or bool(reason) or self.is_done(running)
-        if is_released:
+    def entry(
+        self, running, token_ids=(), reason=None, count=0, is_decoding=False, is_dropped=False
+    ):
+        has_ended = reason is not None or is_dropped
+        released = "ended" if has_ended else "moved" if running.is_complete else None
+        if released:
             self.running.pop(running.seq_id, None)
+        for pending in self.copies:
+            if has_ended and pending.running is running:
+                pending.is_void = True
         return SequenceStep(
             running.seq_id,
             running.generation,
             running.num_computed_tokens,
-            token_id,
-            None,
+            list(token_ids),
+            [],
             None if reason is None else str(reason),
-            is_released,
-            stored,
-            num_scheduled_tokens,
+            released,
+            count,
             running.admitted_ns,
+            is_decoding,
         )

@@ -30,7 +30,7 @@ def no_grammars():
 class GpuWorker:
     """A worker's start in a thread, with this test as the daemon."""
 
-    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32", ring=None):
+    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32", other=None):
         self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
         self.setup = Setup(
             worker=name,
@@ -38,7 +38,7 @@ class GpuWorker:
             dtype=dtype,
             block_size=BLOCK_SIZE,
             pool=PoolSpec("kv", None, num_blocks),
-            ring=ring,
+            other_pools=[] if other is None else [other],
             weights=None,
             cpus=[0],
             max_step_tokens=32,
@@ -48,6 +48,7 @@ class GpuWorker:
         self.sockets = socket.socketpair()
         self.channel = WorkerChannel(self.sockets[1])
         self.failure = self.started = None
+        self.copies = []
         self.told = []
         self.thread = threading.Thread(target=self._start)
         self.thread.start()
@@ -82,8 +83,7 @@ class GpuWorker:
         self.worker = Worker(
             self.channel,
             self.started.runner,
-            pool=self.started.pool,
-            ring=self.started.ring,
+            pools=self.started.pools,
             eos_token_ids=(),
             max_step_tokens=self.started.ready.max_step_tokens,
             device=self.device,
@@ -98,9 +98,22 @@ class GpuWorker:
             while self.worker._running or self.worker._flight:
                 self.worker.step()
                 for report in reports_in(self.sockets[0]):
-                    if isinstance(report, Stepped):  # a Loaded comes before its sequence's
-                        entries += report.entries
+                    self.take(report, entries)
         return entries
+
+    def take(self, report, entries):
+        if isinstance(report, Stepped):
+            entries += report.entries
+        else:
+            self.copies.append(report)
+
+    def copied(self):
+        """The number of a copy, and its pairs, when all of it has been done."""
+        self.sockets[0].settimeout(60)
+        while not self.copies or not self.copies[-1].is_last:
+            self.copies += reports_in(self.sockets[0], at_least=1)
+        done, self.copies = self.copies, []
+        return done[-1].copy_id, sum(report.num_pairs for report in done)
 
     def close(self):
         for sock in self.sockets:
@@ -119,7 +132,6 @@ def admit(outputs=(), computed=0, until=12, seq_id=1, prompt=PROMPT, **sampling)
         block_table=list(range(first, first + 10)),
         sampling=SamplingParams(12, seq_id, **{"temperature": 0.0} | sampling),
         until_output=until,
-        num_stored_blocks=None,
     )
 
 

@@ -42,9 +42,9 @@ def test_released_block_named_by_a_command_drains_until_the_answer():
 def test_answering_twice_is_noticed_and_harmless():
     ledger = make_ledger()
     ledger.reserve(1, {"kv": 1})
-    ledger.open_command(("load", 7, 0), "decode", {"kv": list(ledger.table(1, "kv"))})
-    assert ledger.close_command(("load", 7, 0))
-    assert not ledger.close_command(("load", 7, 0))
+    ledger.open_command(("copy", 7, 0), "decode", {"kv": list(ledger.table(1, "kv"))})
+    assert ledger.close_command(("copy", 7, 0))
+    assert not ledger.close_command(("copy", 7, 0))
     ledger.check_invariants()
 
 
@@ -144,7 +144,7 @@ class LedgerWalk(RuleBasedStateMachine):
     @rule(data=st.data(), worker=st.sampled_from(["prefill", "decode"]))
     def command(self, data, worker):
         owner = data.draw(st.sampled_from(sorted(self.owners)))
-        key, self.next_id = ("load", self.next_id, 0), self.next_id + 1
+        key, self.next_id = ("copy", self.next_id, 0), self.next_id + 1
         tables = {pool: list(self.ledger.table(owner, pool)) for pool in ("kv", "ring")}
         self.ledger.open_command(key, worker, tables)
         self.commands.append(key)

@@ -28,7 +28,6 @@ def admit(num_tokens):
         block_table=[1],
         sampling=SamplingParams(max_tokens=1, seed=0),
         until_output=1,
-        num_stored_blocks=None,
     )
 
 

@@ -96,7 +96,7 @@ class Machine:
             self.step()
 
     def tokens(self, seq_id):
-        return [e.token_id for e in self.entries if e.seq_id == seq_id and e.token_id is not None]
+        return [t for e in self.entries if e.seq_id == seq_id for t in e.token_ids]
 
     def close(self):
         self.harness.close()
@@ -136,7 +136,6 @@ def admit(seq_id, num_prompt_tokens, num_outputs, **sampling):
         block_table=list(range(first, first + BLOCKS_EACH)),
         sampling=SamplingParams(num_outputs, seq_id, **{"temperature": 0.0} | sampling),
         until_output=num_outputs,
-        num_stored_blocks=None,
     )
 
 
@@ -187,7 +186,7 @@ def test_sequences_that_come_and_go_get_the_tokens_that_they_get_without_graphs(
         assert ours[:shorter] == theirs[:shorter]
         assert seq_id in dropped or len(ours) == len(theirs)
     for machine in machines:
-        released = [e.seq_id for e in machine.entries if e.is_released]
+        released = [e.seq_id for e in machine.entries if e.released]
         assert len(released) == len(set(released))
         assert set(released) == {e.seq_id for e in machine.entries}
 
@@ -217,7 +216,7 @@ def test_a_sequence_that_ends_by_a_stop_id_is_released_after_the_step_too_many(f
     mine = [e for e in machine.entries if e.seq_id == 1]
     assert machine.tokens(1) == tokens[: first + 1]
     ends = [i for i, e in enumerate(mine) if e.finish_reason]
-    releases = [i for i, e in enumerate(mine) if e.is_released]
+    releases = [i for i, e in enumerate(mine) if e.released]
     assert (len(ends), len(releases)) == (1, 1)
     assert ends[0] < releases[0]
     assert mine[releases[0]].num_scheduled_tokens == 0
@@ -244,7 +243,6 @@ def stand_in(seq_id, length):
         block_table=[seq_id * 100 + column for column in range(length)],
         sampling=SamplingParams(1, 0),
         until_output=1,
-        num_stored_blocks=None,
         admitted_ns=0,
     )
 

@@ -11,10 +11,10 @@ from engine.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
+from engine.places import make_places
 from engine.queue import FairQueue
 from engine.router import Router
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
-from engine.topology import Topology
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
@@ -23,7 +23,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 32, 8
-TWO = Topology("prefill", "decode", "kv", "kv", "alias", homes={"kv": "decode"})
+TWO = make_places(["prefill"], ["decode"], "alias", home="decode")
 
 
 def no_grammars():
@@ -38,30 +38,29 @@ class Machine:
         config = checkpoint.config
         weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
         shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.devices = {name: FakeDevice() for name in TWO.workers}
+        self.devices = {name: FakeDevice() for name in TWO.names}
         loading = FakeDevice()
         with loading.accelerator.on():
             on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             self.transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
             self.pool = torch.zeros(*shape, device=DEVICE)
             loading.mark()()
-        self.inbox = {name: [] for name in TWO.workers}
-        self.harnesses = {name: self.harness(name) for name in TWO.workers}
+        self.inbox = {name: [] for name in TWO.names}
+        self.harnesses = {name: self.harness(name) for name in TWO.names}
         self.router = Router(
             TWO,
             Ledger([BlockPool("kv", num_blocks, BLOCK_SIZE)]),
-            None,
             FairQueue(64, 1 << 20),
             send=lambda name, command: self.inbox[name].append(command),
             emit=lambda *args: None,
             max_step_tokens=STEP_TOKENS,
         )
-        for name in TWO.workers:
+        for name in TWO.names:
             self.router.worker_ready(name, 0)
 
     def harness(self, name):
         device, graphs = self.devices[name], None
-        if name == TWO.decode_worker:
+        if name == "decode":
             with device.accelerator.on():
                 graphs = DecodeGraphs(
                     self.transformer,
@@ -88,7 +87,7 @@ class Machine:
 
     def finish(self, sequences, now_ns):
         while not all(s.is_finished for s in sequences):
-            for name in TWO.workers:
+            for name in TWO.names:
                 self.step(name, now_ns)
 
     def close(self):
@@ -148,7 +147,7 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(folder, 
                 machine.router.abort(rng.choice(live), FinishReason.ABORT, now_ns)
             if rng.random() < 0.1:
                 machine.router.switch_roles(rng.choice(["static", "colocated"]), now_ns)
-            machine.step(rng.choice(TWO.workers), now_ns)
+            machine.step(rng.choice(TWO.names), now_ns)
         machine.finish(sequences, 180)
         assert any(s.finish_reason is FinishReason.ABORT for s in sequences)
         for sequence in sequences:

@@ -10,17 +10,18 @@ import torch
 from engine.errors import ChannelClosed
 from engine.messages import (
     Admit,
+    Behind,
+    Copied,
+    Copy,
     CoresUsed,
-    GrantSlots,
-    Load,
-    Loaded,
+    Extend,
     Release,
     Stepped,
     UseCores,
 )
 from engine.sequence import SamplingParams
 from engine.workers.runner import Sampled
-from tests.engine.worker_harness import Harness
+from tests.engine.worker_harness import Harness, reports_in
 
 BLOCK_SIZE = 4
 
@@ -47,6 +48,9 @@ class FakeRunner:
     def follow(self, planned):
         return None
 
+    def extended(self, running):
+        pass
+
     def collect(self, planned):
         results = []
         for running, num_new_tokens in planned:
@@ -66,10 +70,10 @@ class FakeRunner:
 def make():
     harnesses = []
 
-    def make(has_ring=False):
+    def make():
         pool = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
-        ring = torch.zeros(4, 1, 2, BLOCK_SIZE, 1, 1) if has_ring else None
-        harnesses.append(Harness(FakeRunner(pool), pool, ring))
+        other = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
+        harnesses.append(Harness(FakeRunner(pool), pool, other))
         return harnesses[-1]
 
     yield make
@@ -77,7 +81,7 @@ def make():
         harness.close()
 
 
-def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, stored=None, **sampling):
+def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, **sampling):
     return Admit(
         seq_id=seq_id,
         generation=1,
@@ -87,7 +91,6 @@ def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, stored=Non
         block_table=[1, 2, 3, 4],
         sampling=SamplingParams(max_tokens=max_tokens, seed=0, **sampling),
         until_output=until,
-        num_stored_blocks=stored,
     )
 
 
@@ -96,9 +99,9 @@ def test_a_prompt_goes_in_chunks_and_ends_by_length(make):
     harness.tell(admit(ignore_eos=True))
     steps = [harness.step()[0].entries[0] for _ in range(4)]
     assert [s.num_computed_tokens for s in steps] == [8, 10, 11, 12]
-    assert [s.token_id for s in steps] == [None, 100, 101, 102]
+    assert [s.token_ids for s in steps] == [[], [100], [101], [102]]
     assert [s.finish_reason for s in steps] == [None, None, None, "length"]
-    assert [s.is_released for s in steps] == [False, False, False, True]
+    assert [s.released for s in steps] == [None, None, None, "ended"]
     assert harness.step() == []
 
 
@@ -107,7 +110,7 @@ def test_end_of_text_and_stop_ids_end_a_sequence(make):
     harness.tell(admit(seq_id=1, num_tokens=4, max_tokens=9, until=9))
     harness.tell(admit(seq_id=2, num_tokens=3, max_tokens=9, until=9, stop_token_ids=(101,)))
     entries = [e for _ in range(3) for e in harness.step()[0].entries]
-    ends = {e.seq_id: (e.finish_reason, e.token_id) for e in entries if e.is_released}
+    ends = {e.seq_id: (e.finish_reason, *e.token_ids) for e in entries if e.released}
     assert ends == {1: ("stop", 102), 2: ("stop", 101)}
 
 
@@ -115,7 +118,7 @@ def test_until_output_releases_without_ending(make):
     harness = make()
     harness.tell(admit(num_tokens=4, until=1, max_tokens=9))
     (entry,) = harness.step()[0].entries
-    assert (entry.token_id, entry.is_released, entry.finish_reason) == (100, True, None)
+    assert (entry.token_ids, entry.released, entry.finish_reason) == ([100], "moved", None)
 
 
 def test_release_is_answered_once_and_only_for_its_generation(make):
@@ -124,51 +127,85 @@ def test_release_is_answered_once_and_only_for_its_generation(make):
     assert len(harness.step()[0].entries) == 1
     harness.tell(Release(1, 1), Release(1, 1))
     (report,) = harness.step()
-    assert [(e.seq_id, e.is_released, e.num_scheduled_tokens) for e in report.entries] == [
-        (1, True, 0)
+    assert [(e.seq_id, e.released, e.num_scheduled_tokens) for e in report.entries] == [
+        (1, "ended", 0)
     ]
     assert report.num_prefill_tokens == 0
     assert harness.step() == []
 
 
-def test_finished_blocks_are_stored_as_far_as_slots_last(make):
-    harness = make(has_ring=True)
-    harness.tell(GrantSlots([2]), admit(until=1, stored=0))
-    first, second = (harness.step()[0].entries[0] for _ in range(2))
-    assert [(s.slot, s.block_index) for s in first.stored] == [(2, 0)]
-    assert second.token_id == 100
-    assert not second.is_released  # two blocks are still here
-    assert harness.step() == []
-    harness.tell(GrantSlots([1, 3]))
-    (entry,) = harness.step()[0].entries
-    assert [(s.slot, s.block_index) for s in entry.stored] == [(1, 1), (3, 2)]
-    assert entry.is_released
-    for slot, block_id in ((2, 1), (1, 2), (3, 3)):
-        assert harness.ring[slot].equal(harness.pool[block_id])
+def copied(harness):
+    """Reports up to the last of a copy: (copy, pairs, is_last) of each."""
+    reports = []
+    while not reports or not reports[-1][2]:
+        found = [r for r in reports_in(harness.sockets[0], 1) if isinstance(r, Copied)]
+        reports += [(r.copy_id, r.num_pairs, r.is_last) for r in found]
+        assert all(r.error is None for r in found)
+    return reports
 
 
-def test_a_recovered_sequence_that_only_has_to_store_goes_on_storing(make):
-    harness = make(has_ring=True)
-    stored = admit(num_tokens=9, until=1, max_tokens=5, computed=8, stored=1)
-    stored = Admit(
-        **{f: getattr(stored, f) for f in stored.__struct_fields__} | {"num_prompt_tokens": 8}
-    )
-    harness.tell(stored, GrantSlots([1]))
-    (entry,) = harness.step()[0].entries
-    assert [(s.slot, s.block_index) for s in entry.stored] == [(1, 1)]
-    assert entry.is_released
-    assert entry.token_id is None
+def test_blocks_are_copied_behind_the_steps_that_fill_them(make):
+    harness = make()
+    harness.tell(admit(until=1), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], Behind(1, 1, 0)))
+    first, second = harness.step_all(2)
+    assert [e.released for e in (*first, *second)] == [None, "moved"]
+    assert copied(harness) == [(4, 2, False), (4, 1, True)]
+    assert harness.other[5:8].equal(harness.pool[1:4])
 
 
-def test_a_load_fills_blocks_from_the_ring(make):
-    harness = make(has_ring=True)
-    harness.ring[2] = 7.0
-    harness.tell(Load(5, [2], [6]))
-    (report,) = harness.reported()
-    assert isinstance(report, Loaded)
-    assert report.load_id == 5
-    assert report.num_bytes == harness.pool[0].numel() * 4
-    assert harness.pool[6].eq(7.0).all()
+def test_a_copy_may_begin_in_the_middle_and_come_after_the_bytes(make):
+    harness = make()
+    harness.tell(admit(until=1))
+    harness.step_all(1)
+    harness.tell(Copy(4, "kv", "other", [(2, 6), (3, 7)], Behind(1, 1, 1)))
+    assert copied_once(harness) == (4, 1, False)
+    harness.step_all(1)
+    assert copied(harness) == [(4, 1, True)]
+    harness.tell(Copy(5, "kv", "other", [(1, 5)], Behind(1, 1, 0)))  # it has moved
+    assert copied(harness) == [(5, 1, True)]
+    assert harness.other[5:8].equal(harness.pool[1:4])
+
+
+def copied_once(harness):
+    (report,) = reports_in(harness.sockets[0], 1)
+    return report.copy_id, report.num_pairs, report.is_last
+
+
+def test_what_a_sequence_has_not_filled_when_it_ends_is_not_copied(make):
+    harness = make()
+    harness.tell(admit(), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], Behind(1, 1, 0)))
+    harness.step_all(1)
+    harness.tell(Release(1, 1))
+    assert copied(harness) == [(4, 2, False), (4, 0, True)]
+    assert not harness.other[7].any()
+
+
+def test_a_long_copy_is_reported_in_parts(make):
+    harness = make()
+    pairs = [(1 + i % 6, 1) for i in range(40)]
+    harness.tell(Copy(4, "kv", "other", pairs, None))
+    assert copied(harness) == [(4, 16, False), (4, 16, False), (4, 8, True)]
+
+
+def test_a_copy_that_cannot_be_made_says_why(make):
+    harness = make()
+    harness.tell(Copy(4, "kv", "nowhere", [(1, 1)], None))
+    (report,) = reports_in(harness.sockets[0], 1)
+    assert (report.num_pairs, report.is_last) == (0, True)
+    assert "nowhere" in report.error
+
+
+def test_an_extended_table_is_used_where_it_is_of_this_admit(make):
+    harness = make()
+    short = msgspec.structs.replace(admit(num_tokens=4), block_table=[1])
+    harness.tell(short, Extend(1, 2, [6]), Extend(9, 1, [6]))
+    (step,) = harness.step()
+    assert step.entries[0].num_computed_tokens == 4
+    assert harness.step() == []  # there is no block for more
+    harness.tell(Extend(1, 1, [5]))
+    harness.run()
+    assert harness.pool[5, 0, 0, :2].flatten().tolist() == [5, 6]
+    assert not harness.pool[6].any()
 
 
 def test_the_loop_ends_with_the_daemon(make):
@@ -201,7 +238,7 @@ def test_where_there_is_nothing_else_the_step_waits_for_the_grammar(make):
     harness = make()
     harness.tell(admit(num_tokens=2, grammar="g"))
     threading.Timer(0.05, harness.runner.compilations[0].set_result, [None]).start()
-    assert [e.token_id for e in harness.step()[0].entries] == [100]
+    assert [e.token_ids for e in harness.step()[0].entries] == [[100]]
 
 
 def test_a_sequence_without_a_token_ends_in_an_error_and_the_others_go_on(make):
@@ -211,9 +248,9 @@ def test_a_sequence_without_a_token_ends_in_an_error_and_the_others_go_on(make):
     entries = {e.seq_id: e for e in harness.step()[0].entries}
     assert entries[1].finish_reason == "error"
     assert entries[1].error == "the grammar is too complex"
-    assert entries[1].token_id is None
-    assert entries[1].is_released
-    assert (entries[2].token_id, entries[2].error) == (100, None)
+    assert entries[1].token_ids == []
+    assert entries[1].released
+    assert (entries[2].token_ids, entries[2].error) == ([100], None)
 
 
 def test_with_a_grammar_an_end_of_text_ends_even_if_it_is_to_be_ignored(make):
@@ -221,7 +258,7 @@ def test_with_a_grammar_an_end_of_text_ends_even_if_it_is_to_be_ignored(make):
     harness.tell(admit(num_tokens=2, max_tokens=9, until=9, grammar="g", ignore_eos=True))
     harness.runner.compilations[0].set_result(None)
     entries = harness.run()
-    assert (entries[-1].token_id, entries[-1].finish_reason) == (102, "stop")
+    assert (entries[-1].token_ids, entries[-1].finish_reason) == ([102], "stop")
 
 
 def test_prompt_tokens_to_be_reported_on_come_in_small_steps(make):
@@ -249,4 +286,4 @@ def test_a_parked_worker_lets_go_of_what_it_is_told_to_drop(make):
     harness = make()
     harness.tell(admit(), UseCores([]), Release(1, 1))
     _, step = harness.step()
-    assert [entry.is_released for entry in step.entries] == [True]
+    assert [entry.released for entry in step.entries] == ["ended"]

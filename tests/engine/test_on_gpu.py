@@ -3,7 +3,6 @@
 import contextlib
 import os
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.errors import CheckpointError, WorkerFailed
 from engine.messages import (
+    Behind,
+    Copy,
     Go,
     GpuSpec,
-    GrantSlots,
-    Load,
     MapShared,
     PoolMade,
     PoolSpec,
@@ -118,7 +117,7 @@ def expected(checkpoint):
         worker.report(PoolMade)
         worker.loop()
         assert worker.started.ready.num_graphs == 0
-        return [e.token_id for e in worker.run(admit())]
+        return [t for e in worker.run(admit()) for t in e.token_ids]
 
 
 def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected):
@@ -130,8 +129,8 @@ def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected
         assert worker.started.ready.max_step_tokens == 32
         assert worker.started.ready.sharing is None
         assert worker.told[-1][0] == worker.told[-1][1]
-        tokens = [e.token_id for e in worker.run(admit()) if e.token_id is not None]
-        assert tokens == [t for t in expected if t is not None]
+        tokens = [t for e in worker.run(admit()) for t in e.token_ids]
+        assert tokens == expected
         assert worker.device.replayed
 
 
@@ -165,12 +164,12 @@ def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
         for worker in (prefill, decode):
             worker.loop()
         assert len(exported) == 2
-        assert prefill.started.pool.data_ptr() == decode.started.pool.data_ptr()
+        assert prefill.started.pools["kv"].data_ptr() == decode.started.pools["kv"].data_ptr()
         first = prefill.run(admit(until=1))
-        token, computed = first[-1].token_id, first[-1].num_computed_tokens
+        token, computed = first[-1].token_ids[0], first[-1].num_computed_tokens
         moved = admit([token], computed)
-        rest = [e.token_id for e in decode.run(moved) if e.token_id is not None]
-        assert [token, *rest] == [t for t in expected if t is not None]
+        rest = [t for e in decode.run(moved) for t in e.token_ids]
+        assert [token, *rest] == expected
 
 
 def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
@@ -179,7 +178,7 @@ def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
     os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32"))
     ring, gpu = PoolSpec("ring", fd, num_slots), GpuSpec("GPU-0", is_shared=True)
     prefill, decode = (
-        GpuWorker(checkpoint, name, FakeDevice(), gpu, ring=ring) for name in ("prefill", "decode")
+        GpuWorker(checkpoint, name, FakeDevice(), gpu, other=ring) for name in ("prefill", "decode")
     )
     with contextlib.closing(prefill), contextlib.closing(decode):
         for worker in (prefill, decode):
@@ -188,16 +187,17 @@ def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
             assert worker.report(PoolMade).memory is None
             worker.loop()
             assert worker.started.ready.sharing == "time-sliced"
-            assert worker.device.pinned_memory == [worker.started.ring]
-        stored = msgspec.structs.replace(admit(until=1), num_stored_blocks=0)
-        first = prefill.run(GrantSlots([3, 1, 4]), stored)
-        blocks = [block for entry in first for block in entry.stored]
-        assert [(block.slot, block.block_index) for block in blocks] == [(3, 0), (1, 1)]
-        token, computed = first[-1].token_id, first[-1].num_computed_tokens
+            assert worker.device.pinned_memory == [worker.started.pools["ring"]]
+        behind = Behind(1, 1, 0)
+        first = prefill.run(admit(until=1), Copy(1, "kv", "ring", [(1, 3), (2, 1)], behind))
+        assert first[-1].released == "moved"
+        assert prefill.copied() == (1, 2)
+        token, computed = first[-1].token_ids[0], first[-1].num_computed_tokens
         moved = admit([token], computed, seq_id=2)
-        load = Load(7, [b.slot for b in blocks], [moved.block_table[b.block_index] for b in blocks])
-        rest = [e.token_id for e in decode.run(load, moved) if e.token_id is not None]
-        assert [token, *rest] == [t for t in expected if t is not None]
+        decode.run(Copy(7, "ring", "kv", list(zip([3, 1], moved.block_table, strict=False)), None))
+        assert decode.copied() == (7, 2)
+        rest = [t for e in decode.run(moved) for t in e.token_ids]
+        assert [token, *rest] == expected
     os.close(fd)
 
 
@@ -237,10 +237,10 @@ def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, 
                 prefill.send(MapShared(memory))
                 prefill.loop()
                 entries = prefill.run(admit(outputs, computed, until))
-                outputs = outputs + [e.token_id for e in entries if e.token_id is not None]
+                outputs = outputs + [t for e in entries for t in e.token_ids]
                 computed = entries[-1].num_computed_tokens
-        rest = [e.token_id for e in decode.run(admit(outputs, computed)) if e.token_id is not None]
-        assert outputs + rest == [t for t in expected if t is not None]
+        rest = [t for e in decode.run(admit(outputs, computed)) for t in e.token_ids]
+        assert outputs + rest == expected
 
 
 def test_a_worker_that_maps_other_memory_says_so(checkpoint):

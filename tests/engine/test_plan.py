@@ -12,6 +12,10 @@ class Fake:
     num_computed_tokens: int
     admitted_ns: int = 0
 
+    @property
+    def is_decoding(self):
+        return self.num_tokens == self.num_computed_tokens + 1
+
 
 def test_decoding_sequences_get_one_token_each_and_prompts_the_budget():
     decoding = [Fake(10, 9), Fake(20, 19)]

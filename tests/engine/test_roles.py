@@ -3,23 +3,23 @@ import pytest
 from engine.cores import Cores
 from engine.elastic import Choice
 from engine.messages import CoresUsed, SequenceStep, Stepped
+from engine.places import make_places
 from engine.roles import Roles
-from engine.sequence import Phase, Route, SamplingParams, Sequence, Stamps
-from engine.topology import Topology
+from engine.sequence import Leg, On, Phase, Route, SamplingParams, Sequence, Stamps
 
-TOPOLOGY = Topology("prefill", "decode", "kv", "kv", "alias")
+PLACES = make_places(["prefill"], ["decode"], "alias")
 TWO_CORES = {"prefill": (0,), "decode": (1,)}
 
 
 class Machine:
     """Roles over two workers that do at once what they are told."""
 
-    def __init__(self, roles="elastic", cores=None, topology=TOPOLOGY):
+    def __init__(self, roles="elastic", cores=None, places=PLACES):
         self.told = []
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        self.roles = Roles(topology, cores, roles, max_step_tokens=512, send=send)
+        self.roles = Roles(places, cores, roles, max_step_tokens=512, send=send)
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -47,14 +47,24 @@ class Machine:
 
 def entry(num_computed_tokens, num_scheduled_tokens):
     return SequenceStep(
-        1, 1, num_computed_tokens, None, None, None, False, [], num_scheduled_tokens, 0
+        1,
+        1,
+        num_computed_tokens,
+        [],
+        [],
+        None,
+        None,
+        num_scheduled_tokens,
+        0,
+        num_scheduled_tokens == 1,
     )
 
 
 def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
     sampling = SamplingParams(max_tokens=50, seed=0)
-    made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0), phase=phase)
-    made.worker = worker
+    made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0))
+    if worker is not None:
+        made.where = On(Leg(worker, 50))
     made.num_computed_tokens = num_prompt_tokens if phase is Phase.DECODING else 0
     return made
 
@@ -113,8 +123,8 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
 
 
 def test_one_worker_is_colocated_whatever_is_asked_for():
-    topology = Topology("colocated", "colocated", "kv", "kv", None)
-    machine = Machine("elastic", {"colocated": (0, 1)}, topology)
+    places = make_places(["colocated"], ["colocated"], "alias")
+    machine = Machine("elastic", {"colocated": (0, 1)}, places)
     assert machine.roles.roles == "colocated"
     assert machine.settle(sequence("colocated")) == [[0, 1]]
 

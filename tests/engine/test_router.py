@@ -1,75 +1,56 @@
 import random
 
-import msgspec
 import pytest
 
-from engine.blocks import BlockPool, Ledger
+from engine.blocks import Ledger
 from engine.elastic import Choice
-from engine.errors import QueueFull, RequestError
-from engine.messages import CoresUsed
+from engine.errors import InvariantViolated, QueueFull, RequestError
+from engine.messages import Copied, CoresUsed, Stepped
+from engine.places import make_places
 from engine.queue import FairQueue
-from engine.ring import Ring
 from engine.roles import ROLES
 from engine.router import Router
-from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence, Stamps
+from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence, Stamps, Waiting
 from engine.suspicion import MAX_SUSPICIONS
-from engine.topology import Topology
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
-ARMS = ("alias", "shm", "colocated", "elastic", "elastic shm", "gpu", "gpu shm", "gpu colocated")
+COPYING = ("peer", "shm", "elastic peer", "elastic shm", "gpu peer", "gpu shm")
+ARMS = ("alias", "colocated", "elastic", "gpu", "gpu colocated", *COPYING)
+
+
+def places_of(arm, num_blocks, num_slots):
+    transport = arm.split()[-1] if arm in COPYING else "alias"
+    if "colocated" in arm:
+        home = "colocated" if "gpu" in arm else None
+        places = make_places(["colocated"], ["colocated"], transport, home=home)
+    else:
+        home = "decode" if arm == "gpu" else None
+        in_workers = "gpu" in arm and arm in COPYING
+        places = make_places(
+            ["prefill"], ["decode"], transport, home=home, pools_are_workers=in_workers
+        )
+    sizes = {p.name: num_slots + 1 if p.name == "ring" else num_blocks for p in places.pools}
+    return places.with_pools(sizes)
 
 
 class World:
     """A router, its fake workers and a clock; delivers messages when told to."""
 
     def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
-        if arm == "colocated":
-            self.topology = Topology("colocated", "colocated", "kv", "kv", None)
-        elif arm == "gpu colocated":
-            homes = {"kv": "colocated"}
-            self.topology = Topology("colocated", "colocated", "kv", "kv", None, homes=homes)
-        elif arm == "gpu":
-            homes = {"kv": "decode"}
-            self.topology = Topology("prefill", "decode", "kv", "kv", "alias", homes=homes)
-        elif arm == "gpu shm":
-            homes = {"prefill": "prefill", "decode": "decode"}
-            pools = ("prefill", "decode")
-            self.topology = Topology("prefill", "decode", *pools, "shm", homes=homes)
-        elif arm in ("alias", "elastic"):
-            self.topology = Topology("prefill", "decode", "kv", "kv", "alias")
-        else:
-            self.topology = Topology("prefill", "decode", "prefill", "decode", "shm")
-        names = dict.fromkeys([self.topology.prefill_pool, self.topology.decode_pool])
-        pools = [BlockPool(name, num_blocks, BLOCK_SIZE) for name in names]
-        if "shm" in arm:
-            pools.append(BlockPool("ring", num_slots + 1, BLOCK_SIZE))
-        self.ledger = Ledger(pools)
-        ring = None
-        if "shm" in arm:
-            ring = Ring(
-                self.ledger,
-                pool="ring",
-                prefill_worker="prefill",
-                decode_worker="decode",
-                decode_pool="decode",
-            )
+        self.places = places_of(arm, num_blocks, num_slots)
+        self.ledger = Ledger(self.places.books(BLOCK_SIZE))
         self.now_ns = 10**9
         self.memory = {}
-        pool_by_worker = {
-            self.topology.prefill_worker: self.topology.prefill_pool,
-            self.topology.decode_worker: self.topology.decode_pool,
-        }
-        cores = dict(zip(pool_by_worker, ((0,), (1,)), strict=False))
+        cores = {name: (core,) for core, name in enumerate(self.places.names)}
         self.workers = {
-            name: FakeWorker(name, pool, self.memory, cpus=cores[name])
-            for name, pool in pool_by_worker.items()
+            worker.name: FakeWorker(worker.name, worker.pool, self.memory, cpus=cores[worker.name])
+            for worker in self.places.workers
         }
         self.emitted = {}
         self.ended = {}
         self.router = Router(
-            self.topology,
+            self.places,
             self.ledger,
-            ring,
             FairQueue(max_queued, max_queued_tokens),
             send=lambda name, command: self.workers[name].inbox.append(command),
             emit=self.emit,
@@ -106,19 +87,19 @@ class World:
     def deliver(self, worker):
         """Hand one message of a worker to the router."""
         report = worker.outbox.popleft()
-        if hasattr(report, "entries"):
-            self.router.stepped(worker.name, report, self.now_ns)
-        elif isinstance(report, CoresUsed):
-            self.router.cores_used(worker.name, report)
-        else:
-            self.router.loaded(report, self.now_ns)
+        match report:
+            case Stepped():
+                self.router.stepped(worker.name, report, self.now_ns)
+            case CoresUsed():
+                self.router.cores_used(worker.name, report)
+            case Copied():
+                self.router.copied(worker.name, report, self.now_ns)
         self.check()
 
     def kill(self, name):
         """The worker dies, and who has mapped its memory; what they have sent is still read."""
-        topology = self.topology
-        lost = {pool for pool, home in topology.homes.items() if home == name}
-        killed = [name, *(n for n in self.workers if n != name and topology.pool_of(n) in lost)]
+        lost = {pool.name for pool in self.places.pools if pool.home == name}
+        killed = [name, *(n for n, w in self.workers.items() if n != name and w.pool in lost)]
         for each in killed:
             worker = self.workers[each]
             while worker.outbox:
@@ -132,7 +113,7 @@ class World:
 
     def revive(self, name):
         """The worker starts again, and first the one whose memory it maps."""
-        home = self.topology.homes.get(self.topology.pool_of(name), name)
+        home = self.places.home_of(self.workers[name].pool) or name
         revived = [n for n in (home, name) if n not in self.router.roles.ready_workers]
         for each in dict.fromkeys(revived):
             self.router.worker_ready(each, self.now_ns)
@@ -150,6 +131,8 @@ class World:
             while worker.inbox:
                 worker.receive(self.now_ns)
             self.step(worker)
+            while worker.copy(self.now_ns):
+                pass
             while worker.outbox:
                 self.deliver(worker)
 
@@ -173,18 +156,15 @@ class World:
     @property
     def is_quiet(self):
         router = self.router
-        return not (router.queue or router.resuming or router.running) and self.ledger.is_idle
+        held = router.queue, router.resuming, router.running, router.moving
+        return not any(held) and self.ledger.is_idle
 
     def check(self):
         self.router.check_invariants()
 
     def assert_all_free(self):
-        for name, pool in self.ledger.pools.items():
-            held = pool.capacity - pool.num_free
-            if name == "ring":
-                assert len(self.ledger.table("prefill", "ring")) == held  # granted ahead
-            else:
-                assert held == 0
+        for pool in self.ledger.pools.values():
+            assert pool.num_free == pool.capacity
 
 
 def expected_tokens(sequence):
@@ -217,8 +197,8 @@ def test_stamps_are_complete_and_in_order(world):
     assert s.started_ns <= s.first_token_ns <= s.second_token_ns <= s.last_token_ns
     assert s.last_token_ns == s.finished_ns
     assert s.decode_started_ns is not None
-    assert (s.attached_ns is None) == world.topology.is_colocated
-    assert sequence.transport == world.topology.transport
+    assert (s.attached_ns is None) == world.places.is_colocated
+    assert sequence.transport == world.places.transport
 
 
 def test_a_one_token_request_takes_nothing_on_the_decode_side():
@@ -241,6 +221,72 @@ def test_alias_hands_over_without_moving_a_block():
     assert world.ledger.table(sequence.seq_id, "kv") == table
     assert sequence.handoff_bytes == 0
     assert sequence.handoff_blocks == 5
+
+
+@pytest.mark.parametrize("arm", COPYING)
+def test_what_moves_is_the_prompts_blocks_once(arm):
+    world = World(arm.removeprefix("elastic "))
+    sequence = world.sequence(18, 8)
+    world.submit(sequence)
+    while not sequence.num_output_tokens:
+        world.tick()
+    world.run()
+    assert sequence.handoff_blocks == 5
+    assert sequence.handoff_bytes == world.router.counters.handoff_bytes == 5 * BLOCK_SIZE
+    assert world.router.counters.failed_handoffs == 0
+
+
+def test_blocks_go_while_their_prompt_is_computed():
+    world = World("peer")
+    sequence = world.sequence(40, 8)
+    world.submit(sequence)
+    for _ in range(3):
+        world.tick()
+    assert sequence.phase is Phase.PREFILLING
+    assert world.router.copies.num_arrived(sequence) == 6
+
+
+@pytest.mark.parametrize("arm", ["peer", "shm", "gpu peer"])
+@pytest.mark.parametrize("after_ticks", range(1, 6))
+def test_a_copy_that_fails_is_computed_again(arm, after_ticks):
+    world = World(arm)
+    sequence, other = world.sequence(22, 8), world.sequence(17, 5)
+    world.submit(sequence, other)
+    for _ in range(after_ticks - 1):
+        world.tick()
+    worker = world.workers["prefill"]
+    while worker.inbox:
+        worker.receive(world.now_ns)
+    worker.step(world.now_ns)
+    worker.break_copies()
+    world.run()
+    for each in (sequence, other):
+        assert world.emitted[each.seq_id] == expected_tokens(each)
+    world.assert_all_free()
+
+
+def test_slots_are_first_for_what_is_computed_and_half_of_them_ahead():
+    world = World("shm", num_slots=4)
+    long, short = world.sequence(70, 3), world.sequence(3, 3)
+    world.submit(long)
+    ring = world.ledger.pools["ring"]
+    assert ring.num_free == 2  # two blocks of the long prompt have a slot before they are there
+    world.submit(short)
+    world.tick()
+    world.tick()
+    assert short.num_output_tokens
+    assert not long.num_output_tokens
+    world.run()
+    assert world.emitted[long.seq_id] == expected_tokens(long)
+
+
+def test_a_sequence_in_the_wrong_container_is_found():
+    world = World("alias")
+    sequence = world.sequence()
+    world.submit(sequence)
+    sequence.where = Waiting(sequence.legs[0])
+    with pytest.raises(InvariantViolated):
+        world.router.check_invariants()
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_nothing_is_kept(world):
@@ -381,7 +427,7 @@ def test_a_death_in_any_phase_changes_no_token(arm, role, after_ticks):
     world.submit(*sequences)
     for _ in range(after_ticks):
         world.tick()
-    victim = getattr(world.topology, f"{role}_worker")
+    victim = world.places.playing(role)[0]
     world.workers[victim].step(world.now_ns)  # work under way that is never reported
     world.workers[victim].outbox.clear()
     world.kill(victim)
@@ -427,7 +473,7 @@ def test_a_sequence_that_kills_workers_takes_nobody_with_it(arm):
     poison = world.sequence(7, 3)
     others = [world.sequence(n, 6) for n in (5, 6, 9)]
     world.submit(others[0], poison, *others[1:])
-    name = world.topology.prefill_worker
+    name = world.places.playing("prefill")[0]
     for _ in range(200):
         if world.is_quiet:
             break
@@ -459,14 +505,11 @@ def test_holders_of_blocks_are_placed_before_the_queue():
 def test_stale_messages_are_counted_and_dropped(world):
     sequence = world.sequence(30, 5)
     world.submit(sequence)
-    name = world.topology.prefill_worker
+    name = world.places.playing("prefill")[0]
     worker = world.workers[name]
     worker.receive(world.now_ns)
-    if worker.inbox:
-        worker.receive(world.now_ns)
     worker.step(world.now_ns)
-    entries = [msgspec.structs.replace(e, stored=[]) for e in worker.outbox[0].entries]
-    late = msgspec.structs.replace(worker.outbox[0], entries=entries)
+    late = worker.outbox[0]
     world.kill(name)
     world.revive(name)
     before = sequence.num_computed_tokens
@@ -523,10 +566,14 @@ def walk(world, rng, sometimes=lambda: None):
             down -= world.revive(rng.choice(sorted(down)))
         elif name in down:
             continue
+        elif action < 0.145:
+            worker.break_copies()
         elif action < 0.4 and worker.inbox:
             worker.receive(world.now_ns)
-        elif action < 0.7:
+        elif action < 0.6:
             world.step(worker)
+        elif action < 0.75:
+            worker.copy(world.now_ns, rng.choice([1, 2, None]))
         elif worker.outbox:
             world.deliver(worker)
     world.revive_all()

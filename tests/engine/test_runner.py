@@ -73,7 +73,6 @@ class Machine:
             block_table=list(range(first_block, first_block + 20)),
             sampling=params,
             until_output=until or params.max_tokens,
-            num_stored_blocks=None,
         )
 
     def run(self, prompt, cuts=(), **options):
@@ -84,7 +83,7 @@ class Machine:
             worker.tell(self.admit(prompt, outputs, computed, until, **options))
             new = worker.run()
             entries += new
-            outputs += [e.token_id for e in new if e.token_id is not None]
+            outputs += [t for e in new for t in e.token_ids]
             computed = new[-1].num_computed_tokens
             if new[-1].finish_reason:
                 break
@@ -151,8 +150,7 @@ def test_sequences_in_one_batch_keep_to_their_own_rules(machine, prompt):
     worker.tell(*(machine.admit(prompt, seq_id=i, **o) for i, o in options.items()))
     together = {i: [] for i in options}
     for entry in worker.run():
-        if entry.token_id is not None:
-            together[entry.seq_id].append(entry.token_id)
+        together[entry.seq_id] += entry.token_ids
     assert together == alone
     assert alone[4] == [65] * 3
 
@@ -239,7 +237,7 @@ def test_prompts_are_reported_only_where_asked_in_a_mixed_batch(machine, prompt)
     counts, tokens = {1: 0, 2: 0, 3: 0}, {1: [], 2: [], 3: []}
     for entry in worker.run():
         counts[entry.seq_id] += len(entry.prompt_logprobs)
-        tokens[entry.seq_id] += [] if entry.token_id is None else [entry.token_id]
+        tokens[entry.seq_id] += entry.token_ids
     assert counts == {1: 0, 2: len(prompt) - 1, 3: 0}
     for seq_id, ids in ((1, prompt[:9]), (2, prompt), (3, prompt[:1])):
         alone, _ = machine.run(ids, seq_id=seq_id, max_tokens=3, ignore_eos=True)

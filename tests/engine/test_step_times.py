@@ -105,7 +105,16 @@ def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen,
 
 def entry(num_computed_tokens, num_scheduled_tokens):
     return SequenceStep(
-        1, 1, num_computed_tokens, None, None, None, False, [], num_scheduled_tokens, 0
+        1,
+        1,
+        num_computed_tokens,
+        [],
+        [],
+        None,
+        None,
+        num_scheduled_tokens,
+        0,
+        num_scheduled_tokens == 1,
     )
 
 

@@ -27,10 +27,10 @@ def reports_in(sock, at_least=0):
 class Harness:
     """One worker; `tell` it commands and `step` it."""
 
-    def __init__(self, runner, pool, ring=None, eos_token_ids=(102,), max_step_tokens=8):
+    def __init__(self, runner, pool, other=None, eos_token_ids=(102,), max_step_tokens=8):
         self.runner = runner
         self.pool = pool
-        self.ring = ring
+        self.other = other
         self.cores = []
         """As the worker was told to use them, one list after the other."""
         self.sockets = socket.socketpair()
@@ -39,8 +39,7 @@ class Harness:
         self.worker = Worker(
             self.channel,
             runner,
-            pool=pool,
-            ring=ring,
+            pools={"kv": pool, "other": other},
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
             use_cores=self.cores.append,
@@ -54,6 +53,15 @@ class Harness:
         """One step; the reports that it sent."""
         self.worker.step()
         return self.reported()
+
+    def step_all(self, count):
+        """Steps, one after the other; the entries of each, whatever else is reported."""
+        steps, before = [], self.worker._channel.send
+        self.worker._channel.send = steps.append
+        for _ in range(count):
+            self.worker.step()
+        self.worker._channel.send = before
+        return [step.entries for step in steps]
 
     def reported(self):
         return reports_in(self.sockets[0])

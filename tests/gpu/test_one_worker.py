@@ -32,8 +32,7 @@ def worker_on(checkpoint, uuid, *, dtype="float32", has_graphs=True):
 def tokens_by_id(entries):
     tokens = {}
     for entry in entries:
-        if entry.token_id is not None:
-            tokens.setdefault(entry.seq_id, []).append(entry.token_id)
+        tokens.setdefault(entry.seq_id, []).extend(entry.token_ids)
     return tokens
 
 

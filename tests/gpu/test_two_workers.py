@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 
-import msgspec
 import pytest
 
 from appliance.devices.listing import Gpu
@@ -12,10 +11,9 @@ from appliance.gpu_placement import GPU_STEP_TOKENS
 from appliance.placement import WorkerPlan
 from appliance.supervisor import Supervisor
 from engine.messages import (
+    Copied,
+    Copy,
     GpuSpec,
-    GrantSlots,
-    Load,
-    Loaded,
     PoolMade,
     PoolSpec,
     Setup,
@@ -33,7 +31,7 @@ class Workers:
 
     def __init__(self, checkpoint, uuid, dtype, ring=None):
         gpu = Gpu("gpu0", "GPU", uuid, 0)
-        self.reports, self.died, self.stored = asyncio.Queue(), [], []
+        self.reports, self.died = asyncio.Queue(), []
         workers = []
         all_shares = ("maps", "exports") if ring is None else (None, None)
         for name, shares in zip(("prefill", "decode"), all_shares, strict=True):
@@ -44,7 +42,7 @@ class Workers:
                 dtype=dtype,
                 block_size=BLOCK_SIZE,
                 pool=PoolSpec("kv", None, 200),
-                ring=ring,
+                other_pools=[] if ring is None else [ring],
                 weights=None,
                 cpus=list(plan.cpus),
                 max_step_tokens=GPU_STEP_TOKENS,
@@ -77,13 +75,12 @@ class Workers:
         async with asyncio.timeout(START_S):
             while True:
                 _, report = await self.reports.get()
-                if isinstance(report, PoolMade | Loaded):
+                if isinstance(report, PoolMade | Copied):
                     continue
                 assert isinstance(report, Stepped)
                 for entry in report.entries:
-                    self.stored += entry.stored
-                    tokens += [] if entry.token_id is None else [entry.token_id]
-                    if entry.is_released:
+                    tokens += entry.token_ids
+                    if entry.released:
                         return tokens, entry.num_computed_tokens
 
     async def handed_over(self):
@@ -94,14 +91,25 @@ class Workers:
 
     async def copied_over(self):
         """The same by way of the ring."""
-        self.supervisor.send("prefill", GrantSlots([3, 1, 4]))
-        stored = msgspec.structs.replace(admit(until=1), num_stored_blocks=0)
-        tokens, computed = await self.run("prefill", stored)
-        moved, slots = admit(tokens, computed, seq_id=2), [block.slot for block in self.stored]
-        blocks = [moved.block_table[block.block_index] for block in self.stored]
-        self.supervisor.send("decode", Load(1, slots, blocks))
+        first = admit(until=1)
+        tokens, computed = await self.run("prefill", first)
+        out = [(first.block_table[0], 3), (first.block_table[1], 1)]
+        await self.copy("prefill", Copy(1, "kv", "ring", out, None))
+        moved = admit(tokens, computed, seq_id=2)
+        back = [(3, moved.block_table[0]), (1, moved.block_table[1])]
+        await self.copy("decode", Copy(2, "ring", "kv", back, None))
         rest, _ = await self.run("decode", moved)
         return tokens + rest
+
+    async def copy(self, name, copy):
+        """A copy, until all of it is there."""
+        self.supervisor.send(name, copy)
+        async with asyncio.timeout(START_S):
+            while True:
+                _, report = await self.reports.get()
+                if isinstance(report, Copied) and report.is_last:
+                    assert (report.num_pairs, report.error) == (2, None)
+                    return
 
     async def back(self, *old_pids):
         async with asyncio.timeout(START_S):

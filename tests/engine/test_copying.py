@@ -1,11 +1,11 @@
-"""Blocks between pool and ring, and the try at start."""
+"""Blocks between pools, and the try at start."""
 
 import pytest
 import torch
 
 from engine.errors import WorkerFailed
-from engine.workers import transfer
-from engine.workers.transfer import copy_blocks, probe
+from engine.workers import copying
+from engine.workers.copying import copy_blocks, probe
 from tests.accelerator import DEVICE, FakeDevice
 
 SHAPE = (2, 2, 4, 1, 8)
@@ -17,7 +17,7 @@ def pool_and_ring(dtype=torch.float32):
 
 def test_copy_blocks_copies_whole_blocks_in_order():
     source, target = torch.rand(4, 2, 2, 3, 1, 5), torch.zeros(6, 2, 2, 3, 1, 5)
-    num_bytes = copy_blocks(source, [3, 1], target, [5, 2])
+    num_bytes = copy_blocks(source, target, [(3, 5), (1, 2)])
     assert target[5].equal(source[3])
     assert target[2].equal(source[1])
     assert num_bytes == 2 * source[0].numel() * 4
@@ -29,8 +29,8 @@ def test_copied_blocks_are_there_with_all_layers_also_on_a_device():
     device = FakeDevice()
     with device.accelerator.on():
         on_device = pool.to(DEVICE)
-        assert copy_blocks(on_device, [5, 2], ring, [1, 3], device) == 2 * pool[0].nbytes
-        assert copy_blocks(ring, [3], on_device, [4], device) == pool[0].nbytes
+        assert copy_blocks(on_device, ring, [(5, 1), (2, 3)], device) == 2 * pool[0].nbytes
+        assert copy_blocks(ring, on_device, [(3, 4)], device) == pool[0].nbytes
         assert torch.equal(on_device[4].cpu(), pool[2])
     assert torch.equal(ring[1], pool[5])
     assert torch.equal(ring[3], pool[2])
@@ -47,11 +47,11 @@ def test_the_try_touches_nobodys_block_and_says_how_fast_it_was(dtype):
 
 
 def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
-    def lossy(source, source_ids, target, target_ids, device=None):
-        copied = copy_blocks(source, source_ids, target, target_ids, device)
-        target[target_ids[0]].view(-1)[-1] = 300
+    def lossy(source, target, pairs, device=None):
+        copied = copy_blocks(source, target, pairs, device)
+        target[pairs[0][1]].view(-1)[-1] = 300
         return copied
 
-    monkeypatch.setattr(transfer, "copy_blocks", lossy)
+    monkeypatch.setattr(copying, "copy_blocks", lossy)
     with pytest.raises(WorkerFailed, match="not what was sent"):
         probe(*pool_and_ring())

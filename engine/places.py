@@ -1,0 +1,196 @@
+"""Where sequences run and where their blocks lie: workers, pools, and links between pools. Data.
+
+Two workers or five, one pool or one each, are values of these records, not code. `alias`: prefill
+and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
+into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
+Owns: nothing; made once at start, by make_places(). Called by: placement (makes), router (reads).
+Invariant: from each worker that prefills to each that decodes there is one link, and all links have
+the same transport; every hop is made by the worker of one of its pools.
+Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from engine.blocks import BlockPool
+
+PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
+RING = "ring"
+SHARED = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that steps what it is given."""
+
+    name: str
+    pool: str
+    """Where its sequences have their blocks."""
+    bus: str
+    """Of the memory that its weights are read over: two that decode on one read them twice."""
+    roles: tuple[str, ...]
+    """What static roles admit to it: PREFILL, DECODE or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory for blocks."""
+
+    name: str
+    tier: str
+    """`device`: steps read and write it; `dram`: blocks only pass through it."""
+    home: str | None
+    """The worker in whose memory it is, with which its content is lost; None: the daemon."""
+    num_blocks: int
+    """Including padding block 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One copy on the way: a worker makes it."""
+
+    worker: str
+    from_pool: str
+    to_pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks get from one pool to another."""
+
+    from_pool: str
+    to_pool: str
+    transport: str
+    """`alias`, `peer` or `shm`."""
+    hops: tuple[Hop, ...]
+    """None for `alias`, which is one pool."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """All of them."""
+
+    workers: tuple[Worker, ...]
+    pools: tuple[Pool, ...]
+    links: tuple[Link, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Worker]:
+        """Workers."""
+        return {worker.name: worker for worker in self.workers}
+
+    @cached_property
+    def pool_by_name(self) -> dict[str, Pool]:
+        """Pools."""
+        return {pool.name: pool for pool in self.pools}
+
+    @cached_property
+    def _link_by_pools(self) -> dict[tuple[str, str], Link]:
+        return {(link.from_pool, link.to_pool): link for link in self.links}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the workers, those that prefill first."""
+        return [worker.name for worker in self.workers]
+
+    def playing(self, role: str) -> list[str]:
+        """Workers that static roles give this role."""
+        return [worker.name for worker in self.workers if role in worker.roles]
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if one worker plays both roles."""
+        return len(self.workers) == 1
+
+    @property
+    def shares_memory_bus(self) -> bool:
+        """True if all workers read their weights over one bus."""
+        return len({worker.bus for worker in self.workers}) == 1
+
+    @property
+    def transport(self) -> str | None:
+        """That of all links; None: nothing is handed over."""
+        return self.links[0].transport if self.links else None
+
+    def pool_of(self, worker: str) -> str:
+        """Where a worker's sequences have their blocks."""
+        return self.by_name[worker].pool
+
+    def home_of(self, pool: str) -> str | None:
+        """The worker in whose memory a pool is; None: the daemon's."""
+        return self.pool_by_name[pool].home
+
+    def link(self, source: str, target: str) -> Link:
+        """Between two workers' pools."""
+        return self._link_by_pools[self.pool_of(source), self.pool_of(target)]
+
+    def copied_by(self, worker: str) -> list[str]:
+        """Pools other than its own that a worker copies blocks to or from."""
+        hops = [hop for link in self.links for hop in link.hops if hop.worker == worker]
+        names = dict.fromkeys(name for hop in hops for name in (hop.from_pool, hop.to_pool))
+        return [name for name in names if name != self.pool_of(worker)]
+
+    def passing_pools(self) -> set[str]:
+        """Pools that blocks only pass through."""
+        return {pool.name for pool in self.pools if pool.tier == "dram"}
+
+    def books(self, block_size: int) -> list[BlockPool]:
+        """Fresh books for every pool."""
+        return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
+
+    def with_pools(self, num_blocks: dict[str, int]) -> Places:
+        """The same with pools of these sizes."""
+        pools = [replace(pool, num_blocks=num_blocks[pool.name]) for pool in self.pools]
+        return replace(self, pools=tuple(pools))
+
+
+def make_places(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    transport: str,
+    *,
+    home: str | None = None,
+    pools_are_workers: bool = False,
+    buses: dict[str, str] | None = None,
+) -> Places:
+    """Workers by role with their pools and links; sizes of pools are with_pools()'.
+
+    Args:
+        prefill: names of the workers that prefill.
+        decode: those that decode; one that is in both is colocated.
+        transport: `alias`, `peer` or `shm`.
+        home: with `alias`, the worker in whose memory the pool is; None: the daemon's.
+        pools_are_workers: with `peer` and `shm`, each pool is in its worker's memory.
+        buses: memory bus by worker; None: all share one.
+    """
+    names = list(dict.fromkeys([*prefill, *decode]))
+    is_shared = transport == "alias" or len(names) == 1
+    pool_of = {name: SHARED if is_shared else name for name in names}
+    workers = tuple(
+        Worker(
+            name,
+            pool_of[name],
+            "memory" if buses is None else buses[name],
+            (*([PREFILL] if name in prefill else []), *([DECODE] if name in decode else [])),
+        )
+        for name in names
+    )
+    homes = {SHARED: home} if is_shared else {n: n if pools_are_workers else None for n in names}
+    pools = [Pool(name, "device", at, 0) for name, at in homes.items()]
+    if transport == "shm" and not is_shared:
+        pools.append(Pool(RING, "dram", None, 0))
+    pairs = [(p, d) for p in prefill for d in decode if p != d]
+    links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], transport) for p, d in pairs)
+    return Places(workers, tuple(pools), tuple(links))
+
+
+def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str) -> Link:
+    hops: tuple[Hop, ...] = ()
+    if transport == "peer":
+        hops = (Hop(source, from_pool, to_pool),)
+    elif transport == "shm":
+        hops = (Hop(source, from_pool, RING), Hop(target, RING, to_pool))
+    return Link(from_pool, to_pool, transport, hops)

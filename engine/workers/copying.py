@@ -1,0 +1,208 @@
+"""Blocks copied between pools beside the steps, on a thread. The only place where KV moves.
+
+A copy that is behind an admit waits, block by block, until a step has filled each: the loop says
+how far a sequence is, and never waits for what that starts. What a device has collected it has
+done, so the thread copies at once, on a stream of its own.
+Owns: copies that are not done, and the thread. Called by: the worker loop; probe by who starts a
+worker.
+Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
+there; after the last report of a copy none of its blocks is touched.
+Never: chooses a block, signals another worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+
+import torch
+
+from engine.errors import ChannelClosed, WorkerFailed
+from engine.messages import Copied, Copy
+from engine.workers.device import Device
+from engine.workers.running import Running
+
+REPORTED_PAIRS = 16
+"""At most, in one report: so that the next hop begins before a long copy ends."""
+_NUM_PROBES = 8
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A copy of which some blocks are not filled."""
+
+    copy: Copy
+    first_block: int
+    num_started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Pairs of a copy whose bytes are there."""
+
+    copy: Copy
+    pairs: list[tuple[int, int]]
+    is_last: bool
+
+
+class Copier:
+    """All copies of one worker.
+
+    Args:
+        pools: by name, its own and those that it copies to or from.
+        block_size: of all of them.
+        send: passes a report on, from any thread.
+        device: of its own pool; None: it is in the host's memory.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, torch.Tensor],
+        block_size: int,
+        send: Callable[[Copied], None],
+        device: Device | None = None,
+    ) -> None:
+        self._pools = pools
+        self._block_size = block_size
+        self._send = send
+        self._device = device
+        self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
+        """By seq_id and generation."""
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def take(self, copy: Copy, running: Running | None) -> None:
+        """Begin a copy.
+
+        Args:
+            copy: the command.
+            running: the sequence that it is behind, if that is still here.
+        """
+        behind = copy.behind
+        if behind is None or running is None or running.generation != behind.generation:
+            self._start(copy, copy.pairs, is_last=True)
+            return
+        key = (behind.seq_id, behind.generation)
+        self._waiting.setdefault(key, []).append(_Waiting(copy, behind.first_block))
+        self.advance(running)
+
+    def advance(self, running: Running) -> None:
+        """Start what a step has filled: full blocks, or all if the sequence is complete."""
+        key = (running.seq_id, running.generation)
+        waiting = self._waiting.get(key)
+        if not waiting:
+            return
+        num_full = running.num_computed_tokens // self._block_size
+        for each in waiting:
+            pairs = each.copy.pairs
+            end = len(pairs) if running.is_complete else num_full - each.first_block
+            end = max(min(end, len(pairs)), each.num_started)
+            if end > each.num_started:
+                new = pairs[each.num_started : end]
+                self._start(each.copy, new, is_last=end == len(pairs))
+                each.num_started = end
+        left = [each for each in waiting if each.num_started < len(each.copy.pairs)]
+        if left:
+            self._waiting[key] = left
+        else:
+            del self._waiting[key]
+
+    def drop(self, running: Running) -> None:
+        """A sequence has ended: what is not filled is not needed."""
+        for each in self._waiting.pop((running.seq_id, running.generation), []):
+            self._start(each.copy, [], is_last=True)
+
+    def _start(self, copy: Copy, pairs: list[tuple[int, int]], *, is_last: bool) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="copies", daemon=True)
+            self._thread.start()
+        for first in range(0, max(len(pairs), 1), REPORTED_PAIRS):
+            part = pairs[first : first + REPORTED_PAIRS]
+            is_end = first + REPORTED_PAIRS >= len(pairs)
+            self._jobs.put(_Job(copy, part, is_last and is_end))
+
+    def _run(self) -> None:
+        with contextlib.suppress(ChannelClosed):  # then the loop ends, too
+            while True:
+                self._send(self._done(self._jobs.get()))
+
+    def _done(self, job: _Job) -> Copied:
+        """Copy, and what there is to say about it."""
+        copy, started_ns = job.copy, time.monotonic_ns()
+        try:
+            source, target = self._pools[copy.from_pool], self._pools[copy.to_pool]
+            num_bytes = copy_blocks(source, target, job.pairs, self._device)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the daemon computes it again
+            about = f"{type(error).__name__}: {error}"
+            ended_ns = time.monotonic_ns()
+            return Copied(copy.copy_id, 0, 0, started_ns, ended_ns, is_last=True, error=about)
+        ended_ns = time.monotonic_ns()
+        return Copied(copy.copy_id, len(job.pairs), num_bytes, started_ns, ended_ns, job.is_last)
+
+
+def copy_blocks(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    pairs: list[tuple[int, int]],
+    device: Device | None = None,
+) -> int:
+    """Copy blocks, in order, and wait until they are there.
+
+    Shapes: source and target [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+
+    Args:
+        source: a pool.
+        target: another.
+        pairs: blocks of the one, and of the other.
+        device: that one of the pools is on; None: both are in the host's memory.
+
+    Returns:
+        bytes copied.
+    """
+    num_bytes = target.stride(0) * target.element_size()
+    if device is None:
+        for from_id, to_id in pairs:  # one thread, without Python's lock
+            ctypes.memmove(target[to_id].data_ptr(), source[from_id].data_ptr(), num_bytes)
+        return len(pairs) * num_bytes
+    with device.beside():
+        for from_id, to_id in pairs:
+            target[to_id].copy_(source[from_id], non_blocking=True)
+    return len(pairs) * num_bytes
+
+
+def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None) -> float:
+    """Send a pattern to another pool and back, by way of their block 0, which is nobody's.
+
+    All workers send the same one, so two that do it at once change nothing for each other; a step
+    of the other pool's worker may write its padding there meanwhile, so one success is enough.
+
+    Returns:
+        bytes per second, both ways counted; the best of a few.
+
+    Raises:
+        WorkerFailed: what came back is not what was sent.
+    """
+    values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(251)
+    pattern = values.view(pool.shape[1:]).to(pool.dtype).to(pool.device)
+    rates, num_intact = [], 0
+    for _ in range(_NUM_PROBES):
+        pool[0].copy_(pattern)
+        started_ns = time.monotonic_ns()
+        num_bytes = copy_blocks(pool, other, [(0, 0)], device)
+        pool[0].zero_()
+        num_bytes += copy_blocks(other, pool, [(0, 0)], device)
+        rates.append(num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9)
+        num_intact += torch.equal(pool[0], pattern)
+    pool[0].zero_()
+    if not num_intact:
+        raise WorkerFailed(
+            "what came back from another pool is not what was sent to it",
+            where="handoff",
+            hint="the memory or the device is at fault; see the kernel log",
+        )
+    return max(rates)
