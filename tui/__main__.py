@@ -93,6 +93,7 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
         return error.exit_code
     from tui.replay_console import ReplayConsole
 
+    playback = playback if options.at else replay.opening
     console = ReplayConsole(replay, playback, is_ascii=is_ascii)
     console.run()
     return console.return_code or 0

@@ -23,14 +23,13 @@ from tui import actions, feed, keys
 from tui import filter as filters
 from tui import format as fmt
 from tui.listing import Listing
-from tui.messages import CallerKnown, FinishedArrived, FrameArrived, LinkLost
-from tui.view import WINDOWS_S, Caller, Link, View
-from tui.widgets.dialogs import YES, Ask, Choose, Confirm, Detail, Explain, Help
+from tui.messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.view import READ_ONLY, WINDOWS_S, Caller, Link, View
+from tui.widgets.dialogs import YES, Ask, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.main_screen import MainScreen
 from tui.widgets.request_table import RequestTable
 from tui.widgets.themes import ALL_CLASSES, THEMES
 
-READ_ONLY = "read-only"
 Follow = Callable[
     [str, Callable[[Frame], object], Callable[[feed.FeedLost, float], object]], Awaitable[None]
 ]
@@ -51,6 +50,8 @@ class Console(App[None]):
     CSS_PATH = "console.tcss"
     TITLE = "penstock"
     ENABLE_COMMAND_PALETTE = False
+    UNDER_READERS: ClassVar[frozenset[str]] = frozenset({"cancel", "copy_id", "pause", "theme"})
+    """What keys do also while there is something to read on top."""
     BINDINGS: ClassVar[list[BindingType]] = [*keys.KEYS]
 
     def __init__(
@@ -189,13 +190,33 @@ class Console(App[None]):
 
     @property
     def selected(self) -> RequestFrame | None:
-        """The request under the cursor of the page, if it has a table."""
+        """The request in the dialog on top, or under the cursor of a page that has a table."""
+        if isinstance(self.screen_stack[-1], Detail):
+            return self.screen_stack[-1].request
         table = self.main.table
         return table.selected if table else None
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """False for what cannot be done now, or not by this caller: no key, no hint."""
-        return keys.is_allowed(action, self.view, self.selected)
+        """False for what cannot be done now, unless it is worth a word why."""
+        now = action, self.view, self.selected
+        return keys.is_allowed(*now) or bool(keys.refusal(*now))
+
+    def _refuses(self, action: str) -> bool:
+        """Whether it cannot be done now; says why."""
+        if why := keys.refusal(action, self.view, self.selected):
+            self.notify(why, severity="warning", markup=False)
+        return bool(why)
+
+    async def on_key_under_dialog(self, message: KeyUnderDialog) -> None:
+        """Some keys act under something to read; of the others it is said that they do not."""
+        key = keys.of_press(self._every_key, message.key)
+        if key is None:
+            return
+        if isinstance(self.screen, Reader) and keys.name_of(key) in self.UNDER_READERS:
+            await self.run_action(key.action)
+        else:
+            what = f"{keys.signs(key)[0]} ({keys.label(key, self.view)})"
+            self.notify(f"{what} waits until this is closed: esc", timeout=2, markup=False)
 
     def _hints(self) -> list[tuple[str, str]]:
         return keys.hints(self._keys, self.view)
@@ -203,8 +224,11 @@ class Console(App[None]):
     @property
     def _keys(self) -> list[Binding]:
         """The keys that work now."""
-        bindings = [key for key in self.BINDINGS if isinstance(key, Binding)]
-        return keys.allowed(bindings, self.view, self.selected)
+        return keys.allowed(self._every_key, self.view, self.selected)
+
+    @property
+    def _every_key(self) -> list[Binding]:
+        return [key for key in self.BINDINGS if isinstance(key, Binding)]
 
     def action_page(self, page: str) -> None:
         """Put another page on screen."""
@@ -234,9 +258,8 @@ class Console(App[None]):
     def action_help(self) -> None:
         """All keys that work now."""
         table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
-        shown = [
-            (" ".join(keys.signs(key)), keys.label(key, self.view)) for key in [*self._keys, *table]
-        ]
+        every = [*self._keys, *table]
+        shown = [(" ".join(keys.signs(key)), keys.label(key, self.view)) for key in every]
         self.push_screen(Help(shown, is_ascii=self._is_ascii))
 
     def action_explain(self) -> None:
@@ -291,14 +314,14 @@ class Console(App[None]):
     def action_copy_id(self) -> None:
         """Put the selected request's id into the terminal's clipboard."""
         request = self.selected
-        if request is not None:
+        if not self._refuses("copy_id") and request is not None:
             self.copy_to_clipboard(fmt.clean(request.id))
             self.notify(f"copied {fmt.clean(request.id)}", timeout=2, markup=False)
 
     def action_detail(self) -> None:
         """Where the selected request spends its time."""
         request = self.selected
-        if request is not None:
+        if not self._refuses("detail") and request is not None:
             self.push_screen(Detail(request, is_ascii=self._is_ascii))
 
     def _update_detail(self, frame: Frame) -> None:
@@ -325,33 +348,31 @@ class Console(App[None]):
     def action_cancel(self) -> None:
         """Cancel the selected request, after a yes."""
         request = self.selected
-        if request is not None:
+        if not self._refuses("cancel") and request is not None:
             self._confirm(actions.cancel(request))
 
     def action_drain(self) -> None:
         """Take no new work, or take it again, after a yes."""
-        if self._latest.frame is not None:
+        if not self._refuses("drain") and self._latest.frame is not None:
             self._confirm(actions.drain_or_resume(self._latest.frame))
 
     def action_roles(self) -> None:
         """Choose other roles for the workers."""
         frame = self._latest.frame
-        if frame is None:
+        if self._refuses("roles") or frame is None:
             return
 
         def choose(roles: str | None) -> None:
             if roles is not None:
                 self._confirm(actions.switch_roles(frame, roles))
 
-        dialog = Choose(
-            f"ROLES  {fmt.clean(frame.roles)} now", actions.ROLE_CHOICES, is_ascii=self._is_ascii
-        )
-        self.push_screen(dialog, choose)
+        now = f"ROLES  {fmt.clean(frame.roles)} now"
+        self.push_screen(Choose(now, actions.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
 
     def action_targets(self) -> None:
         """Ask for other targets of first token and gap."""
         frame = self._latest.frame
-        if frame is None:
+        if self._refuses("targets") or frame is None:
             return
 
         def aim(text: str | None) -> None:
@@ -359,8 +380,8 @@ class Console(App[None]):
                 self._confirm(actions.set_targets(text))
 
         text, check = actions.targets_text(frame), actions.problem_of(actions.targets)
-        dialog = Ask("TARGETS", actions.TARGETS_HINT, text, check, is_ascii=self._is_ascii)
-        self.push_screen(dialog, aim)
+        ask = Ask("TARGETS", actions.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
+        self.push_screen(ask, aim)
 
     def _confirm(self, action: actions.Action) -> None:
         def answered(answer: str | None) -> None:

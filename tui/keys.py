@@ -14,7 +14,7 @@ from textual.binding import Binding
 from appliance.protocol import RequestFrame
 from tui import format as fmt
 from tui.panels import pages
-from tui.view import View
+from tui.view import READ_ONLY, REPLAY, View
 
 KEYS: Sequence[Binding] = (
     Binding("question_mark", "help", "help"),
@@ -79,11 +79,47 @@ def is_allowed(action: str, view: View, selected: RequestFrame | None) -> bool:
     return True
 
 
+def refusal(action: str, view: View, selected: RequestFrame | None) -> str:
+    """Why a key does nothing now, for whoever presses it all the same; empty if it does."""
+    if is_allowed(action, view, selected):
+        return ""
+    if action in _ON_A_REQUEST:
+        return "no request is selected here"
+    if action not in _OF_OPERATORS and action != "cancel":
+        return ""
+    caller = view.caller
+    if view.link.word == REPLAY:
+        return "nothing can be changed in a recording"
+    if caller is None or view.frame is None:
+        return "the daemon has not answered yet"
+    if caller.role == READ_ONLY:
+        return "this console is read-only"
+    who = f"the daemon takes you for {fmt.clean(caller.name)}, a {fmt.clean(caller.role)}"
+    if action in _OF_OPERATORS:
+        return f"only operators may do that; {who}"
+    if selected is None:
+        return "no request is selected here"
+    name = fmt.short_id(selected.id)
+    if selected.phase == "finished":
+        return f"{name} has ended already: {fmt.clean(selected.finish_reason or 'finished')}"
+    return f"only its owner or an operator may cancel {name}; {who}"
+
+
 def allowed(
     bindings: Sequence[Binding], view: View, selected: RequestFrame | None
 ) -> list[Binding]:
     """Those of the keys that work now."""
-    return [key for key in bindings if is_allowed(key.action.partition("(")[0], view, selected)]
+    return [key for key in bindings if is_allowed(name_of(key), view, selected)]
+
+
+def name_of(key: Binding) -> str:
+    """Its action, without arguments."""
+    return key.action.partition("(")[0]
+
+
+def of_press(bindings: Sequence[Binding], pressed: str) -> Binding | None:
+    """The binding of a key that was pressed."""
+    return next((key for key in bindings if pressed in key.key.split(",")), None)
 
 
 def signs(key: Binding) -> list[str]:

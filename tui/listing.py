@@ -45,6 +45,10 @@ class Listing:
             *unknown,
         ]
 
+    def num_admitted(self, requests: Iterable[RequestFrame]) -> int:
+        """How many of them the filter admits."""
+        return sum(map(self.filter.admits, requests))
+
     def arranged(
         self, live: Sequence[RequestFrame], finished: Iterable[RequestFrame]
     ) -> list[RequestFrame]:

@@ -54,3 +54,11 @@ class FinishedArrived(Message, bubble=False):
 
 class WindowMoved(Message):
     """The request table shows other rows than before."""
+
+
+class KeyUnderDialog(Message):
+    """A key that means nothing to the dialog on top."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key

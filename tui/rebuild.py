@@ -21,7 +21,19 @@ _STAGES = (
     ("handoff_ms", "t_attached_us"),
     ("decode_wait_ms", "t_decode_started_us"),
 )
+_FOLLOWS = (
+    ("t_tokenized_us", "queue_ms"),
+    ("t_started_us", "prefill_ms"),
+    ("t_first_token_us", "decode_wait_ms"),
+    ("t_attached_us", "decode_wait_ms"),
+    ("t_decode_started_us", "decode_ms"),
+)
+"""Stamps in order, each with the stage that begins there where nothing else is known."""
 _KEPT = ("endpoint", "model", "user", "num_sequences", "prompt_tokens", "received_at")
+_KEPT_OF_ENDED = (
+    "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
+    "prefill_j", "decode_j",
+)  # fmt: skip
 _WORKERS = {"decode": "decode", "prefill": "prefill"}
 """Who runs all of a request, by its route."""
 
@@ -63,6 +75,36 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         is_estimated=phase != "queued",
         **{name: row[name] for name in _KEPT},
         **_stages(row, now_us),
+    )
+
+
+def ended(row: Mapping[str, Any]) -> RequestFrame:
+    """The request of a row when it was over, as the log's own view of the row has it."""
+    cut = _stages(row, math.inf)
+    finished_us = row["t_finished_us"]
+    if finished_us is not None:
+        stage, begun_us = "tokenize_ms", 0
+        for stamp, follows in _FOLLOWS:
+            if row[stamp] is not None:
+                stage, begun_us = follows, row[stamp]
+        cut[stage] = (finished_us - begun_us) / 1000  # the stage that it was in took until then
+        cut["e2e_ms"] = finished_us / 1000
+    num_timed = row["num_timed_tokens"] or 0
+    if num_timed >= 2 and row["t_last_token_us"] is not None:
+        spread_us = row["t_last_token_us"] - row["t_first_token_us"]
+        cut["tpot_ms"] = spread_us / 1000 / (num_timed - 1)
+    return RequestFrame(
+        id=row["rid"],
+        phase="finished",
+        stream=bool(row["stream"]),
+        computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
+        output_tokens=row["completion_tokens"],
+        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
+        num_blocks=0,
+        worker=None,
+        age_ms=(finished_us or 0) / 1000,
+        **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
+        **cut,
     )
 
 

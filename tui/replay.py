@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from datetime import datetime
@@ -26,17 +27,27 @@ from appliance.protocol import (
 )
 from appliance.recording import FramePacker, RecordingError, open_recording
 from tui.history import HISTORY_FRAMES
-from tui.rebuild import PastRequest, request_at
+from tui.rebuild import PastRequest, ended, request_at
 from tui.timeline import Playback, iso, parse_moment, unix_ms
 from tui.view import REPLAY, Link, View
 
 _FRAMES = "SELECT at, run_id, seq FROM frames WHERE version = ? ORDER BY at, run_id, seq"
 _FRAME = "SELECT * FROM frames WHERE at = ? AND run_id = ? AND seq = ?"
 _MARKS = "SELECT DISTINCT at FROM events WHERE severity != 'info' ORDER BY at"
+_HAPPENED = (
+    "SELECT min(received_at) FROM requests UNION ALL SELECT min(at) FROM events"
+    " WHERE at >= ? AND code NOT IN ('worker.ready')"
+)
+"""What there is to see in a recording; it has only requests that were live in its span."""
 _REQUESTS = (
     "SELECT * FROM requests WHERE run_id = ? AND received_at >= ? AND received_at <= ?"
     " ORDER BY received_at"
 )
+_LATEST = (
+    "SELECT * FROM requests WHERE run_id = ? AND received_at <= ?"
+    " ORDER BY received_at DESC LIMIT 1000"
+)
+_REQUEST = "SELECT * FROM requests WHERE run_id = ? AND rid = ?"
 _EVENTS = (
     "SELECT at, severity, code, message FROM events WHERE run_id = ? AND at <= ?"
     f" ORDER BY at DESC LIMIT {MAX_FRAME_EVENTS}"
@@ -84,6 +95,17 @@ class Replay:
         return playback.seek(self._moments_ms[0])
 
     @property
+    def opening(self) -> Playback:
+        """The first frame that has a request or a new event in it; the first if none has."""
+        start, first = self.start, iso(self._moments_ms[0])
+        with self._damage_named():
+            begun = [_ms(at) for (at,) in self._db.execute(_HAPPENED, (first,)) if at is not None]
+        if not begun or min(begun) > self._moments_ms[-1]:
+            return start
+        found = start.seek(min(begun))
+        return found if found.at_ms >= min(begun) else found.step(1)
+
+    @property
     def num_damaged(self) -> int:
         """Frames met so far that could not be read."""
         return len(self._damaged)
@@ -107,6 +129,40 @@ class Replay:
         if frame is not None:
             frame = self._whole(frame, self._run_ids[index])
         return replace(view, frame=frame, link=Link(REPLAY, why))
+
+    def finished_at(self, index: int) -> tuple[RequestFrame, ...]:
+        """The requests that had ended by a frame's time, the newest end first.
+
+        Raises:
+            RecordingError: a row makes no sense.
+        """
+        now_ms = self._moments_ms[index]
+        with self._damage_named():
+            rows = self._db.execute(_LATEST, (self._run_ids[index], iso(now_ms)))
+            past = [(end_ms, row) for row in rows if (end_ms := _end_ms(row)) <= now_ms]
+            past.sort(key=lambda item: -item[0])
+            return tuple(ended(row) for _, row in past[:MAX_FRAME_REQUESTS])
+
+    def request_at(self, request_id: str, index: int) -> RequestFrame | None:
+        """One request as it stood at a frame's time; None if it had not come or is not known.
+
+        Raises:
+            RecordingError: its row makes no sense.
+        """
+        now_ms = self._moments_ms[index]
+        with self._damage_named():
+            row = self._db.execute(_REQUEST, (self._run_ids[index], request_id)).fetchone()
+            frame = self._gauges(index)
+            if row is None or frame is None or (age_ms := now_ms - _ms(row["received_at"])) < 0:
+                return None
+            return ended(row) if _end_ms(row) <= now_ms else request_at(row, age_ms, frame)
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, LookupError, ValueError, TypeError, ArithmeticError) as error:
+            raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
 
     def views(self, begin: int = 0) -> Iterator[View]:
         """Every frame's view from one on, in order."""
@@ -150,12 +206,10 @@ class Replay:
 
     def _whole(self, frame: Frame, run_id: int) -> Frame:
         """The frame with the requests and events of its time, as far as rows tell."""
-        try:
+        with self._damage_named():
             requests: list[RequestFrame] = list(self._requests(frame, run_id))
             rows = self._db.execute(_EVENTS, (run_id, frame.at)).fetchall()
             events = [EventFrame(*map(str, row)) for row in reversed(rows)]
-        except (sqlite3.Error, LookupError, ValueError, TypeError, ArithmeticError) as error:
-            raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
         whole = copy(frame)
         whole.requests, whole.events = requests, events
         return whole
@@ -184,6 +238,11 @@ def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
         replay.close()
         raise RecordingError(f"{at} is no time", hint="give 14:02:11, +5m or an ISO time, in UTC")
     return replay, start.seek(at_ms)
+
+
+def _end_ms(row: sqlite3.Row) -> float:
+    """When a row's request ended, in Unix milliseconds."""
+    return float(_ms(row["received_at"]) + (row["t_finished_us"] or 0) / 1000)
 
 
 def _ms(at: str) -> int:

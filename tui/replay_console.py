@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -18,7 +19,7 @@ from appliance.recording import RecordingError
 from tui import format as fmt
 from tui.app import Console
 from tui.lines import Line
-from tui.panels.replay import bar
+from tui.panels.replay import bar, landing
 from tui.replay import Replay
 from tui.timeline import Playback, parse_moment
 from tui.widgets.dialogs import Ask, Detail
@@ -37,6 +38,7 @@ class ReplayConsole(Console, inherit_bindings=False):
         now_s: a monotonic clock.
     """
 
+    UNDER_READERS = Console.UNDER_READERS | {"step", "skip", "mark", "speed", "first", "last"}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "pause", "play"),
         Binding("comma", "step(-1)", "-1 s"),
@@ -96,18 +98,30 @@ class ReplayConsole(Console, inherit_bindings=False):
 
     def _move(self, playback: Playback) -> None:
         before, self._playback = self._playback, playback
-        if playback.index != before.index:
-            try:
+        try:
+            if playback.index != before.index:
                 self._latest = self._replay.view_at(playback.index, (before.index, self._latest))
-            except RecordingError as error:
-                self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
-                return
-        self._show()
-        if self._latest.frame is not None:
-            self._update_detail(self._latest.frame)
+                self._find_finished()
+            self._show()
+            if isinstance(self.screen, Detail):
+                request_id = self.screen.request.id
+                self.screen.show(self._replay.request_at(request_id, playback.index))
+        except RecordingError as error:
+            self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
 
-    async def _fetch_detail(self, dialog: Detail) -> None:
-        """What has ended is not asked for: its last reading stays."""
+    def _find_finished(self) -> None:
+        """What had ended by now, while it is on screen."""
+        if self.main.page == "requests":
+            finished = self._replay.finished_at(self._playback.index)
+            self._latest = replace(self._latest, finished=finished)
+
+    def _fetch_finished_if_newer(self) -> None:
+        """The page has changed, not the time."""
+        try:
+            self._find_finished()
+        except RecordingError as error:
+            self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
+        self._show()
 
     def action_pause(self) -> None:
         """Let time pass, or hold it."""
@@ -156,3 +170,4 @@ class ReplayConsole(Console, inherit_bindings=False):
             self.notify(about, severity="error", markup=False)
         else:
             self._move(self._playback.seek(at_ms))
+            self.notify(landing(self._playback, at_ms), markup=False)

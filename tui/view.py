@@ -16,6 +16,8 @@ from tui.history import History, Samples, spread
 from tui.listing import Listing
 
 WINDOWS_S = (60, 300)
+READ_ONLY = "read-only"
+"""The role of whoever asked for a console that changes nothing."""
 REPLAY = "REPLAY"
 """The link of a view that comes from a recording."""
 

@@ -205,7 +205,7 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
         handoff=HandoffFrame("alias", 1, 2.0, 0.0),
         energy=EnergyFrame(812_000.0, 256_000.0, 367_000.0, 189_000.0, 60.0, 96.4, 0.0106, 0.0412,
                            "rapl, divided by the workers' shares of each step"),
-        limit="prefill limits: 4 prompts wait, decode has room",
+        limit="queue: 4 sequences wait for prefill",
         slo_ttft_ms=500,
         slo_itl_ms=20,
         requests=requests,

@@ -203,7 +203,7 @@ async def test_targets_are_typed_and_confirmed(busy, daemon):
     async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
         await press(pilot, "T")
         assert isinstance(console.screen, Ask)
-        await pilot.press("end", *["backspace"] * 6, *"900", "space", "x", "enter")
+        await pilot.press(*"900", "space", "x", "enter")  # what was there is replaced
         await pilot.pause()
         assert "two whole numbers" in grid(console)
         await pilot.press("backspace", *"30", "enter")
@@ -281,6 +281,54 @@ async def test_scrolling_a_page_that_is_too_long():
         assert "more lines" not in grid(console)
         await press(pilot, "pageup", "home")
         assert "POOLS" in grid(console).splitlines()[2]
+
+
+@covers("x")
+async def test_x_on_a_request_that_has_ended_says_so(busy):
+    view = dataclasses.replace(busy, finished=(frames.finished(41),))
+    async with console_at(120, 40, view) as (console, pilot):
+        await press(pilot, "2", "end", "x")
+        assert console.screen is console.main
+        assert "has ended already: stop" in grid(console)
+
+
+@pytest.mark.parametrize(
+    ("caller", "key", "words"),
+    [
+        (Caller("zoe", "user"), "x", "only its owner or an operator"),
+        (Caller("zoe", "user"), "D", "only operators may do that"),
+        (Caller("zoe", "read-only"), "r", "this console is read-only"),
+        (None, "T", "the daemon has not answered yet"),
+    ],
+)
+async def test_a_key_that_does_nothing_says_why(busy, caller, key, words):
+    view = dataclasses.replace(busy, caller=caller)
+    async with console_at(120, 40, view) as (console, pilot):
+        await press(pilot, key)
+        assert words in grid(console)
+
+
+async def test_a_key_on_a_page_without_requests_says_why(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        await press(pilot, "4", "enter")
+        assert "no request is selected here" in grid(console)
+
+
+async def test_a_key_that_waits_for_a_dialog_to_be_closed_is_answered(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        await press(pilot, "question_mark", "s")
+        assert isinstance(console.screen, Help)
+        assert "s (sort) waits until this is closed: esc" in grid(console)
+        assert console.view.listing.sort == "age"
+
+
+async def test_x_in_a_requests_detail_cancels_that_one(busy, daemon):
+    async with console_at(120, 40, busy, socket_path=daemon.socket_path) as (console, pilot):
+        await press(pilot, "j", "enter", "x")
+        assert isinstance(console.screen, Confirm)
+        await pilot.press("y")
+        await until(pilot, lambda: daemon.cancelled == [busy.frame.requests[1].id])
+        assert isinstance(console.screen, Detail)
 
 
 def hinted(console):

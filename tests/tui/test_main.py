@@ -144,7 +144,7 @@ async def test_a_dumb_terminal_gets_lines_without_escapes(daemon):
 async def test_once_prints_one_reading(daemon):
     code, out, err = await run_piped(daemon, "--once")
     assert (code, err) == (0, "")
-    assert "penstock-starter-random-1 (random weights)" in out
+    assert "penstock-starter-random-1  (random weights)" in out
     assert out.count("decoding") == 23
     assert "\x1b" not in out
 

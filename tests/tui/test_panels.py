@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from appliance.protocol import PHASES, LatencyFrame, RequestFrame
 from tests.tui import frames
 from tui.lines import text_of, width_of
 from tui.listing import Listing
-from tui.panels import gauges, header, lanes, latency, log, pages, requests, waterfall
+from tui.panels import gauges, handoff, header, lanes, latency, log, pages, requests, waterfall
 from tui.panels.glossary import GLOSSARY, glossary
 from tui.view import Link, View
 
@@ -104,7 +106,7 @@ def test_what_limits_the_appliance_stands_beside_the_alerts_if_it_fits():
     view = View().after(frames.kv_critical())
     assert "4 sequences wait" not in text_of(header.alert_line(view, 80))
     assert "4 sequences wait" in text_of(header.alert_line(view, 200))
-    assert "4 prompts wait" in text_of(header.alert_line(View().after(frames.busy()), 80))
+    assert "4 sequences wait" in text_of(header.alert_line(View().after(frames.busy()), 80))
 
 
 def test_missed_frames_are_said():
@@ -140,8 +142,55 @@ def test_a_loading_worker_shows_how_far_it_is():
 
 
 def test_quantiles_that_are_not_reported_are_dashes():
-    lines = latency.latency(View().after(frames.idle()), 36, 4)
-    assert [text_of(line).split()[1:] for line in lines[1:]] == [["-", "-", "-", "-"]] * 3
+    quiet = frames.idle().latency
+    quiet.ttft_ms_p50 = 12.0
+    lines = latency.latency(View().after(frames.idle(latency=quiet)), 36, 4)
+    assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-", "-"]] * 2
+
+
+def test_where_nothing_was_measured_a_sentence_says_so():
+    shown = text(latency.latency(View().after(frames.idle()), 36, 6))
+    assert " ".join(shown.split()) == "nothing to measure: no token came in the last 60 s"
+
+
+@pytest.mark.parametrize(
+    ("used", "title"),
+    [([1], "DECODE  cpu 1"), ([0, 1], "DECODE  cpu 0,1"), ([], "DECODE  parked, cores lent")],
+)
+def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):
+    frame = frames.busy()
+    decode = next(worker for worker in frame.workers if worker.name == "decode")
+    decode.cpus_used = used
+    assert lanes.decode_title(View().after(frame)) == title
+
+
+def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
+    frame = frames.busy()
+    frame.totals.routes = {"move unknown": 3, "decode some new reason": 1}
+    shown = text(handoff.page(View().after(frame), 100, 40))
+    assert "3  move    steps of its size were not measured yet: as static roles do" in shown
+    assert "1  decode  some new reason" in shown
+    assert "3 move not measured" in text(lanes.handoff(View().after(frame), 40, 20))
+
+
+@pytest.mark.parametrize(
+    ("sort", "words"),
+    [("age", "by age v, finished by end v"), ("ttft", "1-9 by ttft v │")],
+)
+def test_the_title_says_how_finished_requests_are_sorted(sort, words):
+    view = View(finished=(frames.finished(31),), listing=Listing(sort=sort))
+    frame = frames.busy()
+    title = requests.title(dataclasses.replace(view, frame=frame), len(frame.requests) + 1, 1, 9)
+    assert words in title
+    assert "1 finished" in title
+    assert "finished" not in requests.title(View().after(frame), len(frame.requests), 1, 9)
+
+
+@pytest.mark.parametrize("frame", [frames.busy(), frames.idle(), frames.colocated()])
+def test_roles_and_transport_stand_in_a_header_of_80_cells(frame):
+    line = text_of(header.header(View().after(frame), 80))
+    assert f"{frame.roles}/{frame.transport}" in line or f" {frame.roles} " in line
+    assert len(line) <= 80
 
 
 def test_the_latency_title_names_the_window():

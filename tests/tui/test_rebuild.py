@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.latency import stages
-from appliance.log.row import LogRow
+from appliance.log.row import LogRow, frame_of_row
 from engine.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
-from tests.recordings import request_row
+from tests.recordings import request_row, write_log
 from tests.tui import frames
-from tui.rebuild import request_at
+from tui.rebuild import ended, request_at
 
+STAMPS = (
+    "t_tokenized_us", "t_started_us", "t_first_token_us", "t_attached_us", "t_decode_started_us",
+    "t_second_token_us", "t_last_token_us",
+)  # fmt: skip
+MEASURED = (
+    "tokenize_ms", "queue_ms", "prefill_ms", "ttft_ms", "handoff_ms", "decode_wait_ms",
+    "decode_ms", "first_itl_ms", "tpot_ms", "e2e_ms", "output_tokens", "computed_tokens",
+)  # fmt: skip
 STAGES = ("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms", "decode_wait_ms", "ttft_ms")
 
 
@@ -107,3 +118,30 @@ def test_any_stamps_make_a_request_that_adds_up(
             assert getattr(past, name) == pytest.approx(getattr(final, name)), name
     shown = [getattr(past, name) for name in STAGES[:-1]]
     assert sum(value or 0 for value in shown) <= age_ms + 1e-6
+
+
+def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: Path) -> None:
+    cuts = (
+        {},
+        {"t_attached_us": None},
+        dict.fromkeys(("t_attached_us", "t_decode_started_us", "t_second_token_us")),
+        dict.fromkeys(STAMPS[2:]),
+        dict.fromkeys(STAMPS[1:]),
+        dict.fromkeys(STAMPS),
+    )
+    rows = [request_row(f"cmpl-{n}", 0, num_timed_tokens=1, **cut) for n, cut in enumerate(cuts)]
+    rows.append(request_row("cmpl-all", 0))
+    log = write_log(tmp_path / "requests.db", [], rows)
+    with closing(sqlite3.connect(log.path)) as db:
+        db.row_factory = sqlite3.Row
+        for one in rows:
+            told = dict(db.execute("SELECT * FROM v_requests WHERE rid = ?", (one.rid,)).fetchone())
+            del told["id"]
+            stored = db.execute("SELECT * FROM requests WHERE rid = ?", (one.rid,)).fetchone()
+            shown = msgspec.to_builtins(ended(stored))
+            wanted = msgspec.to_builtins(frame_of_row(told))
+            assert {name: shown[name] for name in MEASURED} == pytest.approx(
+                {name: wanted[name] for name in MEASURED}
+            )
+            assert (shown["phase"], shown["finish_reason"]) == ("finished", wanted["finish_reason"])
+    log.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.log.row import LogRow
 from appliance.protocol import MAX_FRAME_REQUESTS
 from appliance.recording import RecordingError
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row
@@ -201,3 +202,42 @@ def test_a_recording_that_may_only_be_read_is_enough(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == [
         "incident.penstock", "requests.db",
     ]  # fmt: skip
+
+
+def test_requests_that_had_ended_are_there_the_newest_end_first(tmp_path: Path) -> None:
+    rows = [request_row(f"cmpl-{second}", second) for second in (20, 5, 9, 60)]
+    replay = Replay(make_recording(tmp_path, rows=rows))
+    assert replay.finished_at(index_at(replay, 14)) == ()
+    (first,) = replay.finished_at(index_at(replay, 15))
+    assert (first.id, first.phase, first.finish_reason) == ("cmpl-5", "finished", "length")
+    assert (first.ttft_ms, first.e2e_ms, first.output_tokens) == (3000.0, 10000.0, 101)
+    late = replay.finished_at(index_at(replay, 40))
+    assert [request.id for request in late] == ["cmpl-20", "cmpl-9", "cmpl-5"]
+    replay.close()
+
+
+def test_one_request_is_found_before_during_and_after(tmp_path: Path) -> None:
+    replay = Replay(make_recording(tmp_path, rows=[request_row("cmpl-1", 20)]))
+    phases = [replay.request_at("cmpl-1", index_at(replay, second)) for second in (19, 22, 31)]
+    assert [one and one.phase for one in phases] == [None, "prefilling", "finished"]
+    assert replay.request_at("cmpl-2", index_at(replay, 22)) is None
+    replay.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "events", "second"),
+    [
+        ([], [], 0),
+        ([request_row("cmpl-1", 20.4)], [], 21),
+        ([request_row("cmpl-1", 20)], [], 20),
+        ([request_row("cmpl-1", 20)], [(at(7), "warning", "kv.occupancy", "high")], 7),
+        ([request_row("cmpl-1", -4)], [], 0),
+        ([], [(at(-9), "error", "worker.died", "before"), (at(3), "info", "worker.ready", "")], 0),
+    ],
+)
+def test_it_opens_where_there_is_something_to_see(
+    tmp_path: Path, rows: list[LogRow], events: list[tuple], second: int
+) -> None:
+    replay = Replay(make_recording(tmp_path, rows=rows, events=events))
+    assert replay.opening.at_ms == replay.start.at_ms + second * 1000
+    replay.close()

@@ -16,7 +16,7 @@ from tests.tui.screen import grid
 from tests.tui.test_golden import check
 from tui import keys
 from tui.lines import text_of, to_ascii, width_of
-from tui.panels.replay import bar
+from tui.panels.replay import bar, landing
 from tui.replay import open_at
 from tui.replay_console import ReplayConsole
 from tui.timeline import Playback
@@ -150,18 +150,67 @@ async def test_what_needs_a_daemon_is_not_offered(incident):
         assert not {"cancel", "drain", "roles", "targets"} & set(grid(console).split())
 
 
-async def test_the_detail_follows_its_request_and_stays_when_it_ends(incident):
-    async with replaying(incident, "+46s") as (console, pilot):
+async def test_the_detail_follows_its_request_to_its_end_and_back(incident):
+    async with replaying(incident, "+46s", size=(120, 40)) as (console, pilot):
         await press(pilot, "enter")
         dialog = console.screen
         assert isinstance(dialog, Detail)
         request_id = dialog.request.id
-        console.action_step(1)
-        await pilot.pause()
+        await press(pilot, ".")  # the keys of time work under it
         assert (dialog.request.id, dialog.request.age_ms) == (request_id, 8000.0)
-        console.action_last()
-        await pilot.pause()
+        assert "decoding" in grid(console)
+        await press(pilot, ".", ".", ".")
+        assert (dialog.request.phase, dialog.request.e2e_ms) == ("finished", 10_000.0)
+        assert "end to end" in grid(console)
+        await press(pilot, ",", ",")
+        assert dialog.request.phase == "decoding"
+        await press(pilot, "<")
+        assert "it had not come yet at this time" in grid(console)
         assert dialog.request.id == request_id
+
+
+async def test_page_2_lists_the_requests_that_had_ended(incident):
+    async with replaying(incident, "+51s", size=(120, 40)) as (console, pilot):
+        await press(pilot, "2")
+        shown = grid(console)
+        assert ", 2 finished" in shown
+        rows = [line for line in shown.splitlines() if " length " in line]
+        assert [row.split()[1] for row in rows] == ["00000001", "00000000"]
+        await press(pilot, "end", "enter")
+        assert console.screen.request.id == "cmpl-00000000"
+        await press(pilot, "escape", ",", ",", ",")
+        assert "finished" not in grid(console)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("14:01:07", "at 14:01:07Z"),
+        ("13:00:00", "the recording begins at 14:00:00Z, after 13:00:00Z"),
+        ("15:00:00", "the recording ends at 14:01:59Z, before 15:00:00Z"),
+    ],
+)
+async def test_g_says_where_it_has_landed(incident, text, words):
+    async with replaying(incident, size=(120, 40)) as (console, pilot):
+        await press(pilot, "g", *text, "enter")
+        assert words in grid(console)
+
+
+def test_a_time_without_frames_is_said():
+    playback = Playback([0, 1000, 60_000]).seek(30_000)
+    assert landing(playback, 30_000) == (
+        "nothing was recorded at 00:00:30Z; the last frame before it is of 00:00:01Z"
+    )
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_notice_leaves_the_time_line_and_the_keys_to_be_seen(incident, size):
+    async with replaying(incident, "+80s", size=size) as (console, pilot):
+        before = grid(console).splitlines()[-2:]
+        await press(pilot, "]")
+        after = grid(console).splitlines()
+        assert "no alert after this" in "\n".join(after[:-2])
+        assert after[-2:] == before
 
 
 async def test_help_lists_every_key_of_the_replay(incident):

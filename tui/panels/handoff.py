@@ -7,15 +7,33 @@ Never: infers a rate; all are the daemon's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from appliance.protocol import Frame, HandoffFrame, PoolFrame, RequestFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar
-from tui.panels.lanes import routes
+from tui.panels.lanes import ranked_routes
 from tui.view import View, pool_counts
 
 _LABEL_WIDTH = 16
+_COUNT_WIDTH = 8
+_ROUTE_WIDTH = 8
 _RING = "ring"
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "cheapest": "meets the targets at the least cost",
+        "closest": "no way met the targets, and this one missed them least",
+        "kept": "as good as the best way, and the one taken before",
+        "only": "the other worker was not there",
+        "unknown": "steps of its size were not measured yet: as static roles do",
+        "wary": "the other way had been far worse than predicted: as static roles do",
+        "static": "static roles: prefill and decode always apart",
+        "colocated": "one worker does all of it",
+    }
+)
+"""What each reason for a route means; one that is not here is shown as it is."""
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -127,6 +145,15 @@ def _row(request: RequestFrame) -> Line:
 
 
 def _routes(frame: Frame, width: int) -> list[Line]:
-    ways = [("", route) for route in routes(frame)]
-    none: list[Line] = [[Span("no sequence placed yet", Tone.MUTED)]]
-    return [rule("ROUTES", width, "since the daemon started"), *(facts(width, ways) or none)]
+    """A line for each way that sequences have gone: how many, where, and why so."""
+    lines: list[Line] = [rule("ROUTES", width, "since the daemon started")]
+    for num, route, reason in ranked_routes(frame):
+        why = REASONS.get(reason, reason)
+        lines.append(
+            [
+                Span(fmt.pad(fmt.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
+                Span(f"  {fmt.pad(route, _ROUTE_WIDTH)}"),
+                Span(fmt.clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
+            ]
+        )
+    return lines if len(lines) > 1 else [*lines, [Span("no sequence placed yet", Tone.MUTED)]]

@@ -48,22 +48,23 @@ def header(view: View, width: int) -> Line:
     who = f"{fmt.clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
     if frame is None:
         return _compose([(0, Span("penstock", Tone.ACCENT))], [(0, link)], width)
-    note = f" ({_note_parts(frame)[0]})" if frame.model_note else ""
+    note = f"({_note_parts(frame)[0]})" if frame.model_note else ""
     roles = f"{frame.roles}/{frame.transport}" if frame.transport else frame.roles
     state = frame.state.upper() if view.link.is_live else ""  # of a lost daemon nobody knows it
-    kept_width = len(state) + width_of([link]) + (19 if width >= 80 else 8)  # with a clock
+    kept_width = len(state) + width_of([link]) + (len(roles) + 10 if width >= 80 else 8)
     room = max(12, width - kept_width)
     left = [
         (3, Span("penstock", Tone.ACCENT)),
-        (1, Span(fmt.clip(frame.model + note, room), Tone.STRONG)),
+        (1, Span(fmt.clip(frame.model, room), Tone.STRONG)),
+        (5, Span(fmt.clip(note, width), Tone.STRONG)),
         (0, Span(state, STATE_TONES.get(frame.state, Tone.BAD))),
-        (6, Span(roles)),
-        (7, Span(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
+        (2, Span(roles)),
+        (8, Span(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
     ]
     right = [
-        (8, Span(f"pid {frame.pid}", Tone.MUTED)),
-        (6, Span(who, Tone.MUTED)),
-        (5, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
+        (9, Span(f"pid {frame.pid}", Tone.MUTED)),
+        (7, Span(who, Tone.MUTED)),
+        (6, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
         (4, Span("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
         (0, link),
     ]
@@ -160,6 +161,7 @@ def alert_line(view: View, width: int) -> Line:
             Span(" "),
             Span("● ok", Tone.GOOD),
             Span("  no alerts   ", Tone.MUTED),
+            Span("limited by " if limit else "", Tone.MUTED),
             Span(text, Tone.PLAIN if limit else Tone.MUTED),
         ]
     line: Line = []

@@ -14,6 +14,8 @@ from tui.lines import Line, Span, Tone, gauge, marked, pairs, sparkline, width_o
 from tui.view import View, worker_for
 
 _LABEL_WIDTH = 13
+_SHORT_REASONS = {"unknown": "not measured"}
+"""Reasons for a route whose own word says nothing to who did not ask."""
 
 
 def prefill_title(view: View) -> str:
@@ -36,7 +38,16 @@ def _lane_title(view: View, role: str) -> str:
     worker = worker_for(view.frame, role) if view.frame else None
     if worker is None:
         return role.upper()
-    return f"{role.upper()}  {worker.device}"
+    return f"{role.upper()}  {where(worker)}"
+
+
+def where(worker: WorkerFrame) -> str:
+    """`cpu 1`; `cpu 0,1` while it has others' cores, `parked` while others have its own."""
+    if worker.state != "ready" or worker.cpus_used == worker.cpus:
+        return worker.device
+    if not worker.cpus_used:
+        return "parked, cores lent" if worker.cpus else worker.device
+    return f"cpu {','.join(map(str, worker.cpus_used))}"
 
 
 def prefill(view: View, width: int, height: int) -> list[Line]:
@@ -108,10 +119,19 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     ][:height]
 
 
-def routes(frame: Frame) -> list[str]:
-    """`1,204 move cheapest` for each way that sequences have gone, the commonest first."""
+def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
+    """How many sequences went which way for which reason, the commonest first."""
     ranked = sorted(frame.totals.routes.items(), key=lambda item: -item[1])
-    return [f"{fmt.count(num)} {route}" for route, num in ranked]
+    ways = ((num, *way.partition(" ")) for way, num in ranked)
+    return [(num, fmt.clean(route), fmt.clean(reason)) for num, route, _, reason in ways]
+
+
+def routes(frame: Frame) -> list[str]:
+    """`1,204 move cheapest` for each way that sequences have gone."""
+    return [
+        f"{fmt.count(num)} {route} {_SHORT_REASONS.get(reason, reason)}"
+        for num, route, reason in ranked_routes(frame)
+    ]
 
 
 def decode(view: View, width: int, height: int) -> list[Line]:

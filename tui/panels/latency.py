@@ -10,7 +10,7 @@ from __future__ import annotations
 from appliance.protocol import Frame, LatencyFrame
 from tui import format as fmt
 from tui.history import Samples
-from tui.lines import Line, Span, Tone, sparkline
+from tui.lines import Line, Span, Tone, sparkline, wrap
 from tui.panels.header import mark_of
 from tui.view import View, alert_of
 
@@ -35,6 +35,9 @@ def latency(view: View, width: int, height: int) -> list[Line]:
     if frame is None:
         return []
     now, is_wide = frame.latency, width >= _TREND_FROM
+    if now.ttft_ms_p50 is None and now.itl_ms_p50 is None and now.e2e_ms_p50 is None:
+        quiet = f"nothing to measure: no token came in the last {now.window_s:.0f} s"
+        return wrap(quiet, width, 0, Tone.MUTED)[:height]
     names = ["p50", "p95", "p99", *(["max"] if is_wide else []), "ok"]
     head = fmt.pad("ms", _NAME_WIDTH)
     head += "".join(fmt.pad(name, _NUMBER_WIDTH, right=True) for name in names)

@@ -13,6 +13,8 @@ from tui.timeline import Playback, iso
 
 _TRACK, _PLACE, _MARK = "░", "█", "▲"
 _LEAST_TRACK = 8
+_FRAME_MS = 2000
+"""A frame is shown until the next, which comes after a second, or a little later."""
 
 
 def bar(playback: Playback, notes: list[str], width: int) -> Line:
@@ -31,6 +33,18 @@ def bar(playback: Playback, notes: list[str], width: int) -> Line:
             right.append(span)
             room -= width_of([span])
     return [*left, *track(playback, room), *right]
+
+
+def landing(playback: Playback, asked_ms: int) -> str:
+    """Where a replay has gone that was asked for a time: there, or why somewhere else."""
+    at, asked = _clock(playback.at_ms), _clock(asked_ms)
+    if asked_ms < playback.moments_ms[0]:
+        return f"the recording begins at {at}, after {asked}: this is its first frame"
+    if playback.is_at_end and asked_ms - playback.at_ms >= _FRAME_MS:
+        return f"the recording ends at {at}, before {asked}: this is its last frame"
+    if asked_ms - playback.at_ms >= _FRAME_MS:
+        return f"nothing was recorded at {asked}; the last frame before it is of {at}"
+    return f"at {at}"
 
 
 def track(playback: Playback, num_cells: int) -> Line:

@@ -153,10 +153,14 @@ def title(view: View, num_shown: int, first: int, last: int) -> str:
     if frame is None:
         return "REQUESTS"
     text = f"REQUESTS  {fmt.count(frame.num_requests)} live"
-    if num_shown > len(frame.requests):
-        text += f", {fmt.count(num_shown - len(frame.requests))} finished"
+    arrow = "^" if listing.is_reversed else "v"
+    num_finished = num_shown - listing.num_admitted(frame.requests)
+    if num_finished > 0:
+        text += f", {fmt.count(num_finished)} finished"
     if num_shown:
-        text += f", {first}-{last} by {listing.sort} {'^' if listing.is_reversed else 'v'}"
+        text += f", {first}-{last} by {listing.sort} {arrow}"
+    if num_finished > 0 and listing.sort == "age":
+        text += f", finished by end {arrow}"  # age is what those have that are there
     if listing.filter.text:
         text += f" │ filter {listing.filter.text}"
     totals = frame.totals

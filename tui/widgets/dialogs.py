@@ -12,12 +12,14 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from appliance.protocol import RequestFrame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, wrap
+from tui.messages import KeyUnderDialog
 from tui.panels.glossary import glossary
 from tui.panels.waterfall import detail
 from tui.widgets.panel import Page, Panel, entitle
@@ -53,6 +55,12 @@ class Dialog(ModalScreen[str]):
     def on_resize(self) -> None:
         """Lines depend on the width."""
         self.repaint()
+
+    def on_key(self, event: Key) -> None:
+        """What means nothing here may mean something to the page below."""
+        if event.key not in self.active_bindings:
+            event.stop()
+            self.post_message(KeyUnderDialog(event.key))
 
     def repaint(self) -> None:
         """Draw what changed, as high as its lines, as far as the terminal goes."""
@@ -97,13 +105,19 @@ class Detail(Reader):
 
     def __init__(self, request: RequestFrame, *, is_ascii: bool) -> None:
         self.request = request
-        super().__init__(
-            "REQUEST  esc closes", lambda width: detail(self.request, width), is_ascii=is_ascii
-        )
+        self._is_there = True
+        super().__init__("REQUEST  esc closes", self._lines, is_ascii=is_ascii)
 
-    def show(self, request: RequestFrame) -> None:
-        """A newer reading of the same request."""
-        self.request = request
+    def _lines(self, width: int) -> list[Line]:
+        if self._is_there:
+            return detail(self.request, width)
+        name = Span(fmt.clip(self.request.id, width), Tone.STRONG)
+        return [[name], [Span("it had not come yet at this time", Tone.MUTED)]]
+
+    def show(self, request: RequestFrame | None) -> None:
+        """Another reading of the same request; None: of a time before it came."""
+        self._is_there = request is not None
+        self.request = request or self.request
         self.repaint()
 
 
@@ -131,8 +145,17 @@ class Ask(Dialog):
     """A line to type; what is wrong with it is said while it is typed."""
 
     def __init__(
-        self, title: str, hint: str, value: str, check: Callable[[str], str], *, is_ascii: bool
+        self,
+        title: str,
+        hint: str,
+        value: str,
+        check: Callable[[str], str],
+        is_replaced: bool = False,
+        *,
+        is_ascii: bool,
     ) -> None:
+        """Typing goes on at the value's end, or replaces it."""
+        self._is_replaced = is_replaced
         self._value = value
         self._check = check
         self._hint = hint
@@ -141,7 +164,7 @@ class Ask(Dialog):
     def compose(self) -> ComposeResult:
         """The line above what there is to say about it."""
         with Panel(lambda width, height: [[], *self._paint(width)], id="dialog"):
-            yield Input(self._value, compact=True, select_on_focus=False)
+            yield Input(self._value, compact=True, select_on_focus=self._is_replaced)
 
     def _lines(self, width: int) -> list[Line]:
         problem = self._check(self._value)
