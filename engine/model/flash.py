@@ -48,7 +48,7 @@ def flash_attention(attend: _Function | None = None) -> PagedAttention:
     def own(_step: PagedStep, scale: float, softcap: float | None) -> dict[str, Any]:
         return {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
 
-    return _by(attend or _flash_attn(), own)
+    return _by(attend or _flash_attn(), own, is_causal=True)
 
 
 def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
@@ -62,11 +62,14 @@ def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
     def own(step: PagedStep, scale: float, _softcap: float | None) -> dict[str, Any]:
         return {"scale": scale, "enable_gqa": True, "seqused_k": step.seq_lens}
 
-    return _by(attend or _torch_varlen(), own)
+    return _by(attend or _torch_varlen(), own, is_causal=False)
 
 
 def _by(
-    call: _Function, own: Callable[[PagedStep, float, float | None], dict[str, Any]]
+    call: _Function,
+    own: Callable[[PagedStep, float, float | None], dict[str, Any]],
+    *,
+    is_causal: bool,
 ) -> PagedAttention:
     """Attention by a library's function: what both take alike, and what each has of its own."""
 
@@ -88,7 +91,7 @@ def _by(
             step.key_starts,
             step.max_query_len,
             step.max_seq_len,
-            window_size=_window(window),
+            window_size=_window(window, step, is_causal),
             block_table=step.block_tables,
             **own(step, scale, softcap),
         )
@@ -108,6 +111,13 @@ def _torch_varlen() -> _Function:
     return varlen_attn  # type: ignore[return-value]  # a pair, if it is asked for more
 
 
-def _window(window: int | None) -> tuple[int, int]:
-    """How far a query sees to the left, besides itself, and to the right."""
-    return (-1 if window is None else window - 1, 0)
+def _window(window: int | None, step: PagedStep, is_causal: bool) -> tuple[int, int]:
+    """How far a query sees to the left, besides itself, and to the right; -1: without end.
+
+    Flash-attn packs the heads of single queries, and cuts their keys in parts, only where both are
+    without end. Where it is told causal, or where there is one query, at the end of its keys, that
+    comes to the same.
+    """
+    if window is None:
+        return (-1, -1) if is_causal or step.max_query_len == 1 else (-1, 0)
+    return (window - 1, 0)

@@ -23,6 +23,9 @@ from engine.model.paged import PagedStep
 from engine.model.tiling import MAX_PARTS, Tiling, padded_dim
 
 _LOG2_E = math.log2(math.e)
+_NUM_STAGES = 5
+"""Of a tile's loads: its keys wait for its place in the block table, and those two steps ahead of
+them are under way only if the place is known two tiles earlier."""
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that is not seen: finite, so that a row may begin with a tile of them."""
@@ -155,7 +158,7 @@ def _constants(
         "NUM_ROWS": tiling.num_rows,
         "NUM_KEYS": tiling.num_keys,
         "num_warps": tiling.num_warps,
-        "num_stages": 3,
+        "num_stages": _NUM_STAGES,
     }
 
 

@@ -104,7 +104,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     copy_bytes_per_s = min((probe(pool, other) for other in others.values()), default=None)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
     runner = Runner(transformer, pool, setup.block_size, grammars)
-    runner.warm_up(setup.max_step_tokens)
+    runner.warm_up(setup.max_step_tokens, setup.max_model_len)
     worker = Worker(
         channel,
         runner,

@@ -98,7 +98,7 @@ def start(
         )
         graphs.capture()
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
-    runner.warm_up(setup.max_step_tokens)
+    runner.warm_up(setup.max_step_tokens, setup.max_model_len)
     graph_bytes = before.free_bytes - device.memory().free_bytes
     ready = Ready(
         transformer.attention_backend,

@@ -256,32 +256,50 @@ class Runner:
             start += count
         return slots
 
-    def warm_up(self, max_step_tokens: int) -> None:
-        """Run a prefill and a decode step into block 0, so that the first request is not slow."""
-        for length in (min(max_step_tokens, self.block_size), 1):
+    def warm_up(self, max_step_tokens: int, max_model_len: int) -> None:
+        """Run a prefill and a decode step into block 0, so that the first request is not slow.
+
+        On a device also a decode step after the longest context, which is computed in parts: no
+        step that serves may be the first to need a kernel, for it would wait for the compiler.
+        """
+        for length in (min(max_step_tokens, self.block_size, max_model_len), 1):
             self.rehearse(1, length)
+        if self._device is not None:
+            self.rehearse(1, max_model_len, num_new_tokens=1)
 
     @torch.inference_mode()
-    def rehearse(self, num_sequences: int, length: int) -> None:
-        """Run a step of new sequences into block 0, as large as the largest to come, perhaps."""
-        blocks = [0] * -(-length // self.block_size)
-        running = [_stand_in(length, blocks) for _ in range(num_sequences)]
-        planned = [(each, length) for each in running]
-        logits = self._transformer.forward(self.batch(planned), self._pool)
+    def rehearse(self, num_sequences: int, length: int, num_new_tokens: int | None = None) -> None:
+        """Run a step of new sequences into block 0, as large as the largest to come, perhaps.
+
+        On a device tokens are chosen in both ways that there are kernels for.
+
+        Args:
+            num_sequences: in the step.
+            length: of each, in tokens.
+            num_new_tokens: of each, its last; None: all are new.
+        """
+        blocks, new = [0] * -(-length // self.block_size), num_new_tokens or length
+
+        def stand_ins(temperature: float) -> list[Running]:
+            return [_stand_in(length, new, blocks, temperature) for _ in range(num_sequences)]
+
+        batch = self.batch([(each, new) for each in stand_ins(0.0)])
+        logits = self._transformer.forward(batch, self._pool)
         if self._device is not None:
-            self._sample_rows(logits, running)
+            for temperature in (0.0, 1.0):
+                self._sample_rows(logits, stand_ins(temperature))
 
 
-def _stand_in(length: int, block_table: list[int]) -> Running:
+def _stand_in(length: int, new: int, block_table: list[int], temperature: float) -> Running:
     """A prompt that nobody has sent."""
     return Running(
         seq_id=0,
         generation=0,
         token_ids=[0] * length,
         num_prompt_tokens=length,
-        num_computed_tokens=0,
+        num_computed_tokens=length - new,
         block_table=block_table,
-        sampling=SamplingParams(max_tokens=1, seed=0),
+        sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature),
         until_output=1,
         admitted_ns=0,
     )

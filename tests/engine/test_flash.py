@@ -17,7 +17,7 @@ STEPS = [
 SOFTCAPPED = Step(MIXED, block_size=256, softcap=3.0)
 
 
-def paged_reference(q, keys, values, starts, lengths, tables, scale, window, softcap):
+def paged_reference(q, keys, values, starts, lengths, tables, scale, window, softcap, is_causal):
     """Each sequence alone, from pages [num_pages, page_size, num_kv_heads, head_dim]."""
     assert keys.shape == values.shape
     assert q.stride()[1:] == (q.shape[2], 1)
@@ -26,7 +26,10 @@ def paged_reference(q, keys, values, starts, lengths, tables, scale, window, sof
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (starts, tables))
     outputs = []
     left, right = window
-    assert right == 0
+    # every query has to see what is before it, and nothing behind it
+    assert right == 0 or is_causal or all(starts.diff() == 1)
+    if all(starts.diff() == 1) and left < 0:  # then flash-attn may pack heads, and split keys
+        assert right < 0
     for i, length in enumerate(lengths):
         pages = tables[i, : -(-length // keys.shape[1])].long()
         own_keys, own_values = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
@@ -66,7 +69,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_k.diff().tolist()
     assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), max(lengths))
     return paged_reference(
-        q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, window_size, softcap
+        q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, window_size, softcap, causal
     )
 
 
@@ -94,7 +97,16 @@ def varlen_attn(
     assert (max_q, max_k) == (cu_seq_q.diff().max(), seqused_k.max())
     assert num_splits is None  # torch: "requires FA3"
     return paged_reference(
-        query, key, value, cu_seq_q, seqused_k.tolist(), block_table, scale, window_size, None
+        query,
+        key,
+        value,
+        cu_seq_q,
+        seqused_k.tolist(),
+        block_table,
+        scale,
+        window_size,
+        None,
+        False,
     )
 
 
