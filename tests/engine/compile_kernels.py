@@ -1,96 +1,175 @@
-"""Compile the kernels for devices that need not be there; prints what each came to, as JSON lines.
+"""Compile kernels for devices that need not be there, as a worker would launch them.
 
-A process of its own, for a kernel is either interpreted or compiled in the whole of one.
+A process of its own, for a kernel is either interpreted or compiled in the whole of one. Run by
+itself it compiles the suite's few variants and prints what each came to, as JSON lines;
+tests.benchmarks.compile_matrix has them all.
 """
 
 import json
+import re
+import subprocess
+import tempfile
 import warnings
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from triton import knobs
 
 from engine.model import triton_attention, triton_ops, triton_sampler
+from engine.model.paged import PagedStep
 from engine.model.sampler import NUM_DRAW_FIELDS
-from engine.model.tiling import padded_dim, several_queries_tiling, single_query_tiling
+from engine.model.tiling import several_queries_tiling, single_query_tiling
+from engine.model.triton_attention import attend_several, attend_single
+from engine.model.triton_sampler import sample_rows
+from tests.triton_driver import SHARED_BYTES, FakeDriver
 
-SHARED_BYTES = {80: 166_912, 90: 232_448}
-INTEGERS = {"block_tables", "query_starts", "seq_lens", "query_tiles"}
-POINTERS = (
-    dict.fromkeys(INTEGERS, "i32")
-    | dict.fromkeys(["positions", "token_slots", "token_ids"], "i64")
-    | dict.fromkeys(["logits", "part_mixed", "part_sums"], "fp32")
-    | {"draws": "fp64"}
-    | dict.fromkeys(["out", "q", "keys", "values", "x", "added", "weight", "gate_up"], "bf16")
-    | dict.fromkeys(["qkv", "pool", "cosines", "sines"], "bf16")
-)
-FLOATS = {"inner_scale", "outer_scale", "eps", "scale"}
+NUM_KV_HEADS, NUM_PARTS = 2, 4
 
 
-def type_of(name):
-    return f"*{POINTERS[name]}" if name in POINTERS else "fp32" if name in FLOATS else "i32"
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel on a device, by what it is compiled for."""
+
+    capability: int
+    kernel: str
+    """`several`, `single`, `parts` (of single queries), `join`, or an operation."""
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    group_size: int = 4
+    block_size: int = 64
+    has_extras: bool = False
+    """A window and a softcap."""
 
 
-def built(kernel, constants, num_warps, capability):
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else type_of(n) for n in names}
-    aligned = [i for i, n in enumerate(names) if n in POINTERS.keys() - INTEGERS or "stride" in n]
-    source = ASTSource(
-        kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What came of it."""
+
+    shared_bytes: int
+    shared_limit_bytes: int
+    registers: int
+    spilled_bytes: int
+    waits: list[int]
+    """Groups of copies that may be under way while the kernel waits for older ones, each time that
+    it waits; all 0: no load is under way while anything is computed."""
+    tensor_instructions: int
+    copy_instructions: int
+    """Asynchronous, from the device's memory to shared memory."""
+
+
+SUITE = [
+    *(
+        Variant(capability, kernel)
+        for capability in (80, 89, 90)
+        for kernel in ("several", "parts")
+    ),
+    Variant(100, "several"),
+    Variant(120, "parts"),
+    Variant(90, "several", 64, "float16", has_extras=True),
+    Variant(86, "several", group_size=8, block_size=16),
+    Variant(90, "sample"),
+    Variant(90, "norm"),
+]
+
+
+def compile_variant(variant):
+    driver = FakeDriver(variant.capability).activate()
+    function = FUNCTIONS[variant.kernel]
+    function.device_caches.clear()
+    _launch(variant)
+    (kernel,) = function.device_caches[driver.capability][0].values()
+    return _looked_at(kernel, driver.capability)
+
+
+def _launch(v):
+    """As the worker does, on tensors of the right types."""
+    dtype = getattr(torch, v.dtype)
+    if v.kernel in OPERATIONS:
+        return OPERATIONS[v.kernel](dtype)
+    num_heads = NUM_KV_HEADS * v.group_size
+    kv = torch.zeros(3, 2, 2, v.block_size, NUM_KV_HEADS, v.head_dim, dtype=dtype)
+    lens = [1, 1] if v.kernel != "several" else [70, 2]
+    qkv = torch.zeros(sum(lens), num_heads + 2 * NUM_KV_HEADS, v.head_dim, dtype=dtype)
+    q = qkv[:, :num_heads]
+    starts = torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+    tables = torch.zeros(2, 2, dtype=torch.int32)
+    tiles = torch.zeros(2 if v.kernel == "several" else 0, 2, dtype=torch.int32)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    step = PagedStep(tables, starts, starts, seq_lens, tiles, max(lens), max(lens), True)
+    how = (step, 0.1, 64 if v.has_extras else None, 30.0 if v.has_extras else None)
+    shape = (v.group_size, v.head_dim, dtype.itemsize, SHARED_BYTES[v.capability])
+    out = torch.empty(q.shape, dtype=dtype)
+    if v.kernel == "several":
+        return attend_several(out, q, kv, 0, *how, several_queries_tiling(*shape))
+    parts = NUM_PARTS if v.kernel in ("parts", "join") else 1
+    return attend_single(out, q, kv, 0, *how, single_query_tiling(*shape), parts)
+
+
+def _norm(dtype):
+    x = torch.zeros(3, 4096, dtype=dtype)
+    triton_ops.norm(x, x[0], 1e-5, x, 1.0)
+
+
+def _place(dtype):
+    kv = torch.zeros(3, 2, 2, 64, 2, 128, dtype=dtype)
+    angles = (torch.zeros(64, 1, 128, dtype=dtype),) * 2
+    positions = torch.zeros(3, dtype=torch.int64)
+    qkv = torch.zeros(3, 12, 128, dtype=dtype)
+    triton_ops.place(qkv, 8, angles, kv, 0, positions, positions)
+
+
+OPERATIONS = {
+    "norm": _norm,
+    "gated": lambda dtype: triton_ops.gated(torch.zeros(3, 28672, dtype=dtype), "silu"),
+    "place": _place,
+    "sample": lambda dtype: sample_rows(
+        torch.zeros(3, 128256), torch.zeros(3, NUM_DRAW_FIELDS, dtype=torch.float64)
+    ),
+    "greedy": lambda dtype: sample_rows(torch.zeros(3, 128256)),
+}
+
+
+FUNCTIONS = {
+    "several": triton_attention._several_queries_kernel,
+    "single": triton_attention._single_query_kernel,
+    "parts": triton_attention._single_query_kernel,
+    "join": triton_attention._join_kernel,
+    "norm": triton_ops._norm_kernel,
+    "gated": triton_ops._gated_kernel,
+    "place": triton_ops._place_kernel,
+    "sample": triton_sampler._sample_kernel,
+    "greedy": triton_sampler._sample_kernel,
+}
+
+
+def _looked_at(kernel, capability):
+    resources = _resources(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
+    waits = re.findall(r"async_wait [^\n]*num = (\d+)", kernel.asm["ttgir"])
+    return Compiled(
+        shared_bytes=kernel.metadata.shared,
+        shared_limit_bytes=SHARED_BYTES[capability],
+        registers=resources["REG"],
+        spilled_bytes=resources["STACK"] + resources["LOCAL"],
+        waits=[int(number) for number in waits],
+        tensor_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx)),
+        copy_instructions=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
     )
-    options = {"num_warps": num_warps, "num_stages": 3}
-    return compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attention(capability, head_dim, has_extras):
-    shared_bytes, group_size = SHARED_BYTES[capability], 4
-    constants = {
-        "GROUP_SIZE": group_size,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded_dim(head_dim),
-        "BLOCK_SIZE": 64,
-        "HAS_WINDOW": has_extras,
-        "HAS_SOFTCAP": has_extras,
-        "PRECISION": "tf32",
-    }
-    for tiling, kernel, more in (
-        (several_queries_tiling, triton_attention._several_queries_kernel, {}),
-        (single_query_tiling, triton_attention._single_query_kernel, {"IS_PART": True}),
-    ):
-        t = tiling(group_size, head_dim, 2, shared_bytes)
-        tile = {"NUM_ROWS": t.num_rows, "NUM_KEYS": t.num_keys}
-        yield built(kernel, constants | more | tile, t.num_warps, capability)
-
-
-def others(capability):
-    shape = {"HEAD_DIM": 128, "PADDED_DIM": 128}
-    yield built(triton_attention._join_kernel, shape, 4, capability)
-    norm = {"DIM": 4096, "WIDTH": 4096, "HEIGHT": 1, "HAS_ADDED": True}
-    yield built(triton_ops._norm_kernel, norm, 4, capability)
-    yield built(triton_ops._gated_kernel, {"IS_GELU": True, "TILE": 2048}, 4, capability)
-    place = {"HEAD_DIM": 128, "HALF": 48, "HALF_WIDTH": 64, "PASSING_WIDTH": 32}
-    place |= {"BLOCK_SIZE": 64, "HEIGHT": 8}
-    yield built(triton_ops._place_kernel, place, 4, capability)
-    sample = {"IS_GREEDY": False, "NUM_FIELDS": NUM_DRAW_FIELDS, "TILE": 8192}
-    yield built(triton_sampler._sample_kernel, sample, 32, capability)
+def _resources(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", printed)}
 
 
 def main():
-    for kernel in (
-        *attention(80, 128, has_extras=False),
-        *attention(90, 128, has_extras=False),
-        *attention(90, 256, has_extras=True),
-        *others(90),
-    ):
-        capability = kernel.metadata.target.arch
-        row = {
-            "name": kernel.metadata.name,
-            "capability": capability,
-            "shared_bytes": kernel.metadata.shared,
-            "shared_limit_bytes": SHARED_BYTES[capability],
-            "has_wgmma": "wgmma" in kernel.asm["ptx"],
-        }
-        print(json.dumps(row))
+    for variant in SUITE:
+        print(json.dumps(asdict(variant) | asdict(compile_variant(variant))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Every attention kernel on every device that it may meet, compiled by Triton's own compiler.
+
+    python -m tests.benchmarks.compile_matrix > table.md
+
+No device is needed. Around heads of 128 in bfloat16, groups of 4 and blocks of 64, one thing varies
+at a time: head size, dtype, group, block size, extras (a window and a softcap). It takes some
+minutes of one core; `TRITON_CACHE_DIR` says where what was compiled stays.
+"""
+
+import itertools
+import sys
+import warnings
+
+import triton
+
+from tests.engine.compile_kernels import OPERATIONS, Variant, compile_variant
+
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+CHANGES = (
+    {},
+    *({"head_dim": size} for size in (64, 80, 96, 192, 256)),
+    {"head_dim": 256, "has_extras": True},
+    *({"dtype": name} for name in ("float16", "float32")),
+    {"dtype": "float32", "head_dim": 256},
+    *({"group_size": size} for size in (1, 8, 16)),
+    *({"block_size": size} for size in (16, 256)),
+)
+
+
+def variants():
+    for kernel, change in itertools.product(("several", "single", "parts"), CHANGES):
+        if kernel != "single" or not change:
+            yield from (Variant(capability, kernel, **change) for capability in CAPABILITIES)
+    for kernel in ("join", *OPERATIONS):
+        yield from (Variant(capability, kernel) for capability in CAPABILITIES)
+
+
+def name_of(variant):
+    if variant.kernel in OPERATIONS or variant.kernel == "join":
+        return variant.kernel
+    dtype = variant.dtype.replace("bfloat", "bf").replace("float", "f")
+    extras = ", window and softcap" if variant.has_extras else ""
+    shape = f"{dtype} d{variant.head_dim} g{variant.group_size} b{variant.block_size}"
+    return f"{variant.kernel} {shape}{extras}"
+
+
+def cell(found):
+    overlap = f" w{max(found.waits)}" if found.waits else ""
+    spills = f" **spills {found.spilled_bytes}**" if found.spilled_bytes else ""
+    too_much = " **too much**" if found.shared_bytes > found.shared_limit_bytes else ""
+    used = f"{found.shared_bytes / 1024:.0f}K{too_much}{overlap} r{found.registers}{spills}"
+    return f"{used} t{found.tensor_instructions} c{found.copy_instructions}"
+
+
+def main():
+    table = {}
+    for variant in variants():
+        try:
+            said = cell(compile_variant(variant))
+        except triton.runtime.errors.OutOfResources as error:
+            said = f"**{error}**"
+        table.setdefault(name_of(variant), {})[variant.capability] = said
+        print(name_of(variant), variant.capability, said, file=sys.stderr, flush=True)
+    print(f"triton {triton.__version__}\n")
+    print("| kernel | " + " | ".join(f"sm_{c}" for c in CAPABILITIES) + " |")
+    print("|---" * (len(CAPABILITIES) + 1) + "|")
+    for name, row in table.items():
+        print(f"| {name} | " + " | ".join(row[c] for c in CAPABILITIES) + " |")
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        main()
