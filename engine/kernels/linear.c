@@ -269,21 +269,27 @@ static void multiply_item(void *context, int64_t item)
     }
 }
 
-/* Inputs as float32 in the order in which weights of a type are widened, padded with zeros. */
-static void arrange(float *to, const char *x, int64_t depth, int type, int weight_type)
+/* One input as float32, padded with zeros: as it is, or in the order in which bfloat16 weights are
+ * widened in place, even values before odd ones in each STEP. */
+static void arrange(float *to, const char *x, int64_t depth, int type, int is_split)
 {
     for (int64_t k = 0; k < depth; k += STEP) {
         const int64_t count = depth - k < STEP ? depth - k : STEP;
         const int64_t first = count < LANES ? count : LANES;
         const char *from = x + k * size_of(type);
-        float values[STEP];
         const vec low = count < LANES ? load_part(from, first, type) : load(from, type);
-        store(values, low, FLOAT32);
         from += first * size_of(type);
         const vec high = count < STEP ? load_part(from, count - first, type) : load(from, type);
+        if (!is_split) {
+            store(to + k, low, FLOAT32);
+            store(to + k + LANES, high, FLOAT32);
+            continue;
+        }
+        float values[STEP];
+        store(values, low, FLOAT32);
         store(values + LANES, high, FLOAT32);
         for (int i = 0; i < STEP; i++)
-            to[k + i] = values[weight_type == BFLOAT16 ? i % LANES * 2 + i / LANES : i];
+            to[k + i] = values[i % LANES * 2 + i / LANES];
     }
 }
 
@@ -311,6 +317,48 @@ static struct product of_one_scheme(const struct product *whole, int64_t *next_p
         p.num_parts++;
     }
     return p;
+}
+
+/* What the inputs and outputs are for the caller; rows of them are items for the threads. */
+struct conversion {
+    char *out;
+    const char *x;
+    float *arranged;
+    const struct product *product;
+    int64_t type, num_columns;
+    int is_split;
+};
+
+enum { ROWS_PER_ITEM = 16, FEW_ROWS = 8 };
+
+#define FOR_ROWS(item, num_rows)                                                                \
+    for (int64_t row = (item) * ROWS_PER_ITEM,                                                  \
+                 end = row + ROWS_PER_ITEM < (num_rows) ? row + ROWS_PER_ITEM : (num_rows);     \
+         row < end; row++)
+
+static void arrange_item(void *context, int64_t item)
+{
+    const struct conversion *c = context;
+    const struct product *p = c->product;
+    FOR_ROWS(item, p->num_inputs)
+        arrange(c->arranged + row * p->x_stride, at(c->x, row * p->depth, (int)c->type), p->depth,
+                (int)c->type, c->is_split);
+}
+
+static void round_item(void *context, int64_t item)
+{
+    const struct conversion *c = context;
+    const struct product *p = c->product;
+    FOR_ROWS(item, p->num_inputs)
+        round_rows(at(c->out, row * c->num_columns, (int)c->type), p->out + row * c->num_columns,
+                   c->num_columns, (int)c->type);
+}
+
+static void convert(const struct conversion *c, int64_t num_threads, parallel_body body)
+{
+    const int64_t num_rows = c->product->num_inputs;
+    parallel_for(num_rows < FEW_ROWS ? 1 : num_threads, /* less than waking a thread takes */
+                 (num_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM, body, (void *)(uintptr_t)c);
 }
 
 /* linear(out, x, type, num_inputs, depth, parts, num_parts, bias, num_threads)
@@ -347,14 +395,15 @@ KERNEL(linear, "ppiiipipi")
     if (!is_read_in_place)
         whole.x = memory;
     whole.out = type == FLOAT32 ? out : memory + num_x;
+    struct conversion c = {out, x, memory, &whole, type, whole.out_stride, 0};
     for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
         struct product p = of_one_scheme(&whole, &part, column, &num_columns);
-        for (int64_t i = 0; i < (is_read_in_place ? 0 : num_inputs); i++)
-            arrange(memory + i * p.x_stride, at(x, i * depth, (int)type), depth, (int)type,
-                    has_many ? FLOAT32 : p.type);
+        c.is_split = !has_many && p.type == BFLOAT16;
+        if (!is_read_in_place)
+            convert(&c, num_threads, arrange_item);
         parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
     }
     if (type != FLOAT32)
-        round_rows(out, whole.out, num_out, (int)type);
+        convert(&c, num_threads, round_item);
     return 0;
 }

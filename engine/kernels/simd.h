@@ -105,6 +105,11 @@ INLINE void store(void *to, vec value, int type)
         memcpy(to, &value, sizeof value);
         return;
     }
+#if defined(__AVX512BF16__) && LANES == 16
+    const __m256bh pairs = _mm512_cvtneps_pbh((__m512)value); /* what is denormal becomes 0 */
+    memcpy(to, &pairs, sizeof pairs);
+    return;
+#endif
     const vec_bits bits = (vec_bits)value;
     const vec_bits nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* ties to even */
     const vec_int is_nan = value != value;
