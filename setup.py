@@ -16,6 +16,8 @@ X86_LEVELS = {
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
     + ["-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
+X86_LEVELS["avx512bf16"] = [*X86_LEVELS["avx512"], "-mavx512bf16"]
+X86_LEVELS["amx"] = [*X86_LEVELS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 
 
 def levels() -> dict[str, list[str]]:

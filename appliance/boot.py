@@ -36,9 +36,10 @@ from appliance.placement import (
 )
 from appliance.request import ModelInfo
 from engine.attention_backends import this_machine
-from engine.checkpoint import Checkpoint, choose_dtype, weights_layout
+from engine.checkpoint import Checkpoint, choose_dtype, packed_layout, weights_layout
 from engine.errors import ConfigError, PenstockError
-from engine.kernels.cpu import has_kernels
+from engine.kernels.cpu import has_kernels, load_kernels
+from engine.kernels.ways import Ways, find_ways
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
@@ -227,9 +228,13 @@ def _setups(
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    layout = None
+    layout, ways = None, None
     if not is_on_gpu:
-        layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
+        layout = packed_layout(checkpoint, dtype)
+        if layout is not None and (ways := _ways()) is None:
+            layout = None
+        if layout is None:
+            layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
     weights_fd = None
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)
@@ -239,7 +244,14 @@ def _setups(
         weights = None
         if layout is not None and weights_fd is not None:
             weights = WeightsSpec(
-                weights_fd, layout.num_bytes, index, len(placement.workers), is_filled=False
+                weights_fd,
+                layout.num_bytes,
+                index,
+                len(placement.workers),
+                is_filled=False,
+                is_packed=ways is not None,
+                way_starts=[] if ways is None else list(ways.starts),
+                ways=[] if ways is None else list(ways.ways),
             )
         setup = Setup(
             worker=plan.name,
@@ -263,6 +275,17 @@ def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> Gp
         return None
     is_shared = len(placement.workers) > 1
     return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared)
+
+
+def _ways() -> Ways | None:
+    """How packed matrices are multiplied; None: they are read as they are stored."""
+    try:
+        kernels, level = load_kernels()
+    except ImportError:
+        return None
+    found = find_ways(kernels, level)
+    log.info("bfloat16 products (%s): %s", level, found.why)
+    return found.ways
 
 
 def _memfd(name: str, num_bytes: int) -> int:

@@ -30,6 +30,7 @@ from appliance.placement import available_cores, available_memory_bytes, cgroup_
 from engine.config import ModelConfig
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
+from engine.kernels.ways import find_ways
 
 MIN_FREE_BYTES = 1 << 30
 MIN_OPEN_FILES = 1024
@@ -95,12 +96,14 @@ def _packages() -> Finding:
 
 def _kernels() -> Finding:
     try:
-        return Finding("kernels", "ok", f"compiled, {load_kernels()[1]}")
+        kernels, level = load_kernels()
     except ImportError as error:
         return Finding(
             "kernels", "note", f"torch does their work, several times slower: {error}",
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
+    products = find_ways(kernels, level).why
+    return Finding("kernels", "ok", f"compiled, {level}; bfloat16 matrices {products}")
 
 
 def _cores() -> Finding:

@@ -14,12 +14,13 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.json_keys import JsonKeys
+from engine.pairs import packed_shape
 from engine.safetensors_header import TensorInfo, read_header
 
 _SINGLE = "model.safetensors"
@@ -87,6 +88,8 @@ class WeightsLayout:
     num_bytes: int
     offset_by_name: dict[str, int]
     shape_by_name: dict[str, tuple[int, ...]]
+    source_by_packed: dict[str, str] = field(default_factory=dict)
+    """Of matrices that are packed in pairs, the tensors that they are made of."""
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
@@ -203,10 +206,8 @@ def weights_layout(
         tensor.dtype == dtype or (can_widen and (dtype == "float32" or len(tensor.shape) == 1))
         for tensor in checkpoint.tensors.values()
     )
-    is_aligned = all(
-        tensor.start % DTYPE_BYTES[tensor.dtype] == 0 for tensor in checkpoint.tensors.values()
-    )
-    return None if is_served_as_stored and is_aligned else arena_layout(checkpoint, dtype)
+    is_mapped = is_served_as_stored and _is_aligned(checkpoint)
+    return None if is_mapped else arena_layout(checkpoint, dtype)
 
 
 def arena_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout:
@@ -223,6 +224,40 @@ def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
         offset_by_name[name] = offset
         offset += math.prod(shape) * DTYPE_BYTES[dtype]
     return WeightsLayout(offset, offset_by_name, shape_by_name)
+
+
+def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
+    """The arena of the matrices of all products, packed in pairs; the rest stays in the files.
+
+    A tied output projection is packed under the name that it would have; the embedding, of which a
+    step looks up rows, stays as it is stored. None where no kernel reads pairs for `dtype`, or a
+    file cannot be mapped.
+    """
+    if dtype != "bfloat16" or not _is_aligned(checkpoint):
+        return None
+    prefix = checkpoint.config.family.prefix
+    embedding, head = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
+    source_by_packed = {
+        name: name
+        for name, tensor in checkpoint.tensors.items()
+        if len(tensor.shape) == 2 and name != embedding
+    }
+    source_by_packed.setdefault(head, embedding)
+    offset, offset_by_name = 0, {}
+    shape_by_name: dict[str, tuple[int, ...]] = {}
+    for name, source in source_by_packed.items():
+        num_rows, depth = checkpoint.tensors[source].shape
+        shape_by_name[name] = packed_shape(num_rows, depth)
+        offset_by_name[name] = offset
+        offset += math.prod(shape_by_name[name]) * DTYPE_BYTES[dtype]
+    return WeightsLayout(offset, offset_by_name, shape_by_name, source_by_packed)
+
+
+def _is_aligned(checkpoint: Checkpoint) -> bool:
+    """True if every tensor begins at a multiple of its values' size."""
+    return all(
+        tensor.start % DTYPE_BYTES[tensor.dtype] == 0 for tensor in checkpoint.tensors.values()
+    )
 
 
 def _continues_matrix(name: str) -> bool:

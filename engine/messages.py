@@ -37,6 +37,12 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     share_index: int
     share_count: int
     is_filled: bool
+    is_packed: bool = False
+    """Matrices lie in it packed in pairs; how they are multiplied is in the two lists."""
+    way_starts: list[int] = []
+    """Numbers of inputs from which on..."""
+    ways: list[int] = []
+    """...products are done in these ways."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True):

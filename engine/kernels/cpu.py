@@ -13,6 +13,11 @@ from typing import Protocol, cast
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
+BFLOAT16_PAIRS = 3
+"""The scheme of matrices that `pack_pairs` has packed."""
+WIDENED, DOTS, TILES = range(3)
+"""Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
+WAY_NAMES = ("widened", "dots", "tiles")
 
 
 class Kernels(Protocol):
@@ -35,6 +40,12 @@ class Kernels(Protocol):
 
     def linear(self, *arguments: float) -> None:
         """Multiply rows by matrices in the dtype in which these are stored."""
+
+    def linear_pairs(self, *arguments: float) -> None:
+        """Multiply bfloat16 rows by packed matrices, in one of the ways."""
+
+    def pack_pairs(self, *arguments: float) -> None:
+        """Pack panels of a bfloat16 matrix."""
 
     def record(self) -> None:
         """Write down every call from now on."""

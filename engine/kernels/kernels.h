@@ -47,5 +47,7 @@ DECLARED(gated)
 DECLARED(place)
 DECLARED(rms_norm)
 DECLARED(linear)
+DECLARED(linear_pairs)
+DECLARED(pack_pairs)
 
 #endif

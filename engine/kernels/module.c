@@ -4,6 +4,11 @@
 #include "kernels.h"
 
 #include <stdarg.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 enum { MAX_WORDS = 24, RELEASES_ALWAYS = -1, MANY_TOKENS = 8 };
 
@@ -21,6 +26,8 @@ static const struct kernel kernels[] = {
     {NAMED(place), 7},
     {NAMED(rms_norm), 6},
     {NAMED(linear), 3},
+    {NAMED(linear_pairs), 2},
+    {NAMED(pack_pairs), RELEASES_ALWAYS},
 };
 
 /* The calls since record(): the number of the kernel, then its words; one after the other. */
@@ -113,6 +120,8 @@ CALLED(gated, 1)
 CALLED(place, 2)
 CALLED(rms_norm, 3)
 CALLED(linear, 4)
+CALLED(linear_pairs, 5)
+CALLED(pack_pairs, 6)
 
 /* record(): from now on every call is also written down. */
 static PyObject *record(PyObject *module, PyObject *ignored)
@@ -156,6 +165,19 @@ static PyObject *replay(PyObject *module, PyObject *calls)
     Py_RETURN_NONE;
 }
 
+#if defined(__x86_64__)
+/* True if the processor has tiles for bfloat16, and the system lets this process use them, which it
+ * has to be asked for: without, the first tile instruction is a fatal signal. */
+static int grants_tiles(void)
+{
+    enum { BF16_AND_TILE = 1 << 22 | 1 << 24, ASK_FOR_FEATURE = 0x1023, TILE_DATA = 18 };
+    unsigned int a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16_AND_TILE) != BF16_AND_TILE)
+        return 0;
+    return syscall(SYS_arch_prctl, ASK_FOR_FEATURE, TILE_DATA) == 0;
+}
+#endif
+
 /* Names of the levels that this processor and its kernel can run, best first. */
 static PyObject *supported(PyObject *module, PyObject *ignored)
 {
@@ -166,6 +188,10 @@ static PyObject *supported(PyObject *module, PyObject *ignored)
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                            __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16") && grants_tiles())
+        return Py_BuildValue("(sssss)", "amx", "avx512bf16", "avx512", "avx2", "portable");
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+        return Py_BuildValue("(ssss)", "avx512bf16", "avx512", "avx2", "portable");
     if (has_avx512)
         return Py_BuildValue("(sss)", "avx512", "avx2", "portable");
     if (has_avx2)
@@ -183,6 +209,8 @@ static PyMethodDef functions[] = {
     ROW(place),
     ROW(rms_norm),
     ROW(linear),
+    ROW(linear_pairs),
+    ROW(pack_pairs),
     {"record", record, METH_NOARGS, NULL},
     {"recorded", recorded, METH_NOARGS, NULL},
     {"replay", replay, METH_O, NULL},

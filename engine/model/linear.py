@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.kernels.cpu import BFLOAT16, FLOAT16, FLOAT32, Kernels
+from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, Kernels
+from engine.kernels.ways import EXACT, Ways
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
 from engine.model.weight import Weight
@@ -25,7 +26,12 @@ from engine.model.weight import Weight
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
 
-_KERNEL_SCHEMES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+_KERNEL_SCHEMES = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "float16": FLOAT16,
+    "bfloat16_pairs": BFLOAT16_PAIRS,
+}
 
 # MKL multiplies a large matrix by so few rows in half the time the other way round.
 _FEW_ROWS = 4
@@ -40,6 +46,8 @@ class Linears:
     kernels: Kernels | None
 
     take: Take = fresh
+    ways: Ways | None = None
+    """How matrices that are packed in pairs are multiplied; None: none is."""
 
     def make(
         self,
@@ -57,11 +65,18 @@ class Linears:
         biases = [weights[f"{name}.bias"].values for name in names] if has_bias else []
         if self.kernels is None:
             return TorchLinear(matrices, biases)
-        return CompiledLinear(self.kernels, matrices, biases, fresh if is_kept else self.take)
+        take = fresh if is_kept else self.take
+        if all(matrix.scheme == "bfloat16_pairs" for matrix in matrices):
+            return PackedLinear(self.kernels, matrices, biases, self.ways or EXACT, take)
+        return CompiledLinear(self.kernels, matrices, biases, take)
 
 
 def choose_linears(
-    device: str, dtype: torch.dtype, level: str | None = None, take: Take = fresh
+    device: str,
+    dtype: torch.dtype,
+    level: str | None = None,
+    take: Take = fresh,
+    ways: Ways | None = None,
 ) -> Linears:
     """Compiled kernels where they were built and know the dtype, else torch.
 
@@ -70,9 +85,10 @@ def choose_linears(
         dtype: of the inputs.
         level: of the kernels; None: the best that the machine can run.
         take: where results lie.
+        ways: how matrices that are packed in pairs are multiplied.
     """
     kernels, name = find_kernels(device, dtype, level)
-    return Linears(name if kernels is None else f"compiled {name}", kernels, take)
+    return Linears(name if kernels is None else f"compiled {name}", kernels, take, ways)
 
 
 class CompiledLinear:
@@ -113,6 +129,47 @@ class CompiledLinear:
             ELEMENT_TYPES[x.dtype],
             num_tokens,
             *self._prepared,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class PackedLinear:
+    """Matrices packed in pairs, [panels, pairs, rows of a panel, 2]; inputs are bfloat16."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        matrices: list[Weight],
+        biases: list[torch.Tensor],
+        ways: Ways,
+        take: Take = fresh,
+    ) -> None:
+        self._take, self._way_of = take, ways.way_of
+        self._matrices = matrices  # alive for as long as their addresses are used
+        self._bias = torch.cat(biases).float() if biases else None
+        self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
+        parts = [(m.data.data_ptr(), m.shape[0], BFLOAT16_PAIRS) for m in matrices]
+        self._parts = torch.tensor(parts, dtype=torch.int64)
+        self._linear = kernels.linear_pairs
+        self._prepared = (
+            matrices[0].shape[1],
+            self._parts.data_ptr(),
+            len(parts),
+            0 if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by all matrices in one call, in the way that is best for so many inputs."""
+        x = x.contiguous()
+        num_tokens = len(x)
+        out = self._take("linear", num_tokens, self._num_outputs, x.dtype)
+        self._linear(
+            out.data_ptr(),
+            x.data_ptr(),
+            num_tokens,
+            *self._prepared,
+            self._way_of(num_tokens),
             torch.get_num_threads(),
         )
         return out

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.config import ExpertsConfig, ModelConfig
+from engine.kernels.ways import Ways
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
@@ -55,6 +56,7 @@ class Transformer:
         dtype: of weights, activations and the pool.
         max_model_len: the longest request's tokens; None: all that the model has positions for.
         block_size: the pool's; None: what the attention backend likes best.
+        ways: how matrices that are packed in pairs are multiplied, where some are.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Transformer:
         dtype: str,
         max_model_len: int | None = None,
         block_size: int | None = None,
+        ways: Ways | None = None,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -79,7 +82,7 @@ class Transformer:
         self._num_table_positions = 0
         buffers = Buffers()
         self._backend = choose_backend(self.device, self.dtype, config, block_size, buffers.take)
-        linears = choose_linears(self.device.type, self.dtype, take=buffers.take)
+        linears = choose_linears(self.device.type, self.dtype, take=buffers.take, ways=ways)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._branches: list[_Branch] = []
@@ -88,7 +91,9 @@ class Transformer:
             rope_index = None if rope is None else self._ropes.index(rope)
             self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm")
-        head = embedding if config.is_tied else f"{prefix}lm_head"
+        head = f"{prefix}lm_head"
+        if f"{head}.weight" not in weights:  # tied, and not packed, which makes two of them
+            head = embedding
         self._head = linears.make(weights, [head], is_kept=True)
         self._tapes: Tapes | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)

@@ -18,8 +18,11 @@ SCHEMES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "bfloat16_pairs": torch.bfloat16,
 }
-"""Names to the dtype of data; all of these are plain: a datum is a value, and nothing scales it."""
+"""Names to the dtype of data. The first three are plain: data are the values. Pairs are packed for
+the kernels, [panels, pairs of a row, rows of a panel, 2]. Nothing scales any of them."""
+PLAIN = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Weight:
     scales: torch.Tensor | None
     """What data are multiplied by, as the scheme says; None where nothing scales them."""
     scheme: str
+    shape: tuple[int, ...]
+    """Of the values, however they are stored."""
 
     def __post_init__(self) -> None:
         dtype = SCHEMES.get(self.scheme)
@@ -48,9 +53,16 @@ class Weight:
     @classmethod
     def plain(cls, data: torch.Tensor) -> Weight:
         """Values as they are; the scheme is named after their dtype."""
-        return cls(data, None, str(data.dtype).removeprefix("torch."))
+        return cls(data, None, str(data.dtype).removeprefix("torch."), tuple(data.shape))
 
     @property
     def values(self) -> torch.Tensor:
-        """The values themselves: of every scheme that there is today, its data."""
+        """The values themselves, where data are values.
+
+        Raises:
+            CheckpointError: they are packed.
+        """
+        if self.scheme not in PLAIN:
+            hint = f"only {', '.join(PLAIN)} are read value by value"
+            raise CheckpointError(f"{self.scheme} has no values", where="weight", hint=hint)
         return self.data

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint import Checkpoint, packed_layout, weights_layout
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
+from engine.model.packing import pack_weights
 from engine.model.weight import Weight
 
 Progress = Callable[[int, int], None]
@@ -34,6 +35,8 @@ def load_weights(
     arena: mmap.mmap | None,
     share: tuple[int, int] | None,
     progress: Progress,
+    *,
+    is_packed: bool = False,
 ) -> dict[str, Weight]:
     """The model's weights by name: in `dtype`, but for matrices that are mapped in another.
 
@@ -44,19 +47,30 @@ def load_weights(
         share: (index, count) of the part to convert into the arena; None if it is filled.
             The other parts are undefined until their workers have returned from this call.
         progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
+        is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them.
     """
     if arena is None:
-        mapped = _map_files(checkpoint, progress)
-        return {
-            name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
-            for name, values in mapped.items()
-        }
+        return _mapped(checkpoint, dtype, progress)
+    if is_packed:
+        layout = packed_layout(checkpoint, dtype)
+        if layout is None:
+            raise ValueError(f"this checkpoint is not packed for {dtype}")
+        mapped = _mapped(checkpoint, dtype, _ignore)
+        return mapped | pack_weights(mapped, layout, arena, share, progress)
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         _convert_share(_map_files(checkpoint, _ignore), views, share, DTYPE_BYTES[dtype], progress)
     else:
         progress(len(arena), len(arena))
     return {name: Weight.plain(view) for name, view in views.items()}
+
+
+def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
+    """Matrices in the files, vectors in `dtype`."""
+    return {
+        name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
+        for name, values in _map_files(checkpoint, progress).items()
+    }
 
 
 def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:

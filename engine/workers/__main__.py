@@ -69,6 +69,7 @@ def main() -> int:
 
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.checkpoint import Checkpoint
+    from engine.kernels.ways import Ways
     from engine.matcher import GrammarTokenizer
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights
@@ -95,14 +96,21 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         arena = mmap.mmap(setup.weights.fd, setup.weights.num_bytes, mmap.MAP_SHARED)
         if not setup.weights.is_filled:
             share = (setup.weights.share_index, setup.weights.share_count)
-    weights = load_weights(checkpoint, setup.dtype, arena, share, _Progress(channel))
+    spec, ways = setup.weights, None
+    is_packed = spec is not None and spec.is_packed
+    if spec is not None and is_packed:
+        ways = Ways(tuple(spec.way_starts), tuple(spec.ways))
+    progress = _Progress(channel)
+    weights = load_weights(checkpoint, setup.dtype, arena, share, progress, is_packed=is_packed)
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
     specs = setup.other_pools
     others = {s.name: map_pool(s, config, setup.block_size, setup.dtype) for s in specs}
     copy_bytes_per_s = min((probe(pool, other) for other in others.values()), default=None)
-    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, setup.block_size)
+    transformer = Transformer(
+        config, weights, setup.dtype, setup.max_model_len, setup.block_size, ways
+    )
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens, setup.max_model_len)
     worker = Worker(

@@ -7,7 +7,10 @@ import pytest
 from appliance.boot import check_plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
 from appliance.devices.listing import Gpu
+from engine.checkpoint import packed_layout
 from engine.errors import CheckpointError, ConfigError, PenstockError
+from engine.kernels.cpu import TILES, WIDENED
+from engine.kernels.ways import Ways
 from engine.messages import GpuSpec
 
 
@@ -133,3 +136,19 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         make_plan(config(tmp_path, model=Path("/nonexistent/model")))
     assert refused.value.where == "/nonexistent/model"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
+    plan_of, tiny_llama, monkeypatch, dtype
+):
+    monkeypatch.setattr("appliance.boot._ways", lambda: Ways((1, 16), (WIDENED, TILES)))
+    plan = plan_of(model=tiny_llama, dtype=dtype)
+    specs = [setup.weights for _, setup in plan.workers]
+    if dtype == "float32":
+        assert specs == [None, None]
+        return
+    for spec in specs:
+        assert (spec.is_packed, spec.way_starts, spec.ways) == (True, [1, 16], [WIDENED, TILES])
+        layout = packed_layout(plan.checkpoint, dtype)
+        assert os.fstat(spec.fd).st_size == spec.num_bytes == layout.num_bytes

@@ -200,13 +200,13 @@ def test_a_way_that_is_not_the_best_says_why():
 
 def test_a_scheme_that_nobody_knows_is_refused_by_name():
     with pytest.raises(CheckpointError, match="unknown scheme 'int4'"):
-        Weight(torch.zeros(2, 2), None, "int4")
+        Weight(torch.zeros(2, 2), None, "int4", (2, 2))
     with pytest.raises(CheckpointError, match="unknown scheme 'int32'"):
         Weight.plain(torch.zeros(2, 2, dtype=torch.int32))
 
 
 def test_data_and_scales_are_what_the_scheme_has():
     with pytest.raises(CheckpointError, match="not bfloat16"):
-        Weight(torch.zeros(2, 2), None, "bfloat16")
+        Weight(torch.zeros(2, 2), None, "bfloat16", (2, 2))
     with pytest.raises(CheckpointError, match="with scales are not float32"):
-        Weight(torch.zeros(2, 2), torch.ones(2), "float32")
+        Weight(torch.zeros(2, 2), torch.ones(2), "float32", (2, 2))

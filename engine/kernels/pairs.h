@@ -1,0 +1,91 @@
+/* Weights packed in pairs: one layout of bfloat16 for dots of pairs, and for matrix tiles.
+ *
+ * A panel is PANEL_ROWS rows of a matrix: of all of them the first two values, then of all of them the
+ * next two, and so on. A vector of pairs times one broadcast pair of an input adds two products to each
+ * of 16 sums; 16 steps of a panel, 1 KiB, are one operand of a matrix unit. Rows that are missing in
+ * the last panel, and values to a whole number of tiles, are 0.
+ */
+#ifndef PENSTOCK_PAIRS_H
+#define PENSTOCK_PAIRS_H
+
+#include "simd.h"
+
+/* Ways to multiply, as in cpu.py. */
+enum { WIDENED = 0, DOTS = 1, TILES = 2 };
+
+enum {
+    PANEL_ROWS = 16,
+    TILE_DEPTH = 32, /* values of a row in a tile: a packed row is a multiple of them */
+    PANEL_VECS = PANEL_ROWS / LANES,
+    PAIR_BYTES = 4,
+};
+
+/* A packed matrix that shares the inputs with others. */
+struct packed_part {
+    int64_t address;
+    int64_t num_rows;
+    int64_t scheme;
+};
+
+struct pairs_product {
+    const struct packed_part *parts;
+    const char *x;     /* bfloat16 [num_inputs, x_stride] */
+    const float *wide; /* the same as float32, where that is what is multiplied */
+    char *out;     /* bfloat16 [num_inputs, out_stride] */
+    const float *bias;
+    int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
+};
+
+/* Consecutive panels of one part, [first, end), and where the rows of panel 0 lie in the output. */
+struct panels {
+    const char *base;
+    int64_t first, end, num_rows, column, bytes; /* of a panel */
+};
+
+INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+INLINE int64_t panels_of(int64_t num_rows) { return (num_rows + PANEL_ROWS - 1) / PANEL_ROWS; }
+
+/* Calls multiply() for the panels of item number `item`, part after part; a share of them all. */
+typedef void (*multiply_panels_of)(const struct pairs_product *p, const struct panels *panels);
+INLINE void for_panels(const struct pairs_product *p, int64_t item, multiply_panels_of multiply)
+{
+    int64_t num_panels = 0, before = 0, column = 0;
+    for (int64_t i = 0; i < p->num_parts; i++)
+        num_panels += panels_of(p->parts[i].num_rows);
+    const int64_t first = num_panels * item / p->num_items;
+    const int64_t end = num_panels * (item + 1) / p->num_items;
+    for (int64_t i = 0; i < p->num_parts; i++) {
+        const int64_t count = panels_of(p->parts[i].num_rows);
+        struct panels panels = {
+            .base = (const char *)(uintptr_t)p->parts[i].address,
+            .first = first > before ? first - before : 0,
+            .end = end < before + count ? end - before : count,
+            .num_rows = p->parts[i].num_rows,
+            .column = column,
+            .bytes = p->depth / 2 * PANEL_ROWS * PAIR_BYTES,
+        };
+        if (panels.first < panels.end)
+            multiply(p, &panels);
+        before += count;
+        column += p->parts[i].num_rows;
+    }
+}
+
+/* Sums of one input and LANES rows of a panel to the output. */
+INLINE void write_panel_sums(const struct pairs_product *p, int64_t input, int64_t column, vec sums,
+                             int64_t count)
+{
+    char *to = p->out + (input * p->out_stride + column) * 2;
+    const float *bias = p->bias == NULL ? NULL : p->bias + column;
+    if (count >= LANES) {
+        store(to, bias == NULL ? sums : sums + load(bias, FLOAT32), BFLOAT16);
+    } else if (count > 0) {
+        sums = bias == NULL ? sums : sums + load_part(bias, count, FLOAT32);
+        store_part(to, sums, count, BFLOAT16);
+    }
+}
+
+/* Bodies of parallel_for. */
+void multiply_tiles(void *context, int64_t item);
+
+#endif

@@ -1,0 +1,137 @@
+/* Inputs in bfloat16 times weights packed in pairs, by matrix tiles: 32 inputs by 32 rows at a time.
+ *
+ * One source for Intel's AMX and for plain C, which computes what the instructions do, so that packing
+ * and arithmetic are tested on machines without the unit. A tile register is 16 rows of 64 bytes; a
+ * thread says so to the unit before it uses it, and lets go of it after, for eight of them cost a
+ * context switch 8 KiB.
+ */
+#include "pairs.h"
+
+enum { TILE_ROWS = 16, TILE_BYTES = 64, INPUTS = 2 * TILE_ROWS, GROUP_BYTES = 1 << 20 };
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+INLINE void begin_tiles(void)
+{
+    static const struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t num_rows[16];
+    } shape = {.palette = 1,
+               .row_bytes = {[0 ... 7] = TILE_BYTES},
+               .num_rows = {[0 ... 7] = TILE_ROWS}};
+    _tile_loadconfig(&shape);
+}
+#define end_tiles() _tile_release()
+#define tile_zero(tile) _tile_zero(tile)
+#define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
+#define tile_store(to, stride, tile) _tile_stored(tile, to, stride)
+#define tile_multiply(sums, x, w) _tile_dpbf16ps(sums, x, w)
+#else
+static _Thread_local char registers[8][TILE_ROWS][TILE_BYTES];
+#define begin_tiles() memset(registers, 0, sizeof registers)
+#define end_tiles() ((void)0)
+#define tile_zero(tile) memset(registers[tile], 0, sizeof registers[tile])
+static void tile_load(int tile, const char *from, int64_t stride)
+{
+    for (int row = 0; row < TILE_ROWS; row++)
+        memcpy(registers[tile][row], from + row * stride, TILE_BYTES);
+}
+static void tile_store(char *to, int64_t stride, int tile)
+{
+    for (int row = 0; row < TILE_ROWS; row++)
+        memcpy(to + row * stride, registers[tile][row], TILE_BYTES);
+}
+static float value_of(const char *bfloat16)
+{
+    uint16_t half;
+    memcpy(&half, bfloat16, sizeof half);
+    const uint32_t bits = (half & 0x7f80) == 0 ? 0 : (uint32_t)half << 16; /* denormals are 0 */
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static void tile_multiply(int sums, int x, int w)
+{
+    for (int input = 0; input < TILE_ROWS; input++)
+        for (int pair = 0; pair < TILE_BYTES / PAIR_BYTES; pair++)
+            for (int row = 0; row < PANEL_ROWS; row++) {
+                const char *a = registers[x][input] + pair * PAIR_BYTES;
+                const char *b = registers[w][pair] + row * PAIR_BYTES;
+                float sum;
+                memcpy(&sum, registers[sums][input] + row * sizeof sum, sizeof sum);
+                sum += value_of(a + 2) * value_of(b + 2) + value_of(a) * value_of(b);
+                memcpy(registers[sums][input] + row * sizeof sum, &sum, sizeof sum);
+            }
+}
+#endif
+
+/* INPUTS inputs, of which num_inputs are written, by panels i and i + 1; the second may be the first. */
+static void multiply_square(const struct pairs_product *p, const struct panels *panels, int64_t i,
+                            int64_t second, const char *x, int64_t x_bytes, int64_t input,
+                            int64_t num_inputs)
+{
+    const char *low = panels->base + i * panels->bytes;
+    const char *high = panels->base + second * panels->bytes;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t k = 0; k < p->depth; k += TILE_DEPTH) {
+        tile_load(4, x + k * 2, x_bytes);
+        tile_load(5, x + k * 2 + TILE_ROWS * x_bytes, x_bytes);
+        tile_load(6, low + k * PANEL_ROWS * 2, TILE_BYTES);
+        tile_load(7, high + k * PANEL_ROWS * 2, TILE_BYTES);
+        tile_multiply(0, 4, 6);
+        tile_multiply(1, 4, 7);
+        tile_multiply(2, 5, 6);
+        tile_multiply(3, 5, 7);
+    }
+    float sums[INPUTS][2 * PANEL_ROWS] __attribute__((aligned(64)));
+    enum { STRIDE = sizeof sums[0] };
+    tile_store((char *)&sums[0][0], STRIDE, 0);
+    tile_store((char *)&sums[0][PANEL_ROWS], STRIDE, 1);
+    tile_store((char *)&sums[TILE_ROWS][0], STRIDE, 2);
+    tile_store((char *)&sums[TILE_ROWS][PANEL_ROWS], STRIDE, 3);
+    for (int64_t n = 0; n < num_inputs; n++)
+        for (int v = 0; v < 2 * PANEL_VECS; v++) {
+            const int64_t panel = v < PANEL_VECS ? i : second;
+            const int64_t row = panel * PANEL_ROWS + v % PANEL_VECS * LANES;
+            write_panel_sums(p, input + n, panels->column + row,
+                             load(&sums[n][v * LANES], FLOAT32), panels->num_rows - row);
+        }
+}
+
+static void multiply_tiled(const struct pairs_product *p, const struct panels *panels)
+{
+    int64_t group = GROUP_BYTES / panels->bytes / 2 * 2;
+    group = group < 2 ? 2 : group;
+    const int64_t row_bytes = p->depth * 2;
+    char *rest = NULL; /* the last inputs, and zeros up to a whole tile: nothing behind x is read */
+    const int64_t num_rest = p->num_inputs % INPUTS;
+    for (int64_t from = panels->first; from < panels->end; from += group) {
+        const int64_t to = from + group < panels->end ? from + group : panels->end;
+        for (int64_t input = 0; input < p->num_inputs; input += INPUTS) {
+            const int is_rest = p->num_inputs - input < INPUTS;
+            const char *x = p->x + input * p->x_stride * 2;
+            if (is_rest && rest == NULL) {
+                rest = calloc(INPUTS, (size_t)row_bytes);
+                if (rest == NULL)
+                    abort(); /* less than a prompt's row for each of 32 tokens */
+                for (int64_t n = 0; n < num_rest; n++)
+                    memcpy(rest + n * row_bytes, x + n * p->x_stride * 2, (size_t)row_bytes);
+            }
+            for (int64_t i = from; i < to; i += 2)
+                multiply_square(p, panels, i, i + 1 < to ? i + 1 : i, is_rest ? rest : x,
+                                is_rest ? row_bytes : p->x_stride * 2, input,
+                                is_rest ? num_rest : INPUTS);
+        }
+    }
+    free(rest);
+}
+
+void multiply_tiles(void *context, int64_t item)
+{
+    begin_tiles();
+    for_panels(context, item, multiply_tiled);
+    end_tiles();
+}

@@ -1,0 +1,97 @@
+"""Matrices packed in pairs, in one arena that all workers read.
+
+Owns: filling the arena, a share by each worker. Called by: weights, at start.
+Invariant: a packed matrix is the stored one rounded to bfloat16, and nothing else.
+Never: decides whether to pack, or where (boot and engine.checkpoint do).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterator
+
+import torch
+
+from engine.checkpoint import WeightsLayout
+from engine.kernels.cpu import load_kernels
+from engine.model.weight import Weight
+from engine.pairs import PANEL_ROWS, packed_shape
+
+_PIECE_VALUES = 4 << 20  # packed between two reports: some milliseconds
+
+
+def pack_weights(
+    stored: dict[str, Weight],
+    layout: WeightsLayout,
+    arena: mmap.mmap,
+    share: tuple[int, int] | None,
+    progress: Callable[[int, int], None],
+) -> dict[str, Weight]:
+    """The packed matrices by name.
+
+    Args:
+        stored: the matrices as they are, by the names of their tensors.
+        layout: where the packed ones lie, of packed_layout().
+        arena: shared memory of the layout's size.
+        share: (index, count) of the part to fill; None if it is filled.
+        progress: called with (bytes done, bytes to do).
+
+    Raises:
+        ValueError: the arena is smaller than the layout.
+    """
+    if len(arena) < layout.num_bytes:
+        raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout.num_bytes}")
+    memory = torch.frombuffer(arena, dtype=torch.bfloat16)
+    packed = {}
+    for name, source in layout.source_by_packed.items():
+        num_rows, depth = stored[source].shape
+        shape, first = packed_shape(num_rows, depth), layout.offset_by_name[name] // 2
+        data = memory[first : first + math.prod(shape)].view(shape)
+        packed[name] = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
+    todo = [] if share is None else list(_pieces(packed, *share))
+    total = sum(_num_bytes(packed[name], first, end) for name, first, end in todo)
+    done = 0
+    for name, first, end in todo:
+        pack_panels(stored[layout.source_by_packed[name]], packed[name], first, end)
+        done += _num_bytes(packed[name], first, end)
+        progress(done, total)
+    if not todo:
+        progress(layout.num_bytes, layout.num_bytes)
+    return packed
+
+
+def pack_panels(stored: Weight, packed: Weight, first: int, end: int) -> None:
+    """Fill panels [first, end) of a packed matrix."""
+    kernels, _ = load_kernels()
+    rows = stored.values[first * PANEL_ROWS : end * PANEL_ROWS].bfloat16().contiguous()
+    target = packed.data[first:end]
+    kernels.pack_pairs(target.data_ptr(), rows.data_ptr(), *rows.shape, 0, end - first)
+
+
+def packed_weight(stored: Weight) -> Weight:
+    """A matrix packed into memory of its own."""
+    num_rows, depth = stored.shape
+    data = torch.empty(packed_shape(num_rows, depth), dtype=torch.bfloat16)
+    packed = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
+    pack_panels(stored, packed, 0, len(data))
+    return packed
+
+
+def _num_bytes(packed: Weight, first: int, end: int) -> int:
+    return (end - first) * packed.data[0].nbytes
+
+
+def _pieces(packed: dict[str, Weight], index: int, count: int) -> Iterator[tuple[str, int, int]]:
+    """Share `index` of `count` of all bytes, in runs of panels of one matrix."""
+    total = sum(weight.data.nbytes for weight in packed.values())
+    share_first, share_end, before = total * index // count, total * (index + 1) // count, 0
+    for name, weight in packed.items():
+        # a panel belongs to the share in which its first byte lies
+        panel_bytes = weight.data[0].nbytes
+        first = -(-max(share_first - before, 0) // panel_bytes)
+        end = min(-(-max(share_end - before, 0) // panel_bytes), len(weight.data))
+        step = max(_PIECE_VALUES // weight.data[0].numel(), 1)
+        for panel in range(first, end, step):
+            yield name, panel, min(panel + step, end)
+        before += weight.data.nbytes
