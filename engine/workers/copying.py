@@ -192,9 +192,11 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
     rates, num_intact = [], 0
     for _ in range(_NUM_PROBES):
         pool[0].copy_(pattern)
+        _settle(device)
         started_ns = time.monotonic_ns()
         num_bytes = copy_blocks(pool, other, [(0, 0)], device)
         pool[0].zero_()
+        _settle(device)
         num_bytes += copy_blocks(other, pool, [(0, 0)], device)
         rates.append(num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9)
         num_intact += torch.equal(pool[0], pattern)
@@ -206,3 +208,9 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
             hint="the memory or the device is at fault; see the kernel log",
         )
     return max(rates)
+
+
+def _settle(device: Device | None) -> None:
+    """Wait for what was given the steps' stream: that of the copies does not."""
+    if device is not None:
+        device.mark()()

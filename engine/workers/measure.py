@@ -34,6 +34,7 @@ from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.sequence import SamplingParams
+from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
@@ -41,7 +42,6 @@ from engine.workers.kernel_bench import SEQUENCES, SMALL_SEQUENCES, Bed
 from engine.workers.runner import Runner
 from engine.workers.running import Running
 from engine.workers.streaming import arena_views
-from engine.workers.transfer import copy_blocks
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -238,12 +238,12 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
     """Blocks to the host and back as the ring moves them, beside one large copy."""
     pool = bench.pool(num_blocks + 1)
     ring = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
-    ids = list(range(1, num_blocks + 1))
+    pairs = [(block_id, block_id) for block_id in range(1, num_blocks + 1)]
     amount = pool[1:].numel() * pool.element_size()
     shape = f"{num_blocks} blocks"
     for what, source, target in (("to the host", pool, ring), ("from the host", ring, pool)):
         whole_ms = bench.time(partial(target[1:].copy_, source[1:], non_blocking=True))
-        ms = bench.time(partial(copy_blocks, source, ids, target, ids, bench.device))
+        ms = bench.time(partial(copy_blocks, source, target, pairs, bench.device))
         rate = amount / ms * 1e3
         yield Row(f"blocks {what}", shape, ms, rate, "B/s", whole_ms / ms)
 

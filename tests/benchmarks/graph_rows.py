@@ -33,6 +33,7 @@ class Nothing:
 
 
 def sequence(running_type, sampling, number):
+    names = running_type.__dataclass_fields__
     return running_type(
         seq_id=number,
         generation=0,
@@ -42,8 +43,8 @@ def sequence(running_type, sampling, number):
         block_table=list(range(1, 2 + (CONTEXT + 512) // BLOCK_SIZE)),
         sampling=sampling,
         until_output=CONTEXT + 512,
-        num_stored_blocks=None,
         admitted_ns=0,
+        **({"num_stored_blocks": None} if "num_stored_blocks" in names else {}),
     )
 
 

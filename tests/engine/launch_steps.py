@@ -63,7 +63,6 @@ def sequence(rng, number, *, is_decoding):
         block_table=[1] * -(-length // BLOCK_SIZE),
         sampling=SamplingParams(4, number, temperature=temperature),
         until_output=4,
-        num_stored_blocks=None,
         admitted_ns=0,
     )
     return running, new

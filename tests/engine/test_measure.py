@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.kernel_costs import step_values
 from engine.model.linear import as_one_matrix
 from engine.workers import measure
-from engine.workers.measure import LLAMA_8B, Bench, _config, steps
+from engine.workers.measure import LLAMA_8B, Bench, _config, steps, transports
 from tests.checkpoints import make_checkpoint
 
 
@@ -74,3 +74,9 @@ def test_a_prompts_blocks_are_its_own(bench, monkeypatch):
     (pool,) = seen
     assert pool[1:5].flatten(1).any(1).all()
     assert not pool[0].any()
+
+
+def test_blocks_are_timed_to_the_host_and_back(bench):
+    rows = list(transports(bench, 3))
+    assert [row.what for row in rows] == ["blocks to the host", "blocks from the host"]
+    assert all(row.rate > 0 for row in rows)
