@@ -1,0 +1,183 @@
+"""Random calls of every kernel, on memory that ends where it may be read: run by tests.sanitize.
+
+usage: python tests/kernel_calls.py MODULE_FILE CALLS SEED
+
+Shapes are odd, rows lie at odd addresses, and every array ends at a page that cannot be touched or,
+by turns, comes from malloc, around which a sanitizer watches. Each call is made on one thread and
+on three, and has to write the same. Imports no torch, which is slow under a sanitizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import mmap
+import sys
+from array import array
+from pathlib import Path
+from random import Random
+from typing import Any
+
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.malloc.restype = ctypes.c_void_p
+LIBC.malloc.argtypes = [ctypes.c_size_t]
+
+
+class Memory:
+    """Arrays for one call; `outputs` are read back and compared."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._kept: list[Any] = []
+        self.outputs: list[tuple[int, int]] = []
+
+    def array(self, data: bytes) -> int:
+        """The address of a copy, at whose end nothing more may be read."""
+        if self._random.random() < 0.5:
+            address = LIBC.malloc(max(len(data), 1))
+        else:
+            pages = -(-max(len(data), 1) // mmap.PAGESIZE)
+            whole = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+            base = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+            guard = base + pages * mmap.PAGESIZE
+            if LIBC.mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+            self._kept.append(whole)
+            address = guard - len(data)
+        ctypes.memmove(address, data, len(data))
+        return int(address)
+
+    def values(self, count: int, kind: int) -> int:
+        """So many values of about 1."""
+        floats = array("f", [self._random.gauss(0, 1) for _ in range(min(count, 997))])
+        data = floats.tobytes()
+        if kind != FLOAT32:  # the upper half is bfloat16, and some number or other as float16
+            data = b"".join(data[i + 2 : i + 4] for i in range(0, len(data), 4))
+        num_bytes = count * SIZE[kind]
+        return self.array((data * (num_bytes // max(len(data), 1) + 1))[:num_bytes])
+
+    def integers(self, numbers: list[int]) -> int:
+        """As int64."""
+        return self.array(array("q", numbers).tobytes())
+
+    def output(self, count: int, kind: int) -> int:
+        """Room for values; every one has to be written."""
+        address = self.array(b"\x7f" * (count * SIZE[kind]))
+        self.outputs.append((address, count * SIZE[kind]))
+        return address
+
+    def result(self) -> list[bytes]:
+        """What is in the outputs."""
+        return [ctypes.string_at(address, size) for address, size in self.outputs]
+
+
+def linear(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Matrices as stored, of several schemes."""
+    kind, inputs, depth = (
+        r.choice([FLOAT32, BFLOAT16]),
+        r.choice([1, 2, 5, 31, 47]),
+        r.randint(1, 150),
+    )
+    rows = [r.randint(1, 70) for _ in range(r.randint(1, 3))]
+    parts = []
+    for count in rows:
+        scheme = r.choice([FLOAT32, BFLOAT16, FLOAT16])
+        parts += [m.values(count * depth, scheme), count, scheme]
+    bias = m.values(sum(rows), FLOAT32) if r.random() < 0.5 else 0
+    out, x = m.output(inputs * sum(rows), kind), m.values(inputs * depth, kind)
+    kernels.linear(out, x, kind, inputs, depth, m.integers(parts), len(rows), bias, threads)
+
+
+def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Packing, and all ways to multiply by what is packed."""
+    inputs, depth, way = r.choice([1, 2, 7, 25, 33, 64]), r.randint(1, 150), r.randrange(3)
+    rows = [r.randint(1, 70) for _ in range(r.randint(1, 3))]
+    parts = []
+    for count in rows:
+        panels, padded = -(-count // 16), -(-depth // 32) * 32
+        packed = m.output(panels * 16 * padded, BFLOAT16)
+        kernels.pack_pairs(packed, m.values(count * depth, BFLOAT16), count, depth, 0, panels)
+        parts += [packed, count, 3]
+    bias = m.values(sum(rows), FLOAT32) if r.random() < 0.5 else 0
+    out, x = m.output(inputs * sum(rows), BFLOAT16), m.values(inputs * depth, BFLOAT16)
+    kernels.linear_pairs(out, x, inputs, depth, m.integers(parts), len(rows), bias, way, threads)
+
+
+def rms_norm(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Rows after an addition, or as they are."""
+    kind, tokens, rows, dim = r.choice([0, 1]), r.randint(1, 40), r.randint(1, 3), r.randint(1, 70)
+    weight_kind, size = r.choice([FLOAT32, kind]), tokens * rows * dim
+    x, added = m.values(size, kind), m.values(size, kind) if r.random() < 0.5 else 0
+    out, weight = m.output(size, kind), m.values(rows * dim, weight_kind)
+    shape = (tokens, rows, dim, rows * dim, rows * dim)
+    kernels.rms_norm(out, x, added, weight, kind, weight_kind, *shape, threads, 0.5, 1e-5)
+
+
+def gated(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Both activations."""
+    kind, tokens, width = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 40), r.randint(1, 90)
+    out, x = m.output(tokens * width, kind), m.values(2 * tokens * width, kind)
+    kernels.gated(out, x, kind, tokens, width, r.randrange(2), threads)
+
+
+def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Keys and values to their places in a pool, then attention over them."""
+    kind, kv_heads, group = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 2), r.randint(1, 3)
+    dim, block_size, layers = r.choice([6, 16, 34, 64]), r.choice([1, 7, 16]), 2
+    sequences, tables, slots, positions, used = [], [], [], [], 0
+    members = [(r.randint(0, 90), r.choice([1, 1, 3, 50])) for _ in range(r.randint(1, 3))]
+    width = max(-(-(before + new) // block_size) for before, new in members)
+    for before, new in members:
+        sequences += [len(positions), new, before + new]
+        count = -(-(before + new) // block_size)
+        table = list(range(used, used + count))
+        tables += table + [0] * (width - count)
+        used += count
+        for position in range(before, before + new):
+            positions.append(position)
+            slots.append(table[position // block_size] * block_size + position % block_size)
+    heads, tokens, rotary = kv_heads * group, len(positions), r.choice([0, dim])
+    qkv = m.values(tokens * (heads + 2 * kv_heads) * dim, kind)
+    kv = m.values(used * layers * 2 * block_size * kv_heads * dim, kind)
+    angles = [m.values((max(positions) + 1) * rotary, kind) if rotary else 0 for _ in range(2)]
+    kernels.place(
+        qkv, kv, *angles, m.integers(positions), m.integers(slots), kind, tokens, heads, kv_heads,
+        dim, rotary, block_size, layers, 1, threads,
+    )  # fmt: skip
+    kernels.attend(
+        m.output(tokens * heads * dim, kind), qkv, kv, m.integers(sequences), m.integers(tables),
+        kind, len(members), width, (heads + 2 * kv_heads) * dim, heads, kv_heads, dim, block_size,
+        layers, 1, r.choice([0, 0, 20]), threads, 0.2, r.choice([0.0, 5.0]),
+    )  # fmt: skip
+
+
+CALLS = (linear, linear_pairs, rms_norm, gated, attention)
+
+
+def main() -> None:
+    """Make the calls; the first that differs between threads ends the process."""
+    file, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    name = f"engine.kernels.{file.name.partition('.')[0]}"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(file))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    kernels = importlib.util.module_from_spec(spec)
+    loader.exec_module(kernels)
+    for number in range(count):
+        call, results = CALLS[number % len(CALLS)], []
+        for threads in (1, 3):
+            random = Random(seed * 1_000_003 + number)  # repeatable, not secret
+            memory = Memory(random)
+            call(kernels, random, memory, threads)
+            results.append(memory.result())
+        # decode attention joins parts where there are threads: the last bits may differ there
+        if results[0] != results[1] and call is not attention:
+            sys.exit(f"{call.__name__}, call {number} of seed {seed}: threads change the result")
+    print(f"{count} calls")  # its result
+
+
+if __name__ == "__main__":
+    main()
