@@ -177,7 +177,12 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     gpus, about = choose_gpus(config.devices, list_gpus(), installed_torch())
     if about is not None:
         log.warning("%s", about)
-    dtype = choose_dtype(config.dtype, checkpoint, has_gpu=bool(gpus))
+    dtype = choose_dtype(
+        config.dtype,
+        checkpoint,
+        has_gpu=bool(gpus),
+        capability=gpus[0].capability if gpus else None,
+    )
     if checkpoint.folder == STARTER_FOLDER and config.dtype == "auto":
         dtype = "float32"  # where its greedy output is exactly reproducible
     if gpus:

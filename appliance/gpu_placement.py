@@ -59,7 +59,12 @@ def choose_gpus(
         if is_cpu_build:
             about = f"{', '.join(names)} not used: torch {torch_version} is built for the CPU"
             return [], about
-        return _first(found)
+        usable = [gpu for gpu in found if gpu.obstacle is None]
+        passed_over = "; ".join(f"{g.name} not used: {g.obstacle}" for g in found if g.obstacle)
+        if not usable:
+            return [], passed_over
+        gpus, others = _first(usable)
+        return gpus, "; ".join(filter(None, (passed_over, others))) or None
     wanted = asked.split(",")
     missing = [name for name in wanted if name not in names]
     if missing:
@@ -74,7 +79,15 @@ def choose_gpus(
             where="devices",
             hint="install torch for CUDA, or serve with --devices cpu",
         )
-    return _first([gpu for gpu in found if gpu.name in wanted])
+    chosen = [gpu for gpu in found if gpu.name in wanted]
+    for gpu in chosen:
+        if gpu.obstacle is not None:
+            raise ConfigError(
+                f"{gpu.name}: {gpu.obstacle}",
+                where="devices",
+                hint="name another; penstock devices",
+            )
+    return _first(chosen)
 
 
 def _first(gpus: list[Gpu]) -> tuple[list[Gpu], str | None]:

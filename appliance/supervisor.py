@@ -156,6 +156,9 @@ class Supervisor:
             "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML, in all workers
         }
+        gpu = worker.setup.gpu
+        if gpu is not None and gpu.uuid.startswith("MIG-"):
+            env["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of instances CUDA sees one, which is named so
         ours, theirs = socket.socketpair()
         command = [*self._program, "--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own

@@ -9,11 +9,12 @@ Never: imports torch or any backend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from engine.config import ModelConfig
+from engine.installed import flash_attn_fault, triton_fault
 
 _HALVES = ("bfloat16", "float16")
 
@@ -59,11 +60,12 @@ ATTENTION_BACKENDS = (
         head_dim_multiple=8,
         has_softcap=False,
     ),
-    AttentionBackend("triton"),
+    AttentionBackend("triton", min_capability=(8, 0)),
     AttentionBackend("torch"),
 )
 """Best first. All but the last need Triton, which comes with torch for CUDA and computes the small
-operations around them."""
+operations around them. Before compute capability 8.0 its prefill needs more shared memory than
+there is, and tensor cores know no bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class Machine:
     """What there is to choose from."""
 
     torch: tuple[int, int]
-    packages: frozenset[str]
-    """Of those that backends need, which are installed."""
+    faults: Mapping[str, str]
+    """Of the packages that backends need, why those are of no use that are not."""
     capability: tuple[int, int] | None = None
     """Of the device; None: nobody has asked it, and it is taken to be new enough."""
 
@@ -109,14 +111,14 @@ class Choice:
 
 
 def this_machine(capability: tuple[int, int] | None = None) -> Machine:
-    """What is installed here; found without importing it."""
+    """What is installed here and works; found without importing it into this process."""
     try:
         torch = version("torch").split(".")
     except PackageNotFoundError:
         torch = ["0", "0"]
-    packages = {"triton", *(b.package for b in ATTENTION_BACKENDS if b.package is not None)}
-    installed = frozenset(name for name in packages if find_spec(name) is not None)
-    return Machine((int(torch[0]), int(torch[1])), installed, capability)
+    found = {"triton": triton_fault(), "flash_attn": flash_attn_fault()}
+    faults = {name: fault for name, fault in found.items() if fault is not None}
+    return Machine((int(torch[0]), int(torch[1])), faults, capability)
 
 
 def choose_attention(needs: Needs, machine: Machine) -> Choice:
@@ -133,8 +135,8 @@ def choose_attention(needs: Needs, machine: Machine) -> Choice:
 def _objection(backend: AttentionBackend, needs: Needs, machine: Machine) -> str | None:
     """Why a backend cannot be taken; None: it can."""
     for package in ("triton", backend.package):
-        if package is not None and package not in machine.packages:
-            return f"no {package}"
+        if package is not None and package in machine.faults:
+            return machine.faults[package]
     if machine.torch < backend.min_torch:
         return f"needs torch {'.'.join(map(str, backend.min_torch))}"
     if machine.capability is not None and machine.capability < backend.min_capability:

@@ -173,6 +173,7 @@ def choose_dtype(
     cpu_flags: Collection[str] | None = None,
     *,
     has_gpu: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> str:
     """The dtype to serve in; `auto` is bfloat16 where the hardware multiplies it natively.
 
@@ -181,6 +182,7 @@ def choose_dtype(
         checkpoint: on a CPU float32 checkpoints stay float32 under `auto`.
         cpu_flags: as in /proc/cpuinfo, which is read if None.
         has_gpu: it is served on GPUs.
+        capability: of the GPU; before 8.0 they multiply float16 and no bfloat16; None: not known.
     """
     if requested in DTYPE_BYTES:
         return requested
@@ -188,7 +190,7 @@ def choose_dtype(
         hint = f"one of auto, {', '.join(DTYPE_BYTES)}"
         raise ConfigError(f"unknown dtype {requested!r}", where="--dtype", hint=hint)
     if has_gpu:
-        return "bfloat16"
+        return "float16" if capability is not None and capability < (8, 0) else "bfloat16"
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
     has_bfloat16 = "amx_bf16" in flags or "avx512_bf16" in flags
     return "bfloat16" if has_bfloat16 and checkpoint.stored_dtype != "float32" else "float32"

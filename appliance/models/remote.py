@@ -28,7 +28,9 @@ def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.Place]:
     cores = f"this machine, {len(available_cores())} cores"
     found = [fits.Place(cores, available_memory_bytes(), is_gpu=False)]
     found += [
-        fits.Place(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True) for gpu in list_gpus()
+        fits.Place(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
+        for gpu in list_gpus()
+        if gpu.obstacle is None
     ]
     for count, num_bytes in imagined:
         name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"

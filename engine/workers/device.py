@@ -228,6 +228,8 @@ def _index_of(uuid: str) -> int:
             where=uuid,
             hint="install torch for CUDA, and a driver that is new enough",
         )
+    if uuid.startswith("MIG-") and torch.cuda.device_count() == 1:
+        return 0  # an instance is the only device that there is where CUDA_VISIBLE_DEVICES names it
     wanted = uuid.removeprefix("GPU-")
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if wanted not in seen:

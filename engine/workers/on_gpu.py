@@ -40,7 +40,12 @@ from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
 from engine.workers.kv_cache import map_pool
 from engine.workers.runner import Runner
-from engine.workers.sizing import check_blocks, num_blocks_that_fit, step_tokens
+from engine.workers.sizing import (
+    LEAST_MARGIN_BYTES,
+    check_blocks,
+    num_blocks_that_fit,
+    step_tokens,
+)
 from engine.workers.streaming import Progress, arena_views, stream_weights
 
 _SEAL_BYTES = 16
@@ -216,7 +221,8 @@ def _num_blocks(
     _rehearse(runner, setup, setup.max_step_tokens)
     runner.rehearse(BATCH_SIZES[-1], 1)
     measured = device.memory()
-    num_fitting = num_blocks_that_fit(
+    fitting = partial(
+        num_blocks_that_fit,
         free_bytes=measured.free_bytes,
         step_bytes=measured.peak_bytes - allocated_bytes,
         block_bytes=block_bytes,
@@ -224,5 +230,9 @@ def _num_blocks(
         has_graphs=has_graphs,
         is_shared=gpu.is_shared,
     )
+    num_fitting = fitting()
+    if num_fitting < gpu.min_blocks == setup.pool.num_blocks:
+        # started again, with the pool that it had: sequences are in its blocks
+        num_fitting = min(gpu.min_blocks, fitting(margin_bytes=LEAST_MARGIN_BYTES))
     check_blocks(num_fitting, gpu.min_blocks, block_bytes, gpu.uuid)
     return min(num_fitting, setup.pool.num_blocks)

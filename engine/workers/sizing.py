@@ -13,6 +13,9 @@ from engine.errors import WorkerFailed
 
 MARGIN_BYTES = 512 << 20
 """Kept free: libraries' workspaces, and fragments of the allocator."""
+LEAST_MARGIN_BYTES = 128 << 20
+"""The same for a worker that starts again, whose pool has to be what it was: something else may
+have taken memory meanwhile."""
 CONTEXT_BYTES = 768 << 20
 """Of a second process on the GPU: its CUDA context, its modules and libraries."""
 GRAPHS_BYTES = 512 << 20
@@ -46,6 +49,7 @@ def num_blocks_that_fit(
     static_bytes: int,
     has_graphs: bool,
     is_shared: bool,
+    margin_bytes: int = MARGIN_BYTES,
 ) -> int:
     """Blocks that the rest of a GPU's memory holds.
 
@@ -56,8 +60,9 @@ def num_blocks_that_fit(
         static_bytes: that will be allocated once and stay, as the graphs' buffers.
         has_graphs: steps will be captured.
         is_shared: a second process will run steps on the same GPU.
+        margin_bytes: kept free beside what is known.
     """
-    kept = MARGIN_BYTES + static_bytes + step_bytes
+    kept = margin_bytes + static_bytes + step_bytes
     if has_graphs:
         kept += GRAPHS_BYTES + step_bytes
     if is_shared:

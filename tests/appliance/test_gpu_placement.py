@@ -1,5 +1,7 @@
 """Which GPUs serve, and how workers are laid out on one."""
 
+from dataclasses import replace
+
 import pytest
 
 from appliance.devices.listing import Gpu, list_gpus
@@ -9,6 +11,8 @@ from appliance.placement import BLOCK_SIZE
 from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint, choose_dtype
 from engine.errors import ConfigError
+from tests.appliance.fake_nvml import FakeNvml as FakeMachine
+from tests.appliance.fake_nvml import a100_divided, h100
 
 GPUS = [Gpu(f"gpu{i}", "Test", f"GPU-{i}", 16 << 30, (9, 0)) for i in range(2)]
 CUDA, CPU = "2.11.0+cu130", "2.13.0+cpu"
@@ -41,9 +45,63 @@ def test_a_gpu_that_is_asked_for_and_cannot_be_had_is_an_error(found, torch):
     assert refused.value.hint
 
 
+def test_a_hidden_or_divided_gpu_is_passed_over_for_the_next_one():
+    hidden = replace(GPUS[0], obstacle="CUDA_VISIBLE_DEVICES hides it")
+    gpus, about = choose_gpus("auto", [hidden, GPUS[1]], CUDA)
+    assert gpus == GPUS[1:]
+    assert about == "gpu0 not used: CUDA_VISIBLE_DEVICES hides it"
+    gpus, about = choose_gpus("auto", [hidden], CUDA)
+    assert gpus == []
+    with pytest.raises(ConfigError, match="gpu0: CUDA_VISIBLE_DEVICES hides it"):
+        choose_gpus("gpu0", [hidden, GPUS[1]], CUDA)
+
+
+def test_instances_of_a_divided_gpu_are_listed_in_its_place():
+    listed = list_gpus(Nvml(FakeMachine(a100_divided(), h100())), visible=None)
+    assert [(gpu.name, gpu.uuid, gpu.obstacle) for gpu in listed] == [
+        ("gpu0/mig0", "MIG-0-3", None),
+        ("gpu0/mig2", "MIG-2-5", None),
+        ("gpu1", "GPU-h100", None),
+    ]
+    assert {gpu.capability for gpu in listed} == {(9, 0)}
+    assert listed[0].memory_bytes == 20 << 30
+    bare = a100_divided()
+    bare.instances.clear()
+    (gpu,) = list_gpus(Nvml(FakeMachine(bare)), visible=None)
+    assert "divided by MIG" in gpu.obstacle
+
+
+@pytest.mark.parametrize(
+    ("visible", "used"),
+    [
+        (None, ["gpu0", "gpu1", "gpu2"]),
+        ("", []),
+        ("-1", []),
+        ("1", ["gpu1"]),
+        ("2,0", ["gpu0", "gpu2"]),
+        ("1,-1,2", ["gpu1"]),
+        ("GPU-h", ["gpu0"]),
+        ("GPU-nobodys,1", []),
+        ("7,1", []),
+    ],
+)
+def test_what_cuda_would_not_see_is_hidden(visible, used):
+    gpus = [h100(), h100(), h100()]
+    for index, gpu in enumerate(gpus[1:], 1):
+        gpu.uuid = f"GPU-{index}"
+    listed = list_gpus(Nvml(FakeMachine(*gpus)), visible=visible)
+    assert [gpu.name for gpu in listed if gpu.obstacle is None] == used
+    assert len(listed) == 3
+
+
+def test_an_instance_is_visible_by_its_own_name_alone():
+    listed = list_gpus(Nvml(FakeMachine(a100_divided())), visible="MIG-2")
+    assert [gpu.uuid for gpu in listed if gpu.obstacle is None] == ["MIG-2-5"]
+
+
 def place(checkpoint, **changes):
     options = {
-        "machine": Machine((2, 11), frozenset({"triton"}), (9, 0)),
+        "machine": Machine((2, 11), {"flash_attn": "no flash_attn"}, (9, 0)),
         "dtype": "bfloat16",
         "roles": "auto",
         "transport": "auto",
@@ -108,7 +166,7 @@ def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoi
 
 def test_a_block_is_as_large_as_the_attention_wants_it(checkpoint):
     assert place(checkpoint).block_size == BLOCK_SIZE
-    with_flash = Machine((2, 11), frozenset({"triton", "flash_attn"}), (9, 0))
+    with_flash = Machine((2, 11), {}, (9, 0))
     placement = place(checkpoint, machine=with_flash, kv_memory_bytes=1 << 20)
     assert placement.block_size == 256
     assert placement.block_bytes == checkpoint.config.kv_block_bytes(256, "bfloat16")
@@ -150,6 +208,9 @@ class FakeNvml:
 
     def nvmlDeviceGetCudaComputeCapability(self, _handle):  # noqa: N802
         return [9, 0]
+
+    def nvmlDeviceGetMigMode(self, _handle):  # noqa: N802
+        return [0, 0]
 
     def nvmlDeviceGetMemoryInfo(self, handle, _version):  # noqa: N802
         return type("Memory", (), {"total": 16 << 30})()

@@ -7,7 +7,6 @@ at a time: head size, dtype, group, block size, extras (a window and a softcap).
 minutes of one core; `TRITON_CACHE_DIR` says where what was compiled stays.
 """
 
-import itertools
 import sys
 import warnings
 
@@ -27,10 +26,14 @@ CHANGES = (
 )
 
 
+OF_PARTS = ({}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float32"}, {"block_size": 16})
+"""Single queries in parts, which are as small in all else."""
+
+
 def variants():
-    for kernel, change in itertools.product(("several", "single", "parts"), CHANGES):
-        if kernel != "single" or not change:
-            yield from (Variant(capability, kernel, **change) for capability in CAPABILITIES)
+    changes = {"several": CHANGES, "single": ({},), "parts": OF_PARTS}
+    for kernel, change in ((k, change) for k, every in changes.items() for change in every):
+        yield from (Variant(capability, kernel, **change) for capability in CAPABILITIES)
     for kernel in ("join", *OPERATIONS):
         yield from (Variant(capability, kernel) for capability in CAPABILITIES)
 

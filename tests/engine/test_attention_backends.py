@@ -16,7 +16,8 @@ LLAMA = Needs("bfloat16", 128, has_softcap=False)
 
 
 def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0)):
-    return Machine(torch, frozenset(packages), capability)
+    faults = {name: f"no {name}" for name in ("triton", "flash_attn") if name not in packages}
+    return Machine(torch, faults, capability)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,8 @@ def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0))
         (
             Needs("float16", 64, has_softcap=False),
             machine(capability=(7, 5)),
-            "triton (flash: needs compute capability 8.0; "
-            "torch_varlen: needs compute capability 8.0)",
+            "torch (flash: needs compute capability 8.0; "
+            "torch_varlen: needs compute capability 8.0; triton: needs compute capability 8.0)",
         ),
         (
             LLAMA,
@@ -85,7 +86,16 @@ def test_a_pool_sized_for_the_chosen_one_does_not_change_the_choice(
 def test_what_is_installed_is_found_without_importing_it():
     found = this_machine()
     assert found.torch >= (2, 11)
-    assert found.packages <= {"triton", "flash_attn"}
+    assert found.faults.keys() <= {"triton", "flash_attn"}
+
+
+def test_a_library_that_does_not_import_is_passed_over_with_the_reason():
+    fault = "not imported: ImportError: undefined symbol: _ZN3c10"
+    there = Machine((2, 11), {"flash_attn": fault}, (9, 0))
+    title = f"triton (flash: {fault}; torch_varlen: needs torch 2.12)"
+    assert choose_attention(LLAMA, there).title == title
+    there = Machine((2, 11), {"triton": "no C compiler for triton"}, (9, 0))
+    assert choose_attention(LLAMA, there).backend.name == "torch"
 
 
 def test_every_backend_likes_a_block_that_it_can_use():

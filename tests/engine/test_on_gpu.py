@@ -137,7 +137,7 @@ def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected
 def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
     block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32")
     gpu = GpuSpec("GPU-0", has_graphs=False)
-    for spare_blocks, min_blocks, is_enough in ((10, 2, True), (10, 11, False)):
+    for spare_blocks, min_blocks, is_enough in ((10, 2, True), (10, 11, False)):  # of 64 at most
         device = FakeDevice()
         free_bytes = (512 << 20) + (1 << 20) + spare_blocks * block_bytes
         device.memory_now = Memory(free_bytes, free_bytes, 1 << 20, 2 << 20)
@@ -148,6 +148,22 @@ def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
                 continue
             worker.thread.join()
             assert "10 KV blocks" in worker.failure.what
+
+
+@pytest.mark.parametrize(("taken_bytes", "is_enough"), [(100 << 20, True), (500 << 20, False)])
+def test_a_worker_that_starts_again_finds_its_pool_though_something_has_taken_memory(
+    checkpoint, taken_bytes, is_enough
+):
+    block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32")
+    device, free_bytes = FakeDevice(), (512 << 20) + (1 << 20) + 40 * block_bytes
+    device.memory_now = Memory(free_bytes - taken_bytes, free_bytes, 1 << 20, 2 << 20)
+    again = GpuSpec("GPU-0", min_blocks=40, has_graphs=False)
+    with contextlib.closing(start_alone(checkpoint, device, again, num_blocks=40)) as worker:
+        if is_enough:
+            assert worker.report(PoolMade).num_blocks == 40
+            return
+        worker.thread.join()
+        assert "40 are needed" in worker.failure.what
 
 
 def test_two_workers_hand_over_through_one_memory(checkpoint, expected):

@@ -111,8 +111,11 @@ def test_cpu_energy_is_asked_for(tmp_path: Path) -> None:
     assert power.verdict == "ok"
 
 
-def test_gpus_that_this_torch_cannot_use_are_named_without_their_instances() -> None:
+def test_gpus_that_this_torch_cannot_use_are_named() -> None:
     gpu = doctor._gpus(list_gpus(Nvml(FakeNvml(h100(), a100_divided()))))
-    assert (gpu.verdict, gpu.found.startswith("gpu0, gpu1 not used")) == ("note", True)
+    assert (gpu.verdict, gpu.found.startswith("gpu0, gpu1/mig0, gpu1/mig2 not used")) == (
+        "note",
+        True,
+    )
     assert "install torch for CUDA" in gpu.hint
     assert doctor._gpus([]).verdict == "ok"
