@@ -35,6 +35,7 @@ from appliance.placement import (
     place,
 )
 from appliance.request import ModelInfo
+from appliance.wanted_workers import ONE_OF_EACH
 from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, choose_dtype, packed_layout, weights_layout
 from engine.errors import ConfigError, PenstockError
@@ -186,6 +187,12 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     if checkpoint.folder == STARTER_FOLDER and config.dtype == "auto":
         dtype = "float32"  # where its greedy output is exactly reproducible
     if gpus:
+        if config.place != ONE_OF_EACH or config.transport == "peer":
+            raise ConfigError(
+                "blocks cannot move between GPUs yet",
+                where="transport" if config.transport == "peer" else "place",
+                hint="leave it out, or serve with --devices cpu",
+            )
         placement = place_on_gpu(
             checkpoint,
             gpus[0],
@@ -203,6 +210,7 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
             dtype=dtype,
             roles=config.roles,
             transport="alias" if config.transport == "auto" else config.transport,
+            wanted=config.place,
             kv_memory_bytes=config.kv_memory_bytes,
             max_model_len=config.max_model_len,
             cores=available_cores(),

@@ -28,6 +28,7 @@ from appliance.setting_kinds import (
     parse_bytes,
     some_devices,
 )
+from appliance.wanted_workers import ONE_OF_EACH, WantedWorkers, parse_place
 from engine.errors import ConfigError
 
 DEFAULT = "default"
@@ -53,6 +54,7 @@ class ServeConfig:
     dtype: str = "auto"
     transport: str = "auto"
     roles: str = "auto"
+    place: WantedWorkers = ONE_OF_EACH
     devices: str = "auto"
     eager: bool = False
     slo_ttft_ms: int = 0
@@ -74,9 +76,15 @@ class ServeConfig:
     log_max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
-        if self.transport == "shm" and self.roles == "colocated":
+        if self.place != ONE_OF_EACH and self.roles == "colocated":
             raise ConfigError(
-                "'shm' needs roles 'elastic' or 'static': colocated has nothing to hand over",
+                "colocated roles have one worker, with all cores",
+                where="place",
+                hint="leave out --place, or --roles",
+            )
+        if self.transport in ("peer", "shm") and self.roles == "colocated":
+            raise ConfigError(
+                f"{self.transport!r} needs two workers: colocated roles have nothing to hand over",
                 where="transport",
                 hint="leave out --transport, or --roles",
             )
@@ -108,12 +116,17 @@ SETTINGS: Mapping[str, Setting] = {
         "dtype to serve in: auto, float32, bfloat16 or float16",
     ),
     "transport": Setting(
-        one_of("auto", "alias", "shm"), "how the KV is handed over: auto, alias or shm"
+        one_of("auto", "alias", "peer", "shm"),
+        "how the KV is handed over: auto, alias (nothing moves), peer or shm",
     ),
     "roles": Setting(
         one_of("auto", *ROLES),
         "workers: elastic lets each do what pays, static has one for each phase, colocated one; "
         "auto is elastic on CPU cores and colocated on a GPU",
+    ),
+    "place": Setting(
+        parse_place,
+        "workers by role: 2x1, or their cores as 'prefill=0,1 decode=2-3'; auto is one of each",
     ),
     "devices": Setting(some_devices, "what to serve on: auto, cpu, or a GPU by name, as gpu0"),
     "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),

@@ -87,7 +87,7 @@ def waiting(router: Router) -> Waiting:
     """What each sequence in the queue waits for, as it would be placed now."""
     if not router.roles.ready_workers:
         return Waiting(for_workers=len(router.queue))
-    num_fitting = sum(map(router.fits_now, router.queue))
+    num_fitting = sum(map(router.ways.fits_now, router.queue))
     return Waiting(for_blocks=len(router.queue) - num_fitting, for_prefill=num_fitting)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from appliance.devices.listing import Gpu
+from appliance.wanted_workers import WantedWorkers
 from engine.blocks import BlockPool
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
@@ -158,6 +159,7 @@ def place(
     dtype: str,
     roles: str,
     transport: str,
+    wanted: WantedWorkers,
     kv_memory_bytes: int | None,
     max_model_len: int | None,
     cores: list[int],
@@ -180,13 +182,15 @@ def place(
         places = make_places([COLOCATED], [COLOCATED], "alias")
         cores_of = {COLOCATED: tuple(cores)}
     else:
-        places = make_places([PREFILL], [DECODE], transport)
-        cores_of = dict(zip(places.names, map(tuple, split_cores(cores)), strict=True))
+        places = make_places(*wanted.names, transport)
+        cores_of = wanted.cores(cores)
     counts = pool_counts(places, num_blocks, block_bytes)
     places = places.with_pools(counts)
     held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
     if held_by_pools < BLOCK_SIZE:
-        min_blocks = MIN_BLOCKS if len(counts) == 1 else MIN_COPIED_BLOCKS
+        min_blocks = (
+            MIN_BLOCKS if len(counts) == 1 else MIN_COPIED_BLOCKS * len(places.workers) // 2
+        )
         raise ConfigError(
             f"{kv_memory_bytes} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes; "
             f"at least {min_blocks} are needed",

@@ -7,18 +7,27 @@ Never: reserves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from engine.blocks import BlockPool, Ledger
 from engine.errors import InvariantViolated, RequestError
-from engine.places import Places
+from engine.places import DECODE, PREFILL, Places
 from engine.sequence import Leg, Moving, On, Route, Sequence, Waiting
 
 
-def legs_of(sequence: Sequence, route: Route, places: Places) -> tuple[Leg, ...]:
+class Pair(NamedTuple):
+    """Two workers between which a sequence would move; one worker, where there is only that."""
+
+    prefill: str
+    decode: str
+
+
+def legs_of(sequence: Sequence, route: Route, pair: Pair) -> tuple[Leg, ...]:
     """A way from worker to worker; one that ends with its first token does not move."""
     max_tokens = sequence.sampling.max_tokens
-    prefill, decode = places.names[0], places.names[-1]
+    prefill, decode = pair
     if route is not Route.MOVE or prefill == decode:
         return (Leg(prefill if route is Route.PREFILL else decode, max_tokens),)
     first = Leg(prefill, 1)
@@ -41,33 +50,77 @@ def wants(
     return needed
 
 
-def can_ever_fit(needed: Mapping[str, int], pools: Mapping[str, BlockPool]) -> bool:
-    """True if the pools are large enough, whoever holds them now."""
-    return all(count <= pools[name].capacity for name, count in needed.items())
+class Ways:
+    """All ways through the workers.
 
-
-def fits_now(needed: Mapping[str, int], pools: Mapping[str, BlockPool]) -> bool:
-    """True if so many blocks are free."""
-    return all(count <= pools[name].num_free for name, count in needed.items())
-
-
-def check_fits(
-    sequence: Sequence, needed: Mapping[str, int], pools: Mapping[str, BlockPool]
-) -> None:
-    """Refuse what the pools could not hold, whoever held nothing.
-
-    Raises:
-        RequestError: `context_length_exceeded`.
+    Args:
+        places: the workers and their pools.
+        ledger: what is free in the pools.
     """
-    for name, count in needed.items():
-        if count > pools[name].capacity:
-            raise RequestError(
-                f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "
-                f"({sequence.sampling.max_tokens}) need {count} KV blocks, "
-                f"the {name} pool has {pools[name].capacity}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
+
+    def __init__(self, places: Places, ledger: Ledger) -> None:
+        self._places = places
+        self._ledger = ledger
+        self._pairs = [Pair(p, d) for p in places.playing(PREFILL) for d in places.playing(DECODE)]
+
+    def wants(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
+        """Blocks by pool that a way takes."""
+        return wants(sequence, legs, self._places, self._ledger.pools)
+
+    def fits_now(self, sequence: Sequence) -> bool:
+        """True if the blocks of some way are free."""
+        ways = (legs_of(sequence, route, pair) for pair in self._pairs for route in Route)
+        needed = (self.wants(sequence, legs) for legs in ways)
+        pools = self._ledger.pools
+        return any(all(n <= pools[name].num_free for name, n in each.items()) for each in needed)
+
+    def can_stay(self, sequence: Sequence, pair: Pair) -> bool:
+        """True if the pool of the worker that prefills could hold its whole length."""
+        needed = self.wants(sequence, legs_of(sequence, Route.PREFILL, pair))
+        return all(n <= self._ledger.pools[name].capacity for name, n in needed.items())
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse what could not be run by moving it, which is open to every sequence.
+
+        Raises:
+            RequestError: `context_length_exceeded`.
+        """
+        needed = self.wants(sequence, legs_of(sequence, Route.MOVE, self._pairs[0]))
+        for name, count in needed.items():
+            capacity = self._ledger.pools[name].capacity
+            if count > capacity:
+                raise RequestError(
+                    f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "
+                    f"({sequence.sampling.max_tokens}) need {count} KV blocks, "
+                    f"the {name} pool has {capacity}",
+                    code="context_length_exceeded",
+                    param="max_tokens",
+                )
+
+    def choose(
+        self,
+        sequence: Sequence,
+        ready_workers: Collection[str],
+        held: Iterable[Sequence],
+        tokens_ahead: Callable[[str], int],
+    ) -> Pair:
+        """The pair that has least to do: one by the prompts before this one, one by its batch.
+
+        Workers that are there come first, then those whose pool has room now.
+        """
+        batches = Counter(other.legs[-1].worker for other in held)
+
+        def key(name: str, num_tokens: int, load: int) -> tuple[bool, bool, int, int]:
+            books = self._ledger.pools[self._places.pool_of(name)]
+            has_room = books.num_blocks_for(num_tokens) <= books.num_free
+            return name not in ready_workers, not has_room, load, -books.num_free
+
+        length, most = sequence.num_prompt_tokens, sequence.sampling.max_tokens
+        prefill, decode = self._places.playing(PREFILL), self._places.playing(DECODE)
+        return Pair(
+            min(prefill, key=lambda name: key(name, length, tokens_ahead(name))),
+            min(decode, key=lambda name: key(name, length + most, batches[name])),
+        )
 
 
 def check_where(

@@ -106,6 +106,11 @@ class Places:
         return len(self.workers) == 1
 
     @property
+    def parked_when_colocated(self) -> list[str]:
+        """Workers that do nothing when those that decode do everything."""
+        return [name for name in self.playing(PREFILL) if name not in self.playing(DECODE)]
+
+    @property
     def shares_memory_bus(self) -> bool:
         """True if all workers read their weights over one bus."""
         return len({worker.bus for worker in self.workers}) == 1

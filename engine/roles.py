@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 from engine.cores import Cores, Cpus
 from engine.elastic import Choice, Situation, Slo, WorkerLoad, choose
+from engine.journeys import Pair
 from engine.messages import Command, CoresUsed, Stepped
 from engine.places import Places
 from engine.sequence import Phase, Route, Sequence
@@ -28,7 +30,7 @@ RECENT_HALF_LIFE_S = 1.0
 
 
 class Roles:
-    """Policy over two workers, or one.
+    """Policy over all workers.
 
     Args:
         places: which worker is which.
@@ -48,7 +50,7 @@ class Roles:
         send: Callable[[str, Command], None],
     ) -> None:
         self.places = places
-        self._recent = _RecentBatch()
+        self._recent = {name: _RecentBatch() for name in places.names}
         self.cores = Cores(cores, send)
         self.slo = Slo()
         self.counts: Counter[str] = Counter()
@@ -98,42 +100,44 @@ class Roles:
             key = (worker, self._num_cores(self.cores.used(worker)))
             times = self._times.setdefault(key, StepTimes())
             times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
-        if worker == self.places.names[-1] and load.batch:
-            self._recent.observe(load, step.ended_ns)
+        if load.batch:
+            self._recent[worker].observe(load, step.ended_ns)
 
     # What the router asks
 
     def route(
         self,
         sequence: Sequence,
+        pair: Pair,
         running: Iterable[Sequence],
         now_ns: int,
         *,
         fits_prefill_pool: bool,
     ) -> Choice:
-        """How a sequence should be run that is about to be placed."""
+        """How a sequence should be run by a pair of workers that is about to be placed."""
         if self._roles == "colocated":
             return Choice(Route.DECODE, "colocated")
         if self._roles == "static":
             return Choice(Route.MOVE, "static")
         if self.acts_static:
             return Choice(Route.MOVE, "static", "both workers share one device")
-        places, loads = self.places, self._loads(running)
-        own = [len(self.cores.own[name]) or 1 for name in places.names]
+        places, loads, own = self.places, self._loads(running), self.cores.own
+        prefill, decode = pair
+        others_are_idle = all(load.is_idle for name, load in loads.items() if name not in pair)
         situation = Situation(
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_tokens=sequence.sampling.max_tokens,
-            prefill=loads[places.names[0]],
-            decode=self._recent.added_to(loads[places.names[-1]], now_ns),
+            prefill=loads[prefill],
+            decode=self._recent[decode].added_to(loads[decode], now_ns),
             max_step_tokens=self._max_step_tokens,
             slo=self.slo,
             shares_memory_bus=places.shares_memory_bus,
-            lends_cores=self.cores.can_lend,
-            num_cores=(own[0], own[1]),
+            lends_cores=self.cores.can_lend and others_are_idle,
+            num_cores=(len(own[prefill]) or 1, len(own[decode]) or 1),
             fits_prefill_pool=fits_prefill_pool,
             last=self._last,
         )
-        return choose(situation, self._predict_ms)
+        return choose(situation, partial(self._predict_ms, pair))
 
     def placed(self, choice: Choice) -> None:
         """The choice has been acted on."""
@@ -148,14 +152,12 @@ class Roles:
         busy = {sequence.worker for sequence in running if sequence.worker is not None}
         idle = [name for name in cores.own if name not in busy]
         is_whole = self.ready_workers == set(cores.own)
-        if self._roles == "colocated" and is_whole and self.places.names[0] in idle:
-            idle = [self.places.names[0]]
+        if self._roles == "colocated" and is_whole:
+            idle = [name for name in self.places.parked_when_colocated if name in idle] or idle
         if self._roles == "static" or not is_whole or not idle:
             cores.want(cores.own, busy)
         elif len(idle) < len(cores.own):
-            cores.want(
-                {name: frozenset[int]() if name in idle else cores.all for name in cores.own}, busy
-            )
+            cores.want(_shares(cores.own, idle), busy)
         # with nobody busy they stay where they are: nobody knows who will be first
 
     def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
@@ -163,12 +165,12 @@ class Roles:
         tokens = dict.fromkeys(self.places.names, 0)
         batches, contexts = dict(tokens), dict(tokens)
         for sequence in running:
-            worker = sequence.worker or self.places.names[-1]
-            if sequence.phase is Phase.PREFILLING:
-                tokens[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
-                if sequence.route is not Route.MOVE:
+            worker = sequence.legs[-1].worker
+            if sequence.phase is Phase.PREFILLING and sequence.worker is not None:
+                left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+                tokens[sequence.worker] += left
+                if len(sequence.legs) == 1:
                     continue
-                worker = self.places.names[-1]
             batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
         return {
@@ -178,13 +180,13 @@ class Roles:
             for name in self.places.names
         }
 
-    def _predict_ms(self, role: str, has_all: bool, load: StepLoad) -> float | None:
-        """By this worker's own steps; on one bus all workers are alike, so also by the other's."""
+    def _predict_ms(self, pair: Pair, role: str, has_all: bool, load: StepLoad) -> float | None:
+        """By this worker's own steps; on one bus all workers are alike, so also by another's."""
         places, cores = self.places, self.cores
-        names = (places.names[0], places.names[-1])
-        worker, other = names if role == "prefill" else names[::-1]
+        worker = pair.prefill if role == "prefill" else pair.decode
         num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
-        for name in (worker, other) if places.shares_memory_bus else (worker,):
+        others = [name for name in places.names if name != worker]
+        for name in [worker, *others] if places.shares_memory_bus else [worker]:
             times = self._times.get((name, num_cores))
             if times is not None and (known_ms := times.predict_ms(load)) is not None:
                 return known_ms
@@ -192,6 +194,14 @@ class Roles:
 
     def _num_cores(self, cpus: Cpus) -> int:
         return len(cpus) if self.cores.can_lend else 0
+
+
+def _shares(own: Mapping[str, Cpus], idle: Collection[str]) -> dict[str, Cpus]:
+    """Cores by worker, with those of idle ones dealt out to the others."""
+    active = [name for name in own if name not in idle]
+    spare = sorted(cpu for name in idle for cpu in own[name])
+    dealt = {name: own[name] | set(spare[i :: len(active)]) for i, name in enumerate(active)}
+    return {name: dealt.get(name, frozenset()) for name in own}
 
 
 class _RecentBatch:

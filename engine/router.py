@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
-from engine.journeys import can_ever_fit, check_fits, check_where, fits_now, legs_of, wants
+from engine.journeys import Ways, check_where, legs_of
 from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.places import Places
 from engine.queue import FairQueue
@@ -27,7 +28,6 @@ from engine.sequence import (
     Leg,
     Moving,
     On,
-    Route,
     Sequence,
     TokenLogprob,
     Waiting,
@@ -73,6 +73,7 @@ class Router:
         cores = cores or dict.fromkeys(places.names, ())
         self.roles = Roles(places, cores, roles, max_step_tokens=max_step_tokens, send=send)
         self.ledger = ledger
+        self.ways = Ways(places, ledger)
         self.copies = Copies(ledger, places.passing_pools())
         self.counters = Counters()
         self.queue = queue
@@ -97,7 +98,7 @@ class Router:
             RequestError: they could never fit the pools, or the queue.
         """
         for sequence in sequences:
-            check_fits(sequence, self._wants(sequence, Route.MOVE), self.ledger.pools)
+            self.ways.check_fits(sequence)
         self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
@@ -223,7 +224,7 @@ class Router:
         if self.queue and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
         self.copies.pump(self.roles.ready_workers, self._send)
-        self.roles.settle((*self.running.values(), *self.moving.values()))
+        self.roles.settle(self._held())
 
     def _dispatch_queue(self, now_ns: int) -> None:
         ahead = Ahead(self.running.values(), now_ns)
@@ -238,14 +239,6 @@ class Router:
                 continue
             ahead.add(sequence)
 
-    def _wants(self, sequence: Sequence, route: Route) -> dict[str, int]:
-        legs = legs_of(sequence, route, self.places)
-        return wants(sequence, legs, self.places, self.ledger.pools)
-
-    def fits_now(self, sequence: Sequence) -> bool:
-        """True if its blocks are free on some way."""
-        return any(fits_now(self._wants(sequence, route), self.ledger.pools) for route in Route)
-
     def _place(self, sequence: Sequence, ahead: Ahead, now_ns: int) -> bool:
         """Route a queued sequence, reserve its blocks and admit it, if all of that can be now.
 
@@ -256,13 +249,14 @@ class Router:
         open_workers = {
             name for name in self.roles.ready_workers if ahead.num_tokens(sequence, name) < limit
         }
-        if not open_workers or not self.fits_now(sequence):
+        if not open_workers or not self.ways.fits_now(sequence):
             return False
-        can_stay = can_ever_fit(self._wants(sequence, Route.PREFILL), self.ledger.pools)
-        running = (*self.running.values(), *self.moving.values())
-        choice = self.roles.route(sequence, running, now_ns, fits_prefill_pool=can_stay)
-        legs = legs_of(sequence, choice.route, self.places)
-        needed = wants(sequence, legs, self.places, self.ledger.pools)
+        held, ready = self._held(), self.roles.ready_workers
+        pair = self.ways.choose(sequence, ready, held, partial(ahead.num_tokens, sequence))
+        can_stay = self.ways.can_stay(sequence, pair)
+        choice = self.roles.route(sequence, pair, held, now_ns, fits_prefill_pool=can_stay)
+        legs = legs_of(sequence, choice.route, pair)
+        needed = self.ways.wants(sequence, legs)
         if legs[0].worker not in open_workers or not self.ledger.reserve(sequence.seq_id, needed):
             return False
         self.roles.placed(choice)
@@ -274,6 +268,10 @@ class Router:
         self.queue.take(sequence, now_ns)
         self._admit(sequence, legs[0])
         return True
+
+    def _held(self) -> list[Sequence]:
+        """On workers, or between two."""
+        return [*self.running.values(), *self.moving.values()]
 
     def _resume(self, sequence: Sequence) -> None:
         """Place a sequence that has lost its worker, if one is there."""

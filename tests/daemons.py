@@ -25,6 +25,13 @@ ARMS = {
     "colocated": ["--roles", "colocated"],
     "elastic": ["--roles", "elastic"],
 }
+MANY = {
+    "1x1": ["--roles", "static", "--transport", "peer"],
+    "2x1": ["--roles", "static", "--transport", "peer", "--place", "2x1 forced"],
+    "1x2": ["--roles", "elastic", "--transport", "shm", "--place", "1x2 forced"],
+    "2x2": ["--roles", "elastic", "--transport", "peer", "--place", "2x2 forced"],
+}
+"""Pools of the workers' own, and several workers of a role, who may have to share cores."""
 DOORS = ("socket", "tcp")
 READY_S = 60.0
 

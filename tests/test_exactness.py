@@ -3,12 +3,13 @@
 import os
 import random
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.checkpoints import FAMILIES, load_oracle, make_checkpoint
-from tests.daemons import ARMS, Daemon
+from tests.daemons import ARMS, MANY, Daemon
 
 MAX_MARGIN = 1e-4
 IN_ALL_ARMS = ("llama", "mistral", "qwen2", "qwen3")
@@ -131,6 +132,26 @@ def test_many_prompts_at_once_with_others_joining_and_leaving(running):
     ]
 
     assert_all_same(daemon, oracle, cases)
+
+
+@pytest.mark.parametrize("arm", list(MANY))
+def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, tmp_path_factory):
+    folder, oracle = make_served(tmp_path_factory, "llama")
+    daemon = Daemon(tmp_path_factory.mktemp(arm), *MANY[arm], model=folder).wait_ready()
+    lengths = [5, 300, 64, 17, 900, 33, 128, 1, 450, 70, 12, 256, 640, 65]
+    cases = [(prompt, 10 + 7 * (i % 8)) for i, prompt in enumerate(prompts(lengths, seed=6))]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(assert_all_same, daemon, oracle, cases)
+        for roles, worker in zip(
+            ["static", "elastic", "colocated", "elastic"], daemon.state()["workers"], strict=False
+        ):
+            time.sleep(0.1)
+            os.kill(worker["pid"], signal.SIGKILL)
+            daemon.http.post("/v1/penstock/roles", json={"roles": roles}).raise_for_status()
+        done.result()
+    assert_all_same(daemon, oracle, cases[:4])
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
 
 
 def test_a_list_of_prompts_in_one_request(running):

@@ -107,9 +107,9 @@ class View:
 
 
 def worker_for(frame: Frame, role: str) -> WorkerFrame | None:
-    """The worker that plays a role: the one named after it, else the one that plays all."""
-    by_name = {worker.name: worker for worker in frame.workers}
-    return by_name.get(role) or by_name.get("colocated")
+    """The first worker that plays a role: one named after it, else the one that plays all."""
+    names = (worker for worker in frame.workers if worker.name.startswith((role, "colocated")))
+    return next(names, None)
 
 
 def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame | None:

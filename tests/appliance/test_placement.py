@@ -13,6 +13,7 @@ from appliance.placement import (
     place,
     split_cores,
 )
+from appliance.wanted_workers import ONE_OF_EACH, parse_place
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 
@@ -27,6 +28,7 @@ def plan(checkpoint, **changes):
         "dtype": "float32",
         "roles": "static",
         "transport": "alias",
+        "wanted": ONE_OF_EACH,
         "kv_memory_bytes": None,
         "max_model_len": None,
         "cores": [0, 1, 2],
@@ -60,6 +62,23 @@ def test_shm_divides_the_kv_memory_and_no_more(checkpoint):
     assert set(counts) == {"prefill", "decode", "ring"}
     assert sum(counts.values()) * placement.block_bytes <= 10 << 20
     assert counts["decode"] > counts["prefill"] > counts["ring"] // 2
+
+
+@pytest.mark.parametrize("transport", ["alias", "peer", "shm"])
+def test_several_workers_of_a_role_share_what_one_would_have(checkpoint, transport):
+    options = {"transport": transport, "kv_memory_bytes": 20 << 20, "cores": [0, 1, 2, 3]}
+    placement = plan(checkpoint, wanted=parse_place("2x2"), **options)
+    assert [w.name for w in placement.workers] == ["prefill0", "prefill1", "decode0", "decode1"]
+    assert [w.cpus for w in placement.workers] == [(0,), (1,), (2,), (3,)]
+    counts = {pool.name: pool.num_blocks for pool in placement.places.pools}
+    assert sum(counts.values()) * placement.block_bytes <= 20 << 20
+    assert {w.pool for w in placement.workers} == counts.keys() - {"ring"}
+    copied_by = placement.places.copied_by
+    if transport == "peer":  # the one that has the blocks writes them where they go
+        assert copied_by("prefill0") == ["decode0", "decode1"]
+        assert copied_by("decode0") == []
+    if transport == "shm":
+        assert copied_by("prefill1") == copied_by("decode1") == ["ring"]
 
 
 def test_the_model_length_is_lowered_to_what_the_pools_hold(checkpoint):

@@ -2,6 +2,7 @@ import pytest
 
 from engine.cores import Cores
 from engine.elastic import Choice
+from engine.journeys import Pair
 from engine.messages import CoresUsed, SequenceStep, Stepped
 from engine.places import make_places
 from engine.roles import Roles
@@ -33,7 +34,9 @@ class Machine:
 
     def route(self, sequence, *running):
         now_ns = int(self.now_s * 1e9)
-        return self.roles.route(sequence, running, now_ns, fits_prefill_pool=True)
+        prefill, decode = self.roles.places.names[0], self.roles.places.names[-1]
+        pair = Pair(prefill, decode)
+        return self.roles.route(sequence, pair, running, now_ns, fits_prefill_pool=True)
 
     def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
         entries = [entry(100, 1) for _ in range(batch)]
@@ -63,8 +66,9 @@ def entry(num_computed_tokens, num_scheduled_tokens):
 def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
     sampling = SamplingParams(max_tokens=50, seed=0)
     made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0))
+    made.legs = (Leg(worker or "decode", 50),)
     if worker is not None:
-        made.where = On(Leg(worker, 50))
+        made.where = On(made.legs[0])
     made.num_computed_tokens = num_prompt_tokens if phase is Phase.DECODING else 0
     return made
 
@@ -169,7 +173,7 @@ def test_who_decoded_a_moment_ago_is_expected_back_and_then_no_more(learned):
 def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
     learned.now_s += 60
     moving = sequence("prefill", Phase.PREFILLING)
-    moving.route = Route.MOVE
+    moving.legs = (Leg("prefill", 1), Leg("decode", 50))
     assert learned.route(sequence(), moving).route is Route.MOVE
 
 

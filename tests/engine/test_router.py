@@ -14,8 +14,11 @@ from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence
 from engine.suspicion import MAX_SUSPICIONS
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
-COPYING = ("peer", "shm", "elastic peer", "elastic shm", "gpu peer", "gpu shm")
-ARMS = ("alias", "colocated", "elastic", "gpu", "gpu colocated", *COPYING)
+COPYING = (
+    *("peer", "shm", "elastic peer", "elastic shm", "gpu peer", "gpu shm"),
+    *("2x1 peer", "1x2 shm", "2x2 peer", "gpu 2x2 shm"),
+)
+ARMS = ("alias", "colocated", "elastic", "gpu", "gpu colocated", "2x2 elastic", *COPYING)
 
 
 def places_of(arm, num_blocks, num_slots):
@@ -26,9 +29,12 @@ def places_of(arm, num_blocks, num_slots):
     else:
         home = "decode" if arm == "gpu" else None
         in_workers = "gpu" in arm and arm in COPYING
-        places = make_places(
-            ["prefill"], ["decode"], transport, home=home, pools_are_workers=in_workers
-        )
+        counts = next((part for part in arm.split() if "x" in part[1:2]), "1x1").split("x")
+        names = [
+            [role, *(f"{role}{i}" for i in range(1, int(count)))]
+            for role, count in zip(("prefill", "decode"), counts, strict=True)
+        ]
+        places = make_places(*names, transport, home=home, pools_are_workers=in_workers)
     sizes = {p.name: num_slots + 1 if p.name == "ring" else num_blocks for p in places.pools}
     return places.with_pools(sizes)
 
@@ -533,7 +539,7 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
     rng = random.Random(seed)
     world = World(arm, num_blocks=33, num_slots=2)
 
-    def any_route(sequence, running, now_ns, *, fits_prefill_pool):
+    def any_route(sequence, pair, running, now_ns, *, fits_prefill_pool):
         routes = [Route.MOVE, Route.DECODE, *([Route.PREFILL] if fits_prefill_pool else [])]
         return Choice(rng.choice(routes), "drawn", "", rng.choice([None, 3]))
 
