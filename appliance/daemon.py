@@ -38,10 +38,8 @@ from appliance.service import Service
 from appliance.supervisor import Supervisor
 from engine.blocks import Ledger
 from engine.errors import PenstockError
-from engine.messages import Command, Report
 from engine.queue import FairQueue
 from engine.router import Router
-from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
@@ -182,10 +180,10 @@ class _Daemon:
         self._supervisor = Supervisor(
             self._plan.workers,
             self._plan.inherited_fds,
-            on_report=self._on_report,
-            on_ready=self._on_ready,
-            on_died=self._on_died,
-            on_lost=self._on_lost,
+            on_report=lambda *report: self._service.worker_reported(*report),
+            on_ready=lambda worker: self._service.worker_ready(worker),
+            on_died=lambda *death: self._service.worker_died(*death),
+            on_lost=lambda _, about: self._service.worker_lost(about),
         )
         self._supervisor.spawn_all()
         self._has_workers = True
@@ -274,18 +272,6 @@ class _Daemon:
             about = f"{', '.join(fixed)}: only a restart changes this"
             self._service.event("warning", "config.needs_restart", about)
 
-    def _on_report(self, worker: str, report: Report) -> None:
-        self._service.worker_reported(worker, report)
-
-    def _on_ready(self, worker: str) -> None:
-        self._service.worker_ready(worker)
-
-    def _on_died(self, worker: str, about: str) -> None:
-        self._service.worker_died(worker, about)
-
-    def _on_lost(self, worker: str, about: str) -> None:
-        self._service.worker_lost(about)
-
     async def _make_frames(self) -> None:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
@@ -297,8 +283,8 @@ class _Daemon:
             placement.places,
             Ledger(placement.pools()),
             FairQueue(self._config.max_queued, self._config.max_queued_tokens),
-            send=self._send,
-            emit=self._emit,
+            send=self._supervisor.send,
+            emit=lambda *tokens: self._service.emit(*tokens),
             max_step_tokens=placement.max_step_tokens,
             roles=self._plan.roles,
             # on a GPU they only launch steps, and nothing is gained by lending them
@@ -309,14 +295,6 @@ class _Daemon:
 
     def _targets(self) -> RolesChange:
         return RolesChange(None, self._config.slo_ttft_ms, self._config.slo_itl_ms)
-
-    def _send(self, worker: str, command: Command) -> None:
-        self._supervisor.send(worker, command)
-
-    def _emit(
-        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprob], is_last: bool
-    ) -> None:
-        self._service.emit(sequence, token_ids, logprobs, is_last)
 
     def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""

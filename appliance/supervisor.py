@@ -2,8 +2,9 @@
 
 Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
 Called by: the daemon; calls back with reports, readiness and deaths.
-Invariants: a worker's death is handled after everything that it sent; no worker outlives the
-daemon; a restarted worker finds the pools and the converted weights as they were.
+Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
+worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
+were.
 Never: knows a sequence.
 """
 
@@ -141,7 +142,7 @@ class Supervisor:
                 await asyncio.to_thread(worker.process.wait, grace_s)
             except subprocess.TimeoutExpired:
                 worker.process.kill()
-                worker.process.wait()
+                await asyncio.to_thread(worker.process.wait)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -188,7 +189,7 @@ class Supervisor:
             ready_at_s = await self._live(worker)
             if self._is_stopping:
                 return
-            self._reap(worker)
+            await self._reap(worker)
             await self._end_mappers(worker)
             if self._started is not None and not self._started.done():
                 self._started.set_exception(worker.failure or self._died_early(worker))
@@ -330,15 +331,19 @@ class Supervisor:
         if all_ready and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    def _reap(self, worker: WorkerState) -> None:
-        """The channel has ended: make sure that the process has, and tell the daemon."""
+    async def _reap(self, worker: WorkerState) -> None:
+        """The channel has ended: make sure that the process has, and tell the daemon.
+
+        Until it has, a copy that it began may still write another worker's blocks, so that its
+        commands stay open. A process can take long to end: a thread waits for it, not the loop.
+        """
         assert worker.process is not None
         was_ready = worker.state == "ready"
         try:
-            code = worker.process.wait(EXIT_GRACE_S)
+            code = await asyncio.to_thread(worker.process.wait, EXIT_GRACE_S)
         except subprocess.TimeoutExpired:
             worker.process.kill()  # it cannot be heard any more
-            code = worker.process.wait()
+            code = await asyncio.to_thread(worker.process.wait)
         worker.state = "restarting"
         cause = str(worker.failure) if worker.failure else _describe_exit(code)
         about = f"worker {worker.plan.name} (pid {worker.pid}) died: {cause}"

@@ -1,11 +1,15 @@
-"""What the supervisor says of workers that load; their deaths are in tests of real processes."""
+"""What the supervisor says of workers that load, and of those that die."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
+
 from appliance.placement import WorkerPlan
-from appliance.supervisor import weights_progress
+from appliance.supervisor import Supervisor, weights_progress
 from appliance.worker_state import WorkerState
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
+from tests.daemons import is_alive
 
 
 def loading(
@@ -21,7 +25,6 @@ def loading(
         dtype="bfloat16",
         block_size=16,
         pool=PoolSpec("kv", None, 8),
-        ring=None,
         weights=weights,
         cpus=[0],
         max_step_tokens=8,
@@ -43,3 +46,42 @@ def test_shares_of_one_memory_and_copies_on_two_devices_add_up() -> None:
     assert weights_progress([loading(100, 269, weights=share)] * 2) == (200, 538)
     gpu = GpuSpec("GPU-1")
     assert weights_progress([loading(269, 269, gpu=gpu)] * 2) == (538, 538)
+
+
+DEAF = """
+import socket, sys, time
+from engine.channel import WorkerChannel
+from engine.messages import Go, Ready, Setup, WeightsLoaded
+sock = socket.socket(fileno=int(sys.argv[sys.argv.index("--channel-fd") + 1]))
+channel = WorkerChannel(sock)
+channel.expect(Setup)
+channel.send(WeightsLoaded())
+channel.expect(Go)
+channel.send(Ready("none"))
+sock.shutdown(socket.SHUT_RDWR)
+time.sleep(600)
+"""
+"""A worker that cannot be heard any more, and lives on."""
+
+
+async def test_a_worker_is_dead_when_its_process_is_gone_and_nothing_waits_for_that() -> None:
+    died: asyncio.Queue[bool] = asyncio.Queue()
+    pids, turns, state = [], 0, loading(0, 0)
+    supervisor = Supervisor(
+        [(state.plan, state.setup)],
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: pids.append(supervisor.workers[name].pid),
+        on_died=lambda name, about: died.put_nowait(is_alive(pids[0])),
+        on_lost=lambda *lost: None,
+        program=(sys.executable, "-c", DEAF),
+    )
+    supervisor.spawn_all()
+    await supervisor.run()
+    worker = supervisor.workers["w"]
+    while died.empty():
+        await asyncio.sleep(0.005)
+        turns += worker.channel is None and worker.state == "ready"
+    assert died.get_nowait() is False
+    assert turns > 1  # the loop went round while a thread waited
+    await supervisor.stop()
