@@ -63,6 +63,8 @@ class Plan:
     """Those to start with."""
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
+    aliases: tuple[str, ...] = ()
+    """Other names of the model."""
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     """How the model writes calls and reasoning, as the settings say."""
@@ -121,6 +123,7 @@ def make_plan(config: ServeConfig) -> Plan:
         roles,
         workers,
         fds,
+        aliases=config.model_aliases,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )
@@ -319,6 +322,7 @@ def model_info(plan: Plan) -> ModelInfo:
         note=plan.model_note,
         created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
         sampling=config.sampling,
+        aliases=plan.aliases,
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
     )

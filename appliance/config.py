@@ -69,6 +69,8 @@ class ServeConfig:
     max_queued_tokens: int = 1 << 20
     max_connections: int = 512
     max_body_bytes: int = 8 << 20
+    model_aliases: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     log_text: bool = False
@@ -156,6 +158,14 @@ SETTINGS: Mapping[str, Setting] = {
     "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens that may wait", True),
     "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
     "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
+    "model_aliases": Setting(
+        names, "other names of the model for clients, with commas; * is any text, as claude-*"
+    ),
+    "cors_origins": Setting(
+        names,
+        "web pages that may use the API in a browser, as https://app.example; * is all",
+        True,
+    ),
     "tool_parser": Setting(
         one_of("auto", *TOOL_PARSERS), "how the model writes tool calls; auto: by its chat template"
     ),

@@ -8,6 +8,8 @@ Never: knows which fields there are.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -155,6 +157,22 @@ def invalid_type(param: str, wanted: str, value: object) -> RequestError:
 def invalid_value(param: str, why: str) -> RequestError:
     """A field has the right type and a value that cannot be."""
     return RequestError(f"`{param}` {why}", code="invalid_value", param=param)
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """A refusal in the words of another API: a field's name there, by its first name here."""
+    param = error.param or ""
+    name = names.get(re.split(r"[.[]", param)[0])
+    if name is None:
+        return error
+    return RequestError(
+        error.what.replace(f"`{param}`", f"`{name}`"),
+        code=error.code,
+        param=name,
+        status=error.status,
+        kind=error.kind,
+        hint=error.hint,
+    )
 
 
 def unsupported(param: str, why: str = "is not supported") -> RequestError:

@@ -22,6 +22,12 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def iso_time(seconds: float) -> str:
+    """Unix seconds in the same form."""
+    time = datetime.fromtimestamp(seconds, UTC)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class RequestFrame(msgspec.Struct):
     """One request: live, or finished a short while ago."""
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import IO, Protocol
 
@@ -190,6 +191,13 @@ class ModelInfo:
     """How it writes calls, a name in api.tool_format; auto is by its chat template."""
     reasoning_parser: str = "auto"
     """The same of its reasoning, a name in api.output_format, or none."""
+    aliases: tuple[str, ...] = ()
+    """Other names by which clients may ask for it; `*` in them is any text."""
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that says this name means this model."""
+        plain = name.removesuffix(":latest")  # which Ollama's clients add
+        return plain == self.model_id or any(fnmatchcase(plain, one) for one in self.aliases)
 
     @property
     def sampling_in_force(self) -> dict[str, float]:

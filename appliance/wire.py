@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.arrival import arrival_of, client_request_id
+from appliance.dialects import Dialect, dialect_of, error_body
 from appliance.request import Appliance
 from engine.errors import RequestError
 
@@ -31,15 +32,7 @@ def appliance_of(http: Request) -> Appliance:
 
 def error_object(error: RequestError) -> dict[str, object]:
     """OpenAI's error object; `code` is a string or null."""
-    message = f"{error.what}; {error.hint}" if error.hint else error.what
-    return {
-        "error": {
-            "message": message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+    return error_body(Dialect.OPENAI, error)
 
 
 def json_response(
@@ -50,12 +43,13 @@ def json_response(
 
 
 def error_response(http: Request, error: RequestError) -> Response:
-    """An error object, and when to come back."""
+    """An error object as the API that was asked has it, and when to come back."""
     headers = reply_headers(http)
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
         headers["retry-after-ms"] = str(error.retry_after_ms)
-    return json_response(error_object(error), status=error.status, headers=headers)
+    body = error_body(dialect_of(http.scope["path"]), error, headers["x-request-id"])
+    return json_response(body, status=error.status, headers=headers)
 
 
 def reply_headers(http: Request) -> dict[str, str]:
@@ -63,6 +57,8 @@ def reply_headers(http: Request) -> dict[str, str]:
     arrival = arrival_of(http)
     elapsed_ms = (time.monotonic_ns() - arrival.arrived_ns) // 1_000_000
     headers = {"x-request-id": arrival.request_id, "openai-processing-ms": str(elapsed_ms)}
+    if dialect_of(http.scope["path"]) is Dialect.ANTHROPIC:
+        headers["request-id"] = arrival.request_id
     if client_id := client_request_id(http):
         headers["x-client-request-id"] = client_id
     return headers

@@ -135,6 +135,10 @@ class Tokenizer:
         variables = {**self._special_tokens, **options.pop("variables", {})}
         return self.chat_template.render(messages, variables=variables, **options)
 
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has a token that is written so."""
+        return self._backend.token_to_id(text) is not None
+
     def special_id(self, text: str) -> int | None:
         """Id of the special token that is written so; None if there is none."""
         token_id: int | None = self._backend.token_to_id(text)

@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.constraints import Constraint
+from appliance.api.infill import infill_of
 from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.stream import Echo
 from appliance.api.turns import Turns
@@ -179,6 +180,8 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     """The part that may take time: templates, tokenizing, compiling a grammar."""
     output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
     prompts = [ask.chat.render(tokenizer, output_format)] if ask.chat else ask.prompts
+    if ask.suffix:
+        prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
     for prompt in prompts:
         ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
     ids = [
@@ -190,6 +193,16 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
     grammar = _grammar(ask, output_format, tokenizer, model)
     return _Prepared("\n".join(texts) or None, ids, echoes, grammar)
+
+
+def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str:
+    """The prompt that asks a model for what stands before a suffix."""
+    infill = infill_of(tokenizer)
+    if infill is None:
+        raise unsupported("suffix", "is not supported: this model has no fill-in-the-middle tokens")
+    if not isinstance(prompt, str):
+        raise invalid_value("suffix", "needs prompts that are texts")
+    return infill.prompt(prompt, suffix)
 
 
 def _grammar(

@@ -75,6 +75,8 @@ class Ask:
     """None: a completion of prompts."""
     prompts: list[str | list[int]]
     """Of completions; empty for a chat."""
+    suffix: str | None = None
+    """What is to stand behind the output of a completion."""
     num_choices: int
     """Answers to each prompt."""
     max_tokens: int | None

@@ -5,7 +5,7 @@ reply.
 Called by: routes, which gives it its table.
 Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that is
 not there is 404 however it is written.
-Never: knows a route by name; allows another origin (there is no CORS).
+Never: knows a route by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Edge(Starlette):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        scope["path"] = plain_path(scope["path"])
+        scope["path"] = self._served_path(plain_path(scope["path"]))
         arrived_ns = arrival_of(Request(scope)).arrived_ns
         status = CLIENT_CLOSED_REQUEST
 
@@ -81,6 +81,14 @@ class Edge(Starlette):
             path = self._paths.get(scope.get("endpoint"))
             elapsed_s = (time.monotonic_ns() - arrived_ns) / 1e9
             self.state.http_counts.count(path, scope["method"], status, elapsed_s)
+
+    def _served_path(self, path: str) -> str:
+        """The path of a route: clients leave out `/v1` where a base address ought to have it."""
+        routes = [route for route in self.routes if isinstance(route, Route)]
+        if any(one.path_regex.match(path) for one in routes):
+            return path
+        longer = f"/v1{path}"
+        return longer if any(one.path_regex.match(longer) for one in routes) else path
 
 
 def plain_path(target: str) -> str:

@@ -15,14 +15,20 @@ from starlette.routing import Route
 
 from appliance.api.admission import Accepted
 from appliance.api.generation import Endpoint, Generation, generate
+from appliance.api.messages_api import in_anthropics_words, messages_ask
+from appliance.api.messages_shape import MessageShape
+from appliance.api.ollama_api import chat_ask_of, generate_ask
+from appliance.api.ollama_shape import OllamaShape
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
+from appliance.api.response_memory import earlier, keeper
 from appliance.api.response_shape import ResponseShape
 from appliance.api.responses import in_our_words, response_ask
-from appliance.request import Appliance
+from appliance.wire import appliance_of
 
 
-def _reply_shape(accepted: Accepted, appliance: Appliance) -> ReplyShape:
+def _reply_shape(accepted: Accepted, http: Request) -> ReplyShape:
+    appliance = appliance_of(http)
     return ReplyShape(
         ask=accepted.ask,
         request=accepted.request,
@@ -32,26 +38,52 @@ def _reply_shape(accepted: Accepted, appliance: Appliance) -> ReplyShape:
     )
 
 
-def _response_shape(accepted: Accepted, _appliance: Appliance) -> ResponseShape:
-    return ResponseShape(accepted.request, accepted.fields, created_at=int(time.time()))
+def _response_shape(accepted: Accepted, http: Request) -> ResponseShape:
+    """A response that is kept when it has ended, unless its client does not want that."""
+    return ResponseShape(
+        accepted.request,
+        accepted.fields,
+        created_at=int(time.time()),
+        on_end=keeper(accepted.fields, http),
+    )
 
 
 ENDPOINTS = {
     "/v1/completions": Endpoint(
         id_prefix="cmpl-",
-        read=lambda fields, one: completion_ask(fields, one.model, one.max_per_request),
+        read=lambda fields, http: completion_ask(
+            fields, appliance_of(http).model, appliance_of(http).max_per_request
+        ),
         shape=_reply_shape,
     ),
     "/v1/chat/completions": Endpoint(
         id_prefix="chatcmpl-",
-        read=lambda fields, one: chat_ask(fields, one.model),
+        read=lambda fields, http: chat_ask(fields, appliance_of(http).model),
         shape=_reply_shape,
     ),
     "/v1/responses": Endpoint(
         id_prefix="resp_",
-        read=lambda fields, one: response_ask(fields, one.model),
+        read=lambda fields, http: response_ask(
+            fields, appliance_of(http).model, earlier(fields, http)
+        ),
         shape=_response_shape,
         refusal=in_our_words,
+    ),
+    "/v1/messages": Endpoint(
+        id_prefix="msg_",
+        read=lambda fields, http: messages_ask(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: MessageShape(accepted.request),
+        refusal=in_anthropics_words,
+    ),
+    "/api/chat": Endpoint(
+        id_prefix="chat-",
+        read=lambda fields, http: chat_ask_of(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=True),
+    ),
+    "/api/generate": Endpoint(
+        id_prefix="gen-",
+        read=lambda fields, http: generate_ask(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=False),
     ),
 }
 

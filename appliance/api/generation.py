@@ -27,7 +27,7 @@ from appliance.api.ask import Ask
 from appliance.api.stream import Delta, Reply
 from appliance.arrival import arrival_of
 from appliance.fields import Fields
-from appliance.request import HUNG_UP, Appliance
+from appliance.request import HUNG_UP
 from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
@@ -42,7 +42,11 @@ _log = logging.getLogger(__name__)
 
 
 class Shape(Protocol):
-    """How a reply looks to its client, whole or as server-sent events."""
+    """How a reply looks to its client, whole or as a stream."""
+
+    @property
+    def media_type(self) -> str:
+        """Of a stream."""
 
     def whole(self, deltas: Iterable[Delta]) -> dict[str, object]:
         """The reply in one piece; one delta per sequence."""
@@ -59,6 +63,13 @@ class Shape(Protocol):
     def failure(self, error: RequestError) -> bytes:
         """What a stream ends with instead if it fails."""
 
+    def alive(self, place: int | None) -> bytes:
+        """What a stream says while nothing comes, lest somebody between takes it for dead.
+
+        Args:
+            place: in the queue; None if it does not wait there.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -66,9 +77,9 @@ class Endpoint:
 
     id_prefix: str
     """Of its requests' ids."""
-    read: Callable[[Fields, Appliance], Ask]
+    read: Callable[[Fields, HttpRequest], Ask]
     """Validates a body; called in a thread where that is large."""
-    shape: Callable[[Accepted, Appliance], Shape]
+    shape: Callable[[Accepted, HttpRequest], Shape]
     """What its replies look like."""
     refusal: Callable[[RequestError], RequestError] = lambda error: error
     """A refusal of what was asked, in words that its clients know."""
@@ -83,10 +94,10 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Generation:
     appliance = appliance_of(http)
     arrival_of(http).generates(endpoint.id_prefix)
     try:
-        accepted = await accept(http, lambda fields: endpoint.read(fields, appliance))
+        accepted = await accept(http, lambda fields: endpoint.read(fields, http))
     except RequestError as error:
         raise endpoint.refusal(error) from error
-    reply = Generation(http, accepted, endpoint.shape(accepted, appliance))
+    reply = Generation(http, accepted, endpoint.shape(accepted, http))
     appliance.submit(accepted.request)
     return reply
 
@@ -157,7 +168,7 @@ class Generation:
         """Server-sent events: headers at once, then one write for whatever is ready."""
         write_part = arrival_of(self._http).write_part
         headers = self._headers() | {
-            "content-type": "text/event-stream; charset=utf-8",
+            "content-type": self._shape.media_type,
             "cache-control": "no-cache",
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
@@ -183,7 +194,7 @@ class Generation:
                 yield self._shape.failure(failure)
                 return
             if not deltas:
-                yield self._keep_alive()
+                yield self._shape.alive(self._appliance.queue_place(self._request))
             elif piece := await self._written(self._events, deltas):
                 yield piece
         yield self._shape.closing()
@@ -200,11 +211,6 @@ class Generation:
 
     def _events(self, deltas: list[Delta]) -> bytes:
         return b"".join(map(self._shape.events, deltas))
-
-    def _keep_alive(self) -> bytes:
-        """A comment, which clients skip; of a request that waits it tells the place."""
-        place = self._appliance.queue_place(self._request)
-        return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
 
     def _headers(self) -> dict[str, str]:
         """Beyond those that edge gives every reply."""

@@ -55,7 +55,6 @@ NEUTRAL: Neutral = {
 """Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
 
 COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
-    "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
@@ -91,6 +90,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
         num_prompt_logprobs=num_logprobs if is_echo else None,
         chat=None,
         prompts=_prompts(fields.required("prompt"), model, max_prompts),
+        suffix=fields.text("suffix") or None,
         max_tokens=fields.integer("max_tokens", 0 if is_echo else 1),
         is_echo=is_echo,
     )
@@ -201,11 +201,12 @@ def _base(
 
 def check_model(asked: object, model: ModelInfo) -> None:
     """Refuse another model than the one that is served; no name is the served one's."""
-    """Refuse another model than the one that is served; no name is the served one's."""
-    if asked in (None, "", model.model_id):  # clients that must name one may leave it empty
+    if asked in (None, ""):  # clients that must name one may leave it empty
         return
     if not isinstance(asked, str):
         raise invalid_type("model", "a string", asked)
+    if model.is_called(asked):
+        return
     raise model_not_found(asked, model.model_id)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.api.dialect_schemas import REPLIES as OTHER_REPLIES
+from appliance.api.dialect_schemas import REQUESTS as OTHER_REQUESTS
 from appliance.api.reply_schemas import replies
 from appliance.api.request_schemas import REQUESTS
 from appliance.api.schemas import (
@@ -21,6 +23,7 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
+from appliance.dialects import Dialect, dialect_of
 from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
 from appliance.protocol import FRAME_VERSION
 
@@ -64,6 +67,11 @@ class Operation:
     """No key is needed."""
 
 
+_ERRORS = {
+    Dialect.OPENAI: "Error",
+    Dialect.ANTHROPIC: "AnthropicError",
+    Dialect.OLLAMA: "OllamaError",
+}
 _LOG_QUERY = {"since": STRING, "until": STRING, "limit": whole(1, MAX_ROWS), "after": COUNT}
 _STATUS = shape({"status": STRING})
 _CANCELLED = shape({"id": STRING, "status": {"const": "cancelled"}})
@@ -87,11 +95,75 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/responses"): Operation(
         "createResponse",
-        "Answer in a chat; nothing is kept.",
+        "Answer in a chat, which may go on from an earlier response.",
         ref("Response"),
         body=ref("ResponseRequest"),
         streams=(EVENTS,),
         errors=_GENERATING,
+    ),
+    ("GET", "/v1/responses/{id}"): Operation(
+        "getResponse", "A response that is kept in memory.", ref("Response"), errors=(404,)
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        "deleteResponse",
+        "Forget a response.",
+        shape({"id": STRING, "deleted": {"const": True}}),
+        errors=(404,),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "createMessage",
+        "Answer as Anthropic's API does.",
+        ref("AnthropicReply"),
+        body=ref("MessagesRequest"),
+        streams=(EVENTS,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "countMessageTokens",
+        "How long the prompt of a message would be.",
+        ref("TokenCount"),
+        body=ref("MessagesRequest"),
+        errors=(404, *_WITH_BODY),
+    ),
+    ("POST", "/api/chat"): Operation(
+        "ollamaChat",
+        "Answer as Ollama's API does.",
+        ref("OllamaReply"),
+        body=ref("OllamaChatRequest"),
+        streams=(LINES,),
+        errors=_GENERATING,
+    ),
+    ("POST", "/api/generate"): Operation(
+        "ollamaGenerate",
+        "Answer a prompt as Ollama's API does.",
+        ref("OllamaReply"),
+        body=ref("OllamaGenerateRequest"),
+        streams=(LINES,),
+        errors=_GENERATING,
+    ),
+    ("GET", "/api/version"): Operation(
+        "ollamaVersion", "Our version, where Ollama tells its own.", shape({"version": STRING})
+    ),
+    ("GET", "/api/tags"): Operation(
+        "ollamaTags", "The one model that is served.", ref("OllamaModels")
+    ),
+    ("GET", "/api/ps"): Operation(
+        "ollamaRunning", "The one model that is served.", ref("OllamaModels")
+    ),
+    ("POST", "/api/show"): Operation(
+        "ollamaShow",
+        "What the model can do.",
+        ref("OllamaModel"),
+        body=ref("OllamaModelRequest"),
+        errors=(404, *_WITH_BODY),
+    ),
+    ("POST", "/api/pull"): Operation(
+        "ollamaPull",
+        "Bring a model into this machine's cache; for operators.",
+        shape({"status": STRING}),
+        body=ref("OllamaPullRequest"),
+        streams=(LINES,),
+        errors=_WITH_BODY,
     ),
     ("POST", "/tokenize"): Operation(
         "tokenize",
@@ -221,7 +293,7 @@ def document(version: str, *, needs_key: bool) -> Json:
         "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": REQUESTS | replies(),
+            "schemas": REQUESTS | OTHER_REQUESTS | replies() | OTHER_REPLIES,
             "headers": {
                 "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
             },
@@ -232,6 +304,7 @@ def document(version: str, *, needs_key: bool) -> Json:
 
 
 def _described(operation: Operation, path: str) -> Json:
+    error = _ERRORS[dialect_of(path)]
     replies = {JSON: {"schema": operation.reply}} if operation.reply else {}
     replies |= {media_type: {} for media_type in operation.streams}
     described: Json = {
@@ -239,7 +312,7 @@ def _described(operation: Operation, path: str) -> Json:
         "summary": operation.summary,
         "responses": {"200": _response("It is done.", replies)}
         | {
-            str(status): _response(_REASONS[status], {JSON: {"schema": ref("Error")}})
+            str(status): _response(_REASONS[status], {JSON: {"schema": ref(error)}})
             for status in sorted({*_ANYWHERE, *operation.errors})
         },
     }

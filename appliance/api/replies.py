@@ -17,6 +17,7 @@ from appliance.api.ask import Ask
 from appliance.api.logprobs import chat_logprobs, completion_logprobs
 from appliance.api.reading import CallDelta
 from appliance.api.stream import Delta
+from appliance.protocol import iso_time
 from appliance.request import ModelInfo, Request
 from appliance.wire import error_object
 from engine.errors import RequestError
@@ -25,6 +26,7 @@ from engine.tokenizer import Tokenizer
 
 Json = dict[str, object]
 
+EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _PLACE = "\x00"
 """Stands for a text whose surroundings are to be found."""
@@ -40,6 +42,9 @@ class ReplyShape:
     created: int
     """Unix seconds."""
     fingerprint: str
+    media_type: str = EVENTS
+    _num_reasoning: dict[int, int] = field(default_factory=dict)
+    """Tokens of reasoning, by choice."""
     _around: dict[int, tuple[bytes, bytes] | None] = field(default_factory=dict)
     """Of choices of which a stream has told something: what stands around the text in an event that
     tells nothing else, as most do; None where each tells more."""
@@ -48,6 +53,7 @@ class ReplyShape:
         """The reply in one piece; one delta per sequence."""
         choices = []
         for delta in deltas:
+            self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
             choice = self._choice(delta)
             if self.ask.is_chat:
                 choice["message"] = _message(delta)
@@ -64,6 +70,7 @@ class ReplyShape:
 
     def events(self, delta: Delta) -> bytes:
         """What a stream tells of a delta; nothing while its text is held back."""
+        self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
         is_told = delta.text or delta.reasoning or delta.calls
         has_news = is_told or delta.finish_reason or self.ask.wants_tokens
         if not has_news:
@@ -84,6 +91,10 @@ class ReplyShape:
         if not self.ask.include_usage:
             return _DONE
         return event(self._object("chat.completion.chunk", []) | {"usage": self._usage()}) + _DONE
+
+    def alive(self, place: int | None) -> bytes:
+        """What is told while nothing comes: a comment, which clients skip."""
+        return keep_alive(place)
 
     def failure(self, error: RequestError) -> bytes:
         """What a stream ends with if it fails: its status is out already."""
@@ -150,10 +161,13 @@ class ReplyShape:
         """Each prompt counts once, also where it has several choices."""
         sequences = self.request.sequences
         num_output = sum(sequence.num_output_tokens for sequence in sequences)
-        return usage(
+        used = usage(
             sum(one.num_prompt_tokens for one in sequences[:: self.ask.num_choices]),
             0 if self.ask.max_tokens == 0 else num_output,
         )
+        if num_reasoning := sum(self._num_reasoning.values()):
+            used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return used
 
 
 def _message(delta: Delta) -> Json:
@@ -199,6 +213,11 @@ def usage(num_prompt_tokens: int, num_output_tokens: int) -> Json:
     }
 
 
+def keep_alive(place: int | None) -> bytes:
+    """A comment in a stream of events; of a request that waits it tells the place in the queue."""
+    return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
+
+
 def event(content: object, name: str | None = None) -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
@@ -216,6 +235,9 @@ def model_object(model: ModelInfo) -> Json:
     return {
         "id": model.model_id,
         "object": "model",
+        "type": "model",  # Anthropic's word, as the next two
+        "display_name": model.model_id,
+        "created_at": iso_time(model.created),
         "created": model.created,
         "owned_by": "penstock",
         "max_model_len": model.max_model_len,

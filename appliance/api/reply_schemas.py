@@ -103,6 +103,7 @@ _REPLIES: Json = {
                     "content": items(shape({"type": {"const": "output_text"}, "text": STRING})),
                 }
             ),
+            shape({"id": STRING, "type": {"const": "reasoning"}, "status": STRING}),
             shape(
                 {
                     "id": STRING,

@@ -129,7 +129,12 @@ REQUESTS: Json = {
                 ]
             }
         },
-        {**_SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "echo": BOOLEAN},
+        {
+            **_SAMPLING,
+            "logprobs": whole(0, MAX_LOGPROBS),
+            "echo": BOOLEAN,
+            "suffix": {"type": "string", "maxLength": 0},  # more, where the model can
+        },
     ),
     "ChatRequest": shape(
         {"messages": items(ref("Message"), minItems=1)},
@@ -168,6 +173,8 @@ REQUESTS: Json = {
             **{n: schema for n, schema in _SAMPLING.items() if n not in _NOT_OF_RESPONSES},
             "chat_template_kwargs": OBJECT,
             "instructions": STRING,
+            "previous_response_id": {"type": "string", "maxLength": 0},  # one that is kept
+            "reasoning": shape({}, {"effort": one_of("none", "low", "medium", "high")}),
             "max_output_tokens": whole(1),
             "text": shape({}, {"format": ref("TextFormat")}),
             "tools": items(

@@ -10,11 +10,11 @@ Never: waits, or knows HTTP.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from appliance.api.reading import CallDelta
-from appliance.api.replies import event
+from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
 from appliance.fields import Fields
 from appliance.request import Request
@@ -24,6 +24,9 @@ from engine.sequence import FinishReason
 Json = dict[str, Any]
 
 _ECHOED: Json = {
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -37,9 +40,6 @@ _ECHOED: Json = {
 
 _CONSTANT: Json = {
     "background": False,
-    "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
-    "store": False,
     "truncation": "disabled",
 }
 
@@ -57,10 +57,22 @@ class ResponseShape:
         request: whose reply it is; it has one sequence.
         fields: the body, of which a response repeats some.
         created_at: Unix seconds.
+        on_end: gets the whole response when it has ended; None if nobody keeps it.
     """
 
-    def __init__(self, request: Request, fields: Fields, *, created_at: int) -> None:
+    media_type = EVENTS
+
+    def __init__(
+        self,
+        request: Request,
+        fields: Fields,
+        *,
+        created_at: int,
+        on_end: Callable[[Json], None] | None = None,
+    ) -> None:
         self._request = request
+        self._on_end = on_end
+        self._num_reasoning_tokens = 0
         self._echoed = {
             name: default if fields.get(name) is None else fields.get(name)
             for name, default in _ECHOED.items()
@@ -81,7 +93,7 @@ class ResponseShape:
         for delta in deltas:
             self.events(delta)
         self._end_output()
-        return self._response(self._status())
+        return self._ended()
 
     def opening(self) -> bytes:
         """What a stream begins with."""
@@ -93,14 +105,27 @@ class ResponseShape:
     def events(self, delta: Delta) -> bytes:
         """What a stream tells of a delta."""
         self._finish_reason = delta.finish_reason
-        said = self._say(delta.text) if delta.text else b""
+        self._num_reasoning_tokens = delta.num_reasoning_tokens
+        thought = self._think(delta.reasoning) if delta.reasoning else b""
+        said = thought + self._say(delta.text) if delta.text else thought
         return said + b"".join(map(self._call, delta.calls))
 
     def closing(self) -> bytes:
         """What a stream ends with; there is no `[DONE]` here."""
         last, status = self._end_output(), self._status()
         name = "response.completed" if status == "completed" else "response.incomplete"
-        return last + self._event(name, response=self._response(status))
+        return last + self._event(name, response=self._ended())
+
+    def _ended(self) -> Json:
+        """The whole response, which is kept if somebody keeps it."""
+        response = self._response(self._status())
+        if self._on_end is not None:
+            self._on_end(response)
+        return response
+
+    def alive(self, place: int | None) -> bytes:
+        """What is told while nothing comes."""
+        return keep_alive(place)
 
     def failure(self, error: RequestError) -> bytes:
         """What a stream ends with if it fails."""
@@ -111,7 +136,7 @@ class ResponseShape:
     def _say(self, text: str) -> bytes:
         """Text, in the message that is open or in a new one."""
         begun = b""
-        if not self._is_open or self._call_index is not None:
+        if not self._is_open or self._output[-1]["type"] != "message":
             begun = self._begin_message()
         self._output[-1]["content"][0]["text"] += text
         return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
@@ -122,6 +147,18 @@ class ResponseShape:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._output[-1]["content"].append(part)
         return begun + self._part_event("response.content_part.added", part=part)
+
+    def _think(self, text: str) -> bytes:
+        """Reasoning, in an item of its own."""
+        begun = b""
+        if not self._is_open or self._output[-1]["type"] != "reasoning":
+            item: Json = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning"}
+            begun = self._begin({**item, "summary": [], "content": []}, None)
+            part = {"type": "reasoning_text", "text": ""}
+            self._output[-1]["content"].append(part)
+            begun += self._part_event("response.content_part.added", part=part)
+        self._output[-1]["content"][0]["text"] += text
+        return begun + self._part_event("response.reasoning_text.delta", delta=text)
 
     def _call(self, call: CallDelta) -> bytes:
         """A part of a call, in its own item."""
@@ -161,6 +198,11 @@ class ResponseShape:
             (part,) = item["content"]
             ended = self._part_event(
                 "response.output_text.done", text=part["text"], logprobs=[]
+            ) + self._part_event("response.content_part.done", part=part)
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            ended = self._part_event(
+                "response.reasoning_text.done", text=part["text"]
             ) + self._part_event("response.content_part.done", part=part)
         else:
             ended = self._item_event(
@@ -209,9 +251,9 @@ class ResponseShape:
         (sequence,) = self._request.sequences
         return {
             "input_tokens": sequence.num_prompt_tokens,
-            # No prompt is cached and nothing is marked as reasoning, so these are true zeros.
+            # No prompt is cached, so this is a true zero.
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": sequence.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": sequence.num_tokens,
         }

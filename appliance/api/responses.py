@@ -1,27 +1,30 @@
-"""POST /v1/responses, as far as it needs no memory: its fields, brought into those of a chat.
+"""POST /v1/responses: its fields, brought into those of a chat.
 
-Owns: which fields and items there are, and what is refused because it would need one.
+Owns: which fields and items there are, as OpenAI's client and Codex send them, and what is refused.
 Called by: endpoints.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps a response; `store` asks for nothing that a client could notice, and is ignored.
+Never: keeps a response; response_memory does.
+
+Tools that are no functions (a shell, a search, a patch in a grammar of its own) are left out, and
+told in x-penstock-ignored: their clients offer functions beside them. So are items that only their
+own server could read: reasoning that is encrypted, searches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Sequence
 from typing import Any
 
 from appliance.api.ask import Ask
 from appliance.api.messages import MAX_MESSAGES, MAX_PARTS, Message
 from appliance.api.openai import chat_ask, refuse_unsupported
 from appliance.api.tools import MAX_TOOLS
-from appliance.fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "background": (False,),
@@ -34,7 +37,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 PASSED = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "chat_template_kwargs"),
+    *("stop_token_ids", "ignore_eos", "min_tokens"),
 )
 """The same in a chat, or vLLM's additions to both."""
 
@@ -48,23 +51,40 @@ _OUR_WORDS = {
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def response_ask(fields: Fields, model: ModelInfo) -> Ask:
-    """Validate a body of /v1/responses."""
+def response_ask(fields: Fields, model: ModelInfo, earlier: Sequence[Any] = ()) -> Ask:
+    """Validate a body of /v1/responses; it goes on from the items of an `earlier` response."""
     refuse_unsupported(fields, NEUTRAL)
+    fields.get("previous_response_id"), fields.get("store")
     chat = {name: fields.get(name) for name in PASSED}
-    chat["messages"] = _messages(fields)
+    chat["messages"] = _messages(fields, earlier)
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1)
     chat["response_format"] = _response_format(fields.nested("text"))
-    chat["tools"] = [
-        _tool(Fields.of(one, f"tools[{index}]"))
+    tools = [
+        Fields.of(one, f"tools[{index}]")
         for index, one in enumerate(fields.items("tools", MAX_TOOLS))
     ]
-    chat["tool_choice"] = _tool_choice(fields.get("tool_choice"))
+    chat["tools"] = [_tool(tool) for tool in tools if tool.get("type") == "function"]
+    others = [f"tools.{index}" for index, one in enumerate(tools) if one.get("type") != "function"]
+    choice = fields.get("tool_choice")
+    has_none = bool(others) and not chat["tools"]
+    chat["tool_choice"] = None if has_none and choice == "auto" else _tool_choice(choice)
+    chat["chat_template_kwargs"] = _variables(fields)
     _check_metadata(fields.nested("metadata"))
-    return dataclasses.replace(chat_ask(Fields(chat), model), ignored=fields.ignored)
+    return dataclasses.replace(chat_ask(Fields(chat), model), ignored=(*others, *fields.ignored))
 
 
-def _messages(fields: Fields) -> list[Message]:
+def _variables(fields: Fields) -> object:
+    """What the template is told; an effort of `none` is to think not at all."""
+    own = fields.get("chat_template_kwargs")
+    reasoning = fields.nested("reasoning")
+    effort = reasoning.text("effort") if reasoning else None
+    if effort is None or not isinstance(own, dict | None):
+        return own
+    said = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**said, **(own or {})}
+
+
+def _messages(fields: Fields, earlier: Sequence[Any]) -> list[Message]:
     """The conversation; an assistant's calls belong to what it said just before."""
     asked = fields.required("input")
     if isinstance(asked, str):
@@ -77,8 +97,18 @@ def _messages(fields: Fields) -> list[Message]:
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for index, item in enumerate(items):
+    if len(earlier) + len(items) > MAX_MESSAGES:
+        raise invalid_value("input", f"has more than {MAX_MESSAGES} items, earlier ones included")
+    thought = ""
+    for index, item in enumerate([*earlier, *items], start=-len(earlier)):
         message = _message(Fields.of(item, f"input[{index}]"))
+        if message is None:
+            continue
+        if message["role"] == "":
+            thought = message["content"]  # of what the assistant says next
+            continue
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"], thought = thought, ""
         last = messages[-1] if messages else {}
         if message.get("tool_calls") and last.get("role") == "assistant":
             last.setdefault("tool_calls", []).extend(message["tool_calls"])
@@ -87,18 +117,39 @@ def _messages(fields: Fields) -> list[Message]:
     return messages
 
 
-def _message(item: Fields) -> Message:
+_UNREADABLE = ("web_search_call", "file_search_call", "image_generation_call", "local_shell_call")
+"""Items of tools that are not served here, and say nothing to a model."""
+
+
+def _message(item: Fields) -> Message | None:
+    """One item; None if it says nothing. Reasoning has no role of its own."""
     kind = item.get("type")
+    if kind in _UNREADABLE:
+        return None
+    if kind == "reasoning":
+        return {"role": "", "content": _reasoning(item)}
+    if kind == "custom_tool_call":
+        function = {"name": _string(item, "name"), "arguments": {"input": _string(item, "input")}}
+        call = {"type": "function", "id": _string(item, "call_id"), "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind in (None, "message"):
         return {"role": _string(item, "role"), "content": _text(item, "content")}
     if kind == "function_call":
         function = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
         call = {"type": "function", "id": _string(item, "call_id"), "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         call_id = _string(item, "call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": _text(item, "output")}
     raise unsupported(item.path("type"), "is not supported; messages and function calls are")
+
+
+def _reasoning(item: Fields) -> str:
+    """Its text, or its summary; what is encrypted only says nothing here."""
+    parts = item.items("content", MAX_PARTS) or item.items("summary", MAX_PARTS)
+    places = [f"{item.path('content')}[{index}]" for index in range(len(parts))]
+    texts = [Fields.of(one, at).text("text") for one, at in zip(parts, places, strict=True)]
+    return "\n".join(filter(None, texts))
 
 
 def _text(item: Fields, name: str) -> str:
@@ -113,6 +164,9 @@ def _text(item: Fields, name: str) -> str:
     parts = [Fields.of(one, f"{item.path(name)}[{index}]") for index, one in enumerate(value)]
     texts = []
     for part in parts:
+        if part.get("type") == "refusal":
+            texts.append(_string(part, "refusal"))
+            continue
         if part.get("type") not in _TEXT_PARTS:
             raise unsupported(part.path("type"), "is not supported; only text is")
         texts.append(_string(part, "text"))
@@ -132,8 +186,6 @@ def _response_format(text: Fields | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise unsupported(tool.path("type"), "is not supported; only functions are")
     names = ("name", "description", "parameters", "strict")
     function = {name: tool.get(name) for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -162,15 +214,4 @@ def _string(fields: Fields, name: str) -> str:
 
 def in_our_words(error: RequestError) -> RequestError:
     """A chat's refusal, naming the field that the client knows."""
-    param = error.param or ""
-    name = _OUR_WORDS.get(re.split(r"[.[]", param)[0])
-    if name is None:
-        return error
-    return RequestError(
-        error.what.replace(f"`{param}`", f"`{name}`"),
-        code=error.code,
-        param=name,
-        status=error.status,
-        kind=error.kind,
-        hint=error.hint,
-    )
+    return renamed(error, _OUR_WORDS)

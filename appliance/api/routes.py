@@ -21,9 +21,12 @@ from appliance.api.edge import Edge
 from appliance.api.endpoints import generating_routes
 from appliance.api.log import log_routes
 from appliance.api.metrics import metrics
+from appliance.api.ollama_routes import ollama_routes
 from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
 from appliance.api.replies import model_object
+from appliance.api.response_memory import memory_routes
+from appliance.api.response_store import ResponseStore
 from appliance.api.roles import switch_roles
 from appliance.api.tokenize import tokenize_routes
 from appliance.protocol import FRAME_VERSION
@@ -38,7 +41,9 @@ def build_app(appliance: Appliance) -> Edge:
         appliance,
         [
             *generating_routes(),
+            *memory_routes(),
             *tokenize_routes(),
+            *ollama_routes(),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
             Route("/health", health),
@@ -52,6 +57,7 @@ def build_app(appliance: Appliance) -> Edge:
         ],
     )
     edge.state.turns = AdmissionTurns()
+    edge.state.responses = ResponseStore()
     return edge
 
 
@@ -64,7 +70,7 @@ async def model(http: Request) -> Response:
     """The one model there is, by its id, which may contain slashes."""
     served = appliance_of(http).model
     asked = http.path_params["id"]
-    if asked != served.model_id:
+    if not served.is_called(asked):
         raise model_not_found(asked, served.model_id)
     return json_response(model_object(served))
 

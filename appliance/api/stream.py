@@ -56,6 +56,8 @@ class Delta:
     has_called: bool = False
     """The sequence has begun a tool call, here or before."""
     finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    """The stop string that has ended the sequence."""
 
     @property
     def num_logprobs(self) -> int:
@@ -76,7 +78,7 @@ class Delta:
         self.num_tokens = later.num_tokens
         self.num_reasoning_tokens = later.num_reasoning_tokens
         self.has_called = later.has_called
-        self.finish_reason = later.finish_reason
+        self.finish_reason, self.stop_text = later.finish_reason, later.stop_text
 
     def apart(self) -> list[Delta]:
         """The same in deltas of one call each, and the end alone, as clients read them."""
@@ -249,7 +251,7 @@ class _Voice:
         for part in self._parser.flush() if self._parser else ():
             delta.add_part(part)
         delta.num_reasoning_tokens = self._num_reasoning_tokens
-        delta.finish_reason = reason
+        delta.finish_reason, delta.stop_text = reason, self._stop.matched
         self.is_closed = True
 
 
@@ -286,7 +288,13 @@ class StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
-        self.has_matched = False
+        self.matched: str | None = None
+        """The stop string that was found."""
+
+    @property
+    def has_matched(self) -> bool:
+        """True if a stop string was found; nothing is let through any more."""
+        return self.matched is not None
 
     def push(self, piece: str) -> str:
         """The text that is safe to send now; nothing after a match."""
@@ -299,9 +307,9 @@ class StopMatcher:
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
         if matches:
-            self.has_matched = True
-            self._held = ""
-            return text[: min(matches)[1]]
+            end, start = min(matches)
+            self.matched, self._held = text[start:end], ""
+            return text[:start]
         size = len(text) - max(partial_match_chars(text, stop) for stop in self._stops)
         self._held = text[size:]
         return text[:size]

@@ -15,12 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api.messages_api import count_ask, in_anthropics_words
 from appliance.api.openai import check_model, read_chat
 from appliance.api.output_format import output_format_of
 from appliance.api.turns import Turns
 from appliance.fields import Fields, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
 from appliance.wire import appliance_of, json_response
+from engine.errors import RequestError
 from engine.tokenizer import Tokenizer
 
 MAX_AT_ONCE = 2
@@ -36,6 +38,7 @@ def tokenize_routes() -> list[Route]:
     return [
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
     ]
 
 
@@ -60,6 +63,25 @@ class _TokenizeApi:
                 "tokens": ids,
                 "token_strs": strings,
             }
+
+        return await self._turns.run(http, lambda: json_response(work()))
+
+    async def count(self, http: Request) -> Response:
+        """How many tokens the prompt of Anthropic's messages has."""
+        appliance, body = appliance_of(http), await http.body()
+        tokenizer, model = appliance.tokenizer, appliance.model
+
+        def work() -> Json:
+            try:
+                ask = count_ask(Fields.of_body(body), model)
+            except RequestError as error:
+                raise in_anthropics_words(error) from error
+            assert ask.chat is not None
+            output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
+            text = ask.chat.render(tokenizer, output_format)
+            if len(text) > MAX_TEXT_CHARS:
+                raise invalid_value("messages", f"has more than {MAX_TEXT_CHARS} characters")
+            return {"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))}
 
         return await self._turns.run(http, lambda: json_response(work()))
 

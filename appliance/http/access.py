@@ -90,6 +90,8 @@ class AccessPolicy:
     keys: tuple[ApiKey, ...] = ()
     max_connections: int = 512
     max_body_bytes: int = 8 << 20
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may use the API from a browser."""
 
     @classmethod
     def from_config(
@@ -113,6 +115,7 @@ class AccessPolicy:
             keys=() if path is None else read_keys(path),
             max_connections=config.max_connections,
             max_body_bytes=config.max_body_bytes,
+            cors_origins=config.cors_origins,
         )
 
     def peer_of(self, who: Credentials) -> Peer:

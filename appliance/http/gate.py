@@ -7,9 +7,9 @@ Invariant: no handler runs for a peer that is not known, and none sees more body
 the memory for half-sent bodies nobody holds more than is left for all others.
 Never: knows a route but /health, which tells nothing and is open so that probes need no key.
 
-Browsers: a page cannot send a key without asking first (CORS), and nothing here answers such a
-question with yes. So the Origin header proves nothing that the key does not, and is not read. The
-Host header is: a page whose name was rebound to this machine sends its own.
+Browsers: a page cannot send a key without asking first (CORS), and only pages of `cors_origins`
+are answered with yes. Otherwise the Origin header proves nothing that the key does not, and is not
+read. The Host header is: a page whose name was rebound to this machine sends its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.arrival import Arrival
 from appliance.http.access import AccessPolicy, Credentials
+from appliance.http.cors import allowed_origin, is_preflight, preflight, readable
 from appliance.request import Peer
 from appliance.wire import error_response
 from engine.errors import Forbidden, RequestError, Unavailable
@@ -67,6 +68,12 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to the application, or refuse it."""
+        origin = allowed_origin(scope, self.policy.cors_origins)
+        if origin is not None:
+            if is_preflight(scope):
+                await preflight(scope, origin)(scope, receive, send)
+                return
+            send = readable(send, origin)
         line = _line(scope)
         arrival = Arrival(line.write_part, hang_up=line.hang_up)
         arrival.keep(scope)
@@ -97,7 +104,7 @@ class Gate:
                 code="host_not_allowed",
                 hint="call it localhost or 127.0.0.1, also from a proxy",
             )
-        key = _bearer_key(scope)
+        key = _shown_key(scope)
         peer = self.policy.holder_of(key)
         if peer is None and scope["path"] == OPEN_PATH:
             return Peer()
@@ -107,7 +114,7 @@ class Gate:
                 code="invalid_api_key",
                 status=401,
                 kind="authentication_error",
-                hint="send the header Authorization: Bearer KEY",
+                hint="send the header Authorization: Bearer KEY, or x-api-key",
             )
         line.on_key(peer.key)
         return peer
@@ -115,7 +122,7 @@ class Gate:
     def _is_known(self, scope: Scope) -> bool:
         """False once the policy has lost the key by which it came in."""
         is_process = _line(scope).credentials is not None
-        return is_process or self.policy.holder_of(_bearer_key(scope)) is not None
+        return is_process or self.policy.holder_of(_shown_key(scope)) is not None
 
 
 class _Body:
@@ -206,10 +213,17 @@ def _line(scope: Scope) -> Line:
     return cast(Line, scope["state"]["line"])
 
 
-def _bearer_key(scope: Scope) -> str:
-    """Empty if there is none, which is nobody's."""
-    scheme, _, key = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _shown_key(scope: Scope) -> str:
+    """As OpenAI's clients show it, or Anthropic's, or Azure's; empty if none is, which is nobody's.
+
+    Where several are shown they must be the same: nobody would know which counts.
+    """
+    scheme, _, bearer = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
+    keys = {bearer.strip()} if scheme.lower() == "bearer" else set()
+    for name in (b"x-api-key", b"api-key"):
+        keys.add((_header(scope, name) or b"").decode("latin-1").strip())
+    keys.discard("")
+    return keys.pop() if len(keys) == 1 else ""
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -275,13 +275,11 @@ async def test_a_call_is_streamed_as_an_item_of_its_own(tool_served, tool_applia
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv-1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (
