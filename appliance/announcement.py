@@ -24,6 +24,7 @@ def announcement(
     folder: Path,
     *,
     abouts: Mapping[str, Sequence[str]],
+    rehearsed: str | None,
     is_elastic_static: bool,
     has_template: bool,
     addresses: Sequence[str],
@@ -35,6 +36,7 @@ def announcement(
         model: what it serves.
         folder: the checkpoint's.
         abouts: what each worker's start has found out, by its name.
+        rehearsed: what elastic roles have measured; None: nothing, as they have nothing to choose.
         is_elastic_static: elastic roles act as static ones on this machine.
         has_template: the model can chat.
         addresses: where clients find it.
@@ -44,6 +46,8 @@ def announcement(
     for worker in frame.workers:
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))
+    if rehearsed is not None:
+        yield f"  {rehearsed}"
     if is_elastic_static:
         yield "  elastic roles act as static ones: both workers share one device"
     if frame.transport is not None:

@@ -33,11 +33,13 @@ from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
 from appliance.notify import notify
+from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.supervisor import Supervisor
 from engine.blocks import Ledger
 from engine.errors import PenstockError
+from engine.messages import Report
 from engine.queue import FairQueue
 from engine.router import Router
 from engine.tokenizer import Tokenizer
@@ -180,14 +182,16 @@ class _Daemon:
         self._supervisor = Supervisor(
             self._plan.workers,
             self._plan.inherited_fds,
-            on_report=lambda *report: self._service.worker_reported(*report),
+            on_report=self._on_report,
             on_ready=lambda worker: self._service.worker_ready(worker),
-            on_died=lambda *death: self._service.worker_died(*death),
+            on_died=self._on_died,
             on_lost=lambda _, about: self._service.worker_lost(about),
         )
         self._supervisor.spawn_all()
         self._has_workers = True
         self._router = self._make_router()
+        max_step_tokens = self._plan.placement.max_step_tokens
+        self._rehearsing = Rehearsing(self._router, self._supervisor.send, max_step_tokens)
         self._service = Service(
             self._plan,
             self._router,
@@ -205,14 +209,14 @@ class _Daemon:
     async def _serve(self) -> None:
         """From loading to drained."""
         notify(STATUS="loading")
-        loading = asyncio.create_task(self._supervisor.run())
+        loading = asyncio.create_task(self._load())
         stopping = asyncio.create_task(self._drain.wait())
         try:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
-                loading.result()
+                about = loading.result()
                 self._service.make_frame()
-                self._announce()
+                self._announce(about)
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
                 await stopping
@@ -229,6 +233,14 @@ class _Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
         stop_now.cancel()
+
+    async def _load(self) -> str | None:
+        """Until all workers are ready and have rehearsed; what there is to say about that."""
+        self._service.is_rehearsing = True
+        await self._supervisor.run()
+        about = await self._rehearsing.run(self._service.model.max_model_len)
+        self._service.is_rehearsing = False
+        return about
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -272,6 +284,14 @@ class _Daemon:
             about = f"{', '.join(fixed)}: only a restart changes this"
             self._service.event("warning", "config.needs_restart", about)
 
+    def _on_report(self, worker: str, report: Report) -> None:
+        self._service.worker_reported(worker, report)
+        self._rehearsing.reported(worker, report)
+
+    def _on_died(self, worker: str, about: str) -> None:
+        self._service.worker_died(worker, about)
+        self._rehearsing.died()
+
     async def _make_frames(self) -> None:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
@@ -296,7 +316,7 @@ class _Daemon:
     def _targets(self) -> RolesChange:
         return RolesChange(None, self._config.slo_ttft_ms, self._config.slo_itl_ms)
 
-    def _announce(self) -> None:
+    def _announce(self, about: str | None) -> None:
         """Say what is served, where and how, in the words an operator needs."""
         workers = self._supervisor.workers.values()
         for line in announcement(
@@ -304,6 +324,7 @@ class _Daemon:
             self._service.model,
             self._plan.checkpoint.folder,
             abouts={worker.plan.name: worker.about for worker in workers},
+            rehearsed=about,
             is_elastic_static=self._router.roles.acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,

@@ -62,6 +62,8 @@ class Service:
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
+        self.is_rehearsing = False
+        """All workers are ready but for what they still measure."""
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
@@ -112,7 +114,7 @@ class Service:
         """Raise Unavailable while loading or draining."""
         if self._is_draining:
             raise Unavailable("the appliance is draining and takes no new work", code="draining")
-        if not self._supervisor.is_started:
+        if not self._supervisor.is_started or self.is_rehearsing:
             raise Unavailable("the model is still loading", code="model_loading")
         if self._supervisor.lost_workers:
             names = ", ".join(self._supervisor.lost_workers)
@@ -122,7 +124,7 @@ class Service:
         """None if /ready is 200, else why not."""
         if self._is_draining:
             return "draining"
-        if not self._supervisor.is_started:
+        if not self._supervisor.is_started or self.is_rehearsing:
             return "model_loading"
         down = [n for n, w in self._supervisor.workers.items() if w.state != "ready"]
         if down:

@@ -4,18 +4,20 @@ Owns: the ways there are, what each would mean, and the words for why one was ch
 Called by: roles, for each sequence that is about to be placed.
 Invariant: the choice is one of the ways open; of those that meet the targets the cheapest, of
 those that miss them the one that misses least; within a tenth, the way that was taken before.
-Never: chooses on a guess: while the time of one step is unknown it is as with static roles.
+Never: chooses on a guess: a way whose steps have not been measured, or that turned out far from
+what was predicted of it, is no candidate; with none left it is as with static roles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
 from engine.sequence import Route
-from engine.step_times import StepLoad
+from engine.step_times import StepLoad, size_class
 
 MIN_CHUNK_TOKENS = 64
 EXPECTED_OUTPUT_TOKENS = 64
@@ -59,6 +61,20 @@ Predict = Callable[[str, bool, StepLoad], float | None]
 """A step's ms by role (`prefill` or `decode`), whether it has all cores, and its load."""
 
 
+class Way(NamedTuple):
+    """What is alike enough that one outcome tells of the next."""
+
+    route: Route
+    worker: str
+    """Who computes its prompt."""
+    is_beside: bool
+    """Somebody decodes where it is prefilled, or, if it moves, where it goes."""
+    has_all: bool
+    """Its prompt is computed on all cores."""
+    size: int
+    """Class of the prompt tokens in one of its steps, as size_class() has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """All that a choice depends on."""
@@ -76,63 +92,90 @@ class Situation:
     fits_prefill_pool: bool = True
     """Its whole length, so that it could stay there."""
     last: Route | None = None
-
-
-class Choice(NamedTuple):
-    """A way, and why."""
-
-    route: Route
-    reason: str
-    """One of `cheapest`, `closest`, `kept`, `only`, `unknown`, or what roles say for themselves."""
-    about: str = ""
-    max_chunk_tokens: int | None = None
+    names: tuple[str, str] = ("prefill", "decode")
+    """Of the two workers."""
+    closed: frozenset[Way] = frozenset()
+    """Ways that turned out far worse than predicted, and have not been measured since."""
 
 
 class Forecast(NamedTuple):
     """What one way would mean."""
 
-    route: Route
+    way: Way
     ttft_ms: float
+    own_ms: float
+    """The steps of its own prompt."""
     itl_ms: float
     """The longest gap of those who decode, while this prompt is computed or beside it after."""
     cost_ms: float
     """Core-ms that it adds where a memory bus is shared, else the time until it is done."""
     miss: float
     """How often the worst target is exceeded; 1 or less: both are met."""
+    promise_ms: float
+    """The gap that those who decode may expect: itl_ms, or the target where that is wider."""
     max_chunk_tokens: int | None = None
 
+    @property
+    def route(self) -> Route:
+        """Of its way."""
+        return self.way.route
 
-_UNKNOWN = "too few steps of its kind since the start to compare ways; as static roles do"
+
+class Choice(NamedTuple):
+    """A route, and why."""
+
+    route: Route
+    reason: str
+    """One of `cheapest`, `closest`, `kept`, `only`, `unknown`, `wary`, or what roles say for
+    themselves."""
+    about: str = ""
+    max_chunk_tokens: int | None = None
+    forecast: Forecast | None = None
+    """What is expected of it; None: nothing was predicted."""
+
+    @property
+    def words(self) -> str:
+        """The reason and what there is to say about it."""
+        return ": ".join(filter(None, (self.reason, self.about)))
+
+
+_UNKNOWN = "its steps are not all of sizes that have been measured; as static roles do"
+_WARY = "the other way was far worse than predicted and is not measured anew; as static roles do"
 
 
 class _Unknown(Exception):
-    """Too few steps have been seen to predict one that matters."""
+    """A step that matters is of a kind or size that has not been measured."""
 
 
 def choose(situation: Situation, predict: Predict) -> Choice:
     """Choose how a sequence is run."""
-    ways = _open_ways(situation)
-    if len(ways) == 1:
-        return Choice(ways[0], "only", "the other worker is not there")
+    routes = _open_routes(situation)
+    if len(routes) == 1:
+        return Choice(routes[0], "only", "the other worker is not there")
     try:
-        forecasts = _Forecaster(situation, predict).all(ways)
+        forecasts = _Forecaster(situation, predict).all(routes)
     except _Unknown:
         return Choice(Route.MOVE, "unknown", _UNKNOWN)
-    best = min(forecasts, key=_key)
-    kept = [f for f in forecasts if f.route == situation.last and _is_as_good(f, best)]
+    static = next(f for f in forecasts if f.route is Route.MOVE)
+    trusted = [f for f in forecasts if f is static or f.way not in situation.closed]
+    if trusted == [static]:
+        reason, why = ("unknown", _UNKNOWN) if len(forecasts) == 1 else ("wary", _WARY)
+        return _choice(static, reason, f"; {why}")
+    best = min(trusted, key=_key)
+    kept = [f for f in trusted if f.route == situation.last and _is_as_good(f, best)]
     if kept and situation.last != best.route:
         return _choice(min(kept, key=_key), "kept")
     return _choice(best, "cheapest" if best.miss <= 1 else "closest")
 
 
-def _open_ways(situation: Situation) -> list[Route]:
+def _open_routes(situation: Situation) -> list[Route]:
     prefill, decode = situation.prefill, situation.decode
     if prefill.is_ready == decode.is_ready:
-        ways = [Route.DECODE, Route.MOVE]
+        routes = [Route.DECODE, Route.MOVE]
         # two that decode on one bus read the weights twice
         if not situation.shares_memory_bus and situation.fits_prefill_pool:
-            ways.append(Route.PREFILL)
-        return ways
+            routes.append(Route.PREFILL)
+        return routes
     if decode.is_ready:
         return [Route.DECODE]
     return [Route.PREFILL if situation.fits_prefill_pool else Route.MOVE]
@@ -149,9 +192,9 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
     return best_miss > 1 or cost_ms <= best_cost_ms * KEEP_RATIO
 
 
-def _choice(forecast: Forecast, reason: str) -> Choice:
-    about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.itl_ms:.0f} ms predicted"
-    return Choice(forecast.route, reason, about, forecast.max_chunk_tokens)
+def _choice(forecast: Forecast, reason: str, why: str = "") -> Choice:
+    about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.itl_ms:.1f} ms predicted{why}"
+    return Choice(forecast.route, reason, about, forecast.max_chunk_tokens, forecast)
 
 
 class _Forecaster:
@@ -170,15 +213,20 @@ class _Forecaster:
         self._ttft_target_ms = situation.slo.ttft_ms or alone * DEFAULT_TTFT_RATIO
         self._itl_target_ms = situation.slo.itl_ms or own_step * DEFAULT_ITL_RATIO
 
-    def all(self, ways: list[Route]) -> list[Forecast]:
-        """Every way, with each size of chunk that makes a difference."""
-        forecasts = []
-        if Route.DECODE in ways:
-            forecasts += [self._on_decode(chunk) for chunk in self._chunks()]
-        if Route.MOVE in ways:
-            forecasts.append(self._moved())
-        if Route.PREFILL in ways:
-            forecasts.append(self._on_prefill())
+    def all(self, routes: list[Route]) -> list[Forecast]:
+        """Every way that can be predicted, with each size of chunk that makes a difference.
+
+        Raises:
+            _Unknown: the static way cannot, so that there is nothing to compare with.
+        """
+        forecasts = [self._moved()]
+        if Route.DECODE in routes:
+            for chunk in self._chunks():
+                with suppress(_Unknown):
+                    forecasts.append(self._on_decode(chunk))
+        if Route.PREFILL in routes:
+            with suppress(_Unknown):
+                forecasts.append(self._on_prefill())
         return forecasts
 
     def _chunks(self) -> list[int]:
@@ -204,7 +252,8 @@ class _Forecaster:
         if not self._s.shares_memory_bus:
             cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
         limit = chunk if decode.batch and chunk < self._s.max_step_tokens else None
-        return self._forecast(Route.DECODE, ahead_ms + own_ms, itl_ms, cost_ms, limit)
+        way = self._way(Route.DECODE, has_all, is_beside=bool(decode.batch), chunk=chunk)
+        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms, limit)
 
     def _moved(self) -> Forecast:
         decode = self._s.decode
@@ -213,17 +262,20 @@ class _Forecaster:
         cost_ms = own_ms * self._num_cores(0, self._prefill_has_all) + MOVE_COST_MS
         if not self._s.shares_memory_bus:
             cost_ms = ahead_ms + own_ms + MOVE_COST_MS + self._output_ms(itl_ms)
-        return self._forecast(Route.MOVE, ahead_ms + own_ms, itl_ms, cost_ms)
+        way = self._way(Route.MOVE, self._prefill_has_all, is_beside=bool(decode.batch))
+        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms)
 
     def _on_prefill(self) -> Forecast:
         prefill = self._s.prefill
         ahead_ms, own_ms = self._prefill_ms()
         itl_ms = self._decode_ms("prefill", prefill, 1, has_all=self._prefill_has_all)
-        if prefill.num_prefill_tokens or prefill.batch:
+        is_beside = not prefill.is_idle
+        if is_beside:
             steps = ceil(self._s.num_prompt_tokens / self._s.max_step_tokens)
             itl_ms = max(itl_ms, own_ms / steps)
         cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
-        return self._forecast(Route.PREFILL, ahead_ms + own_ms, itl_ms, cost_ms)
+        way = self._way(Route.PREFILL, self._prefill_has_all, is_beside=is_beside)
+        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms)
 
     def _prefill_ms(self) -> tuple[float, float]:
         """On the prefill worker: what is there already, and this prompt."""
@@ -231,11 +283,26 @@ class _Forecaster:
         own_ms = self._prompt_ms("prefill", self._prefill_has_all, self._s.max_step_tokens, prefill)
         return own_ms * prefill.num_prefill_tokens / self._s.num_prompt_tokens, own_ms
 
+    def _way(
+        self, route: Route, has_all: bool, *, is_beside: bool, chunk: int | None = None
+    ) -> Way:
+        step_tokens = min(self._s.num_prompt_tokens, chunk or self._s.max_step_tokens)
+        worker = self._s.names[route is Route.DECODE]
+        return Way(route, worker, is_beside, has_all, size_class(step_tokens))
+
     def _forecast(
-        self, route: Route, ttft_ms: float, itl_ms: float, cost_ms: float, chunk: int | None = None
+        self,
+        way: Way,
+        ahead_ms: float,
+        own_ms: float,
+        itl_ms: float,
+        cost_ms: float,
+        chunk: int | None = None,
     ) -> Forecast:
+        ttft_ms = ahead_ms + own_ms
         miss = max(ttft_ms / self._ttft_target_ms, itl_ms / self._itl_target_ms)
-        return Forecast(route, ttft_ms, itl_ms, cost_ms, miss, chunk)
+        promise_ms = max(itl_ms, self._itl_target_ms)
+        return Forecast(way, ttft_ms, own_ms, itl_ms, cost_ms, miss, promise_ms, chunk)
 
     def _prompt_ms(
         self, role: str, has_all: bool, chunk: int, beside: WorkerLoad | None = None

@@ -74,6 +74,27 @@ class Ways:
         pools = self._ledger.pools
         return any(all(n <= pools[name].num_free for name, n in each.items()) for each in needed)
 
+    def elsewhere(
+        self, sequence: Sequence, worker: str, ready_workers: Collection[str]
+    ) -> tuple[Leg, ...]:
+        """A way by which a prompt goes on at another worker with the blocks that it has; or none.
+
+        Args:
+            sequence: is on the worker, where it will decode.
+            worker: that is to be spared its prompt.
+            ready_workers: those that could take it.
+        """
+        pool_of = self._places.pool_of
+        near = [
+            pair
+            for pair in self._pairs
+            if pair.decode == worker != pair.prefill
+            and pair.prefill in ready_workers
+            and pool_of(pair.prefill) == pool_of(worker)
+        ]
+        is_open = sequence.num_computed_tokens < sequence.num_prompt_tokens
+        return legs_of(sequence, Route.MOVE, near[0]) if near and is_open else ()
+
     def can_stay(self, sequence: Sequence, pair: Pair) -> bool:
         """True if the pool of the worker that prefills could hold its whole length."""
         needed = self.wants(sequence, legs_of(sequence, Route.PREFILL, pair))

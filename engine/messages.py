@@ -2,7 +2,8 @@
 
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered after the worker's last touch of them: Admit, with whatever
-Extends it, by the entry of a step that has `released` set, and Copy by Copied, pair by pair.
+Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
+Rehearse by Rehearsed.
 UseCores, which names cores, is answered by CoresUsed.
 Owns: the wire between processes. Called by: channel, router, supervisor, workers.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
@@ -173,6 +174,28 @@ class UseCores(msgspec.Struct, tag=True, frozen=True):
     cpus: list[int]
 
 
+class RehearsalStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step of equal sequences: decode if each has one token, else a chunk of a prompt."""
+
+    num_sequences: int
+    num_tokens: int
+    """Of each."""
+    num_before: int
+    """Positions of each that count as computed."""
+
+
+class Rehearse(msgspec.Struct, tag=True, frozen=True):
+    """Make steps like these and time them, as many as there is time for. Answered by Rehearsed.
+
+    They read and write the named blocks, whose content is nothing to anybody.
+    """
+
+    rehearsal_id: int
+    steps: list[RehearsalStep]
+    block_ids: list[int]
+    budget_ms: float
+
+
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
     """Weights read so far by this worker; sent a few times a second."""
 
@@ -267,6 +290,22 @@ class CoresUsed(msgspec.Struct, tag=True, frozen=True):
     cpus: list[int]
 
 
+class RehearsedStep(msgspec.Struct, frozen=True, array_like=True):
+    """One RehearsalStep, and how long it took."""
+
+    num_sequences: int
+    num_tokens: int
+    num_before: int
+    elapsed_ms: float
+
+
+class Rehearsed(msgspec.Struct, tag=True, frozen=True):
+    """A Rehearse is over; its blocks will not be touched any more."""
+
+    rehearsal_id: int
+    steps: list[RehearsedStep]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The worker cannot go on and exits; what, where and hint are for the operator."""
 
@@ -275,5 +314,15 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | MapShared | Admit | Extend | Release | Copy | UseCores
-Report = LoadingProgress | WeightsLoaded | PoolMade | Ready | Stepped | Copied | CoresUsed | Failed
+Command = Setup | Go | MapShared | Admit | Extend | Release | Copy | UseCores | Rehearse
+Report = (
+    LoadingProgress
+    | WeightsLoaded
+    | PoolMade
+    | Ready
+    | Stepped
+    | Copied
+    | CoresUsed
+    | Rehearsed
+    | Failed
+)

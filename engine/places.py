@@ -11,7 +11,7 @@ Never: changes while the daemon runs; what does is in roles, and a pool's life i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -127,6 +127,11 @@ class Places:
     def home_of(self, pool: str) -> str | None:
         """The worker in whose memory a pool is; None: the daemon's."""
         return self.pool_by_name[pool].home
+
+    def has_followed(self, worker: str, ready: Collection[str]) -> bool:
+        """True if a dead worker has only followed another, in whose memory its pool was."""
+        home = self.home_of(self.pool_of(worker))
+        return home not in (None, worker) and home not in ready
 
     def link(self, source: str, target: str) -> Link:
         """Between two workers' pools."""

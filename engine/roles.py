@@ -1,8 +1,9 @@
 """What the workers are for at this moment: static, colocated or elastic roles, and the cores.
 
-Owns: the roles in force, the targets, what is known of step times, and the last route taken.
+Owns: the roles in force, the targets, what is known of step times and of outcomes, and the last
+route taken.
 Called by: the router: for a route before it reserves blocks, after every step, and whenever who
-has work has changed; the service switches roles.
+has work has changed; the service switches roles; the rehearsal teaches step times at start.
 Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
 to do lends its cores to one that has, unless roles are static; it has them back before it steps.
 Never: touches a block or a sequence; reads a clock.
@@ -16,9 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from engine.cores import Cores, Cpus
-from engine.elastic import Choice, Situation, Slo, WorkerLoad, choose
+from engine.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
 from engine.journeys import Pair
-from engine.messages import Command, CoresUsed, Stepped
+from engine.messages import Command, CoresUsed, Rehearsed, Stepped
+from engine.outcomes import Outcome, Outcomes
 from engine.places import Places
 from engine.sequence import Phase, Route, Sequence
 from engine.step_times import StepLoad, StepTimes
@@ -59,6 +61,7 @@ class Roles:
         self._roles = "colocated" if places.is_colocated else roles
         self._max_step_tokens = max_step_tokens
         self._times: dict[tuple[str, int], StepTimes] = {}
+        self.outcomes = Outcomes(self._num_measured)
         self._last: Route | None = None
 
     @property
@@ -93,15 +96,26 @@ class Roles:
         """A worker has changed its cores."""
         self.cores.answered(worker, report)
 
-    def stepped(self, worker: str, step: Stepped) -> None:
-        """Learn from a step."""
+    def rehearsed(self, worker: str, report: Rehearsed) -> None:
+        """Learn from steps that were made to be timed."""
+        times = self._times_of(worker)
+        for step in report.steps:
+            times.observe(StepLoad.alike(step), step.elapsed_ms)
+
+    def stepped(self, worker: str, step: Stepped) -> list[Outcome]:
+        """Learn from a step; what has become of prompts with it."""
         load = StepLoad.of(step.entries)
-        if load.num_prefill_tokens or load.batch:
-            key = (worker, self._num_cores(self.cores.used(worker)))
-            times = self._times.setdefault(key, StepTimes())
-            times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
+        if not (load.num_prefill_tokens or load.batch):
+            return []
+        self._times_of(worker).observe(load, (step.ended_ns - step.started_ns) / 1e6)
         if load.batch:
             self._recent[worker].observe(load, step.ended_ns)
+        return self.outcomes.stepped(worker, step, self._num_cores(self.cores.used(worker)))
+
+    def _times_of(self, worker: str) -> StepTimes:
+        """Its step times on the cores that it has now."""
+        key = (worker, self._num_cores(self.cores.used(worker)))
+        return self._times.setdefault(key, StepTimes())
 
     # What the router asks
 
@@ -136,13 +150,26 @@ class Roles:
             num_cores=(len(own[prefill]) or 1, len(own[decode]) or 1),
             fits_prefill_pool=fits_prefill_pool,
             last=self._last,
+            closed=self.outcomes.closed(),
+            names=pair,
         )
         return choose(situation, partial(self._predict_ms, pair))
 
-    def placed(self, choice: Choice) -> None:
+    def placed(self, sequence: Sequence, pair: Pair, choice: Choice, now_ns: int) -> None:
         """The choice has been acted on."""
         self._last = choice.route
         self.counts[f"{choice.route} {choice.reason}"] += 1
+        if choice.forecast is None:
+            return
+        way, cores = choice.forecast.way, self.cores
+        self.outcomes.begin(
+            sequence.seq_id,
+            choice.forecast,
+            gap_worker=pair.decode if way.route is Route.MOVE else way.worker,
+            num_cores=self._num_cores(cores.all if way.has_all else cores.own[way.worker]),
+            num_tokens=sequence.num_prompt_tokens,
+            at_ns=now_ns,
+        )
 
     def settle(self, running: Iterable[Sequence]) -> None:
         """Bring the cores to where the work is."""
@@ -182,15 +209,25 @@ class Roles:
 
     def _predict_ms(self, pair: Pair, role: str, has_all: bool, load: StepLoad) -> float | None:
         """By this worker's own steps; on one bus all workers are alike, so also by another's."""
-        places, cores = self.places, self.cores
         worker = pair.prefill if role == "prefill" else pair.decode
-        num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
-        others = [name for name in places.names if name != worker]
-        for name in [worker, *others] if places.shares_memory_bus else [worker]:
-            times = self._times.get((name, num_cores))
-            if times is not None and (known_ms := times.predict_ms(load)) is not None:
+        for times in self._times_like(worker, has_all):
+            if (known_ms := times.predict_ms(load)) is not None:
                 return known_ms
         return None
+
+    def _times_like(self, worker: str, has_all: bool) -> list[StepTimes]:
+        """What is known of a worker on its own cores or on all; its own steps first."""
+        cores, places = self.cores, self.places
+        num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
+        others = [name for name in places.names if name != worker]
+        names = [worker, *others] if places.shares_memory_bus else [worker]
+        known = (self._times.get((name, num_cores)) for name in names)
+        return [times for times in known if times is not None]
+
+    def _num_measured(self, way: Way) -> int:
+        """Steps made of its size on the cores that it uses."""
+        likes = self._times_like(way.worker, way.has_all)
+        return sum(times.num_prompt_steps(way.size) for times in likes)
 
     def _num_cores(self, cpus: Cpus) -> int:
         return len(cpus) if self.cores.can_lend else 0

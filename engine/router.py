@@ -10,13 +10,14 @@ Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
+from engine.counters import Counters
+from engine.elastic import MIN_CHUNK_TOKENS
 from engine.journeys import Ways, check_where, legs_of
 from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.places import Places
@@ -28,6 +29,7 @@ from engine.sequence import (
     Leg,
     Moving,
     On,
+    Route,
     Sequence,
     TokenLogprob,
     Waiting,
@@ -36,19 +38,6 @@ from engine.sequence import (
 MAX_RUNNING_SEQUENCES = 256
 STARVATION_NS = 10_000_000_000
 """A sequence that has waited this long is not passed any more by what comes after it in order."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the daemon started; read by telemetry."""
-
-    handoffs: int = 0
-    handoff_bytes: int = 0
-    failed_handoffs: int = 0
-    """Whose blocks could not be copied, or were lost on the way, and were computed again."""
-    stale_messages: int = 0
-    recovered_sequences: int = 0
-
 
 Send = Callable[[str, Command], None]
 Emit = Callable[[Sequence, list[int], list[TokenLogprob], bool], None]
@@ -113,6 +102,7 @@ class Router:
             self.resuming.remove(sequence)
         self.running.pop(sequence.seq_id, None)
         self.moving.pop(sequence.seq_id, None)
+        self.roles.outcomes.forget(sequence.seq_id)
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
             self._send(was.leg.worker, Release(*key[1:]))
@@ -162,29 +152,27 @@ class Router:
                 self.ledger.pools[pool.name].life += 1
         self.copies.worker_died(worker)
         victims = [s for s in self.running.values() if s.worker == worker]
-        if not self._has_followed(worker):
+        if not self.places.has_followed(worker, self.roles.ready_workers):
             suspicion.blame(victims)
         for sequence in victims:
             if suspicion.is_proven(sequence):
                 sequence.error = f"worker {worker} died {sequence.num_suspicions} times under it"
                 self.abort(sequence, FinishReason.ERROR, now_ns)
                 continue
+            self.roles.outcomes.forget(sequence.seq_id)
             sequence.num_recoveries += 1
             self.counters.recovered_sequences += 1
-            del self.running[sequence.seq_id]
             assert isinstance(sequence.where, On)
-            sequence.where = Waiting(sequence.where.leg)
-            self.resuming.append(sequence)
+            self._wait_for(sequence.where.leg, sequence)
         self.dispatch(now_ns)
-
-    def _has_followed(self, worker: str) -> bool:
-        """True if it has only followed another, in whose memory its pool was."""
-        home = self.places.home_of(self.places.pool_of(worker))
-        return home not in (None, worker) and home not in self.roles.ready_workers
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens and releases."""
-        self.roles.stepped(worker, step)
+        for outcome in self.roles.stepped(worker, step):
+            if (told := self.running.get(outcome.seq_id)) is not None:
+                told.route_reason = f"{told.route_reason}{outcome.about}"
+                if outcome.gives_way:
+                    self._send(worker, Release(told.seq_id, told.generation))
         waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
         needs_dispatch = bool(self.resuming or (waits_for_prompts and step.num_prefill_tokens))
         for entry in step.entries:
@@ -259,9 +247,8 @@ class Router:
         needed = self.ways.wants(sequence, legs)
         if legs[0].worker not in open_workers or not self.ledger.reserve(sequence.seq_id, needed):
             return False
-        self.roles.placed(choice)
-        sequence.legs, sequence.route = legs, choice.route
-        sequence.route_reason = ": ".join(filter(None, (choice.reason, choice.about)))
+        self.roles.placed(sequence, pair, choice, now_ns)
+        sequence.legs, sequence.route, sequence.route_reason = legs, choice.route, choice.words
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(legs) > 1:
             self.copies.begin(sequence, self.places.link(legs[0].worker, legs[1].worker))
@@ -283,10 +270,8 @@ class Router:
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
-        return worker in self.roles.ready_workers and not (
-            sequence.is_on_probation
-            and any(s.is_on_probation and s.worker == worker for s in self.running.values())
-        )
+        at_worker = [s for s in self.running.values() if s.worker == worker]
+        return worker in self.roles.ready_workers and not suspicion.must_wait(sequence, at_worker)
 
     def _arrive(self, sequence: Sequence) -> None:
         """Go on with a sequence between two workers, as far as its blocks have come."""
@@ -373,8 +358,24 @@ class Router:
         if entry.token_ids or sequence.is_finished:
             self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
         # emit may have ended it too (a stop string), so ask again
-        if entry.released == "moved" and not sequence.is_finished:
-            self._hand_off(sequence)
+        if entry.released is not None and not sequence.is_finished:
+            (self._hand_off if entry.released == "moved" else self._give_way)(sequence)
+
+    def _give_way(self, sequence: Sequence) -> None:
+        """Dropped for those who decode there, it goes on elsewhere, or a little at a time."""
+        assert isinstance(sequence.where, On)
+        leg = sequence.where.leg
+        legs = self.ways.elsewhere(sequence, leg.worker, self.roles.ready_workers)
+        if legs:
+            leg, sequence.legs, sequence.route = legs[0], legs, Route.MOVE
+        sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
+        self._wait_for(leg, sequence)
+
+    def _wait_for(self, leg: Leg, sequence: Sequence) -> None:
+        """It keeps its blocks, and is placed before the queue."""
+        del self.running[sequence.seq_id]
+        sequence.where = Waiting(leg)
+        self.resuming.append(sequence)
 
     def _hand_off(self, sequence: Sequence) -> None:
         """A worker has done its leg and has dropped the sequence: on to the next."""

@@ -25,3 +25,8 @@ def blame(victims: list[Sequence]) -> None:
 def is_proven(sequence: Sequence) -> bool:
     """True if too many workers have died under it."""
     return sequence.num_suspicions > MAX_SUSPICIONS
+
+
+def must_wait(sequence: Sequence, at_worker: list[Sequence]) -> bool:
+    """True if it is on probation, and so is one that is at its worker already."""
+    return sequence.is_on_probation and any(other.is_on_probation for other in at_worker)

@@ -27,6 +27,7 @@ from engine.messages import (
     Copy,
     CoresUsed,
     Extend,
+    Rehearse,
     Release,
     SequenceStep,
     Stepped,
@@ -37,6 +38,7 @@ from engine.sequence import FinishReason
 from engine.workers.copying import Copier
 from engine.workers.cores import use_cores
 from engine.workers.device import Device
+from engine.workers.rehearsal import rehearse
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
 
@@ -233,6 +235,8 @@ class Worker:
             case Copy(behind=behind):
                 filling = None if behind is None else self._running.get(behind.seq_id)
                 self._copier.take(command, filling)
+            case Rehearse():
+                self._channel.send(rehearse(self._runner, command))
             case UseCores(cpus):
                 self._is_parked = not cpus
                 if cpus:

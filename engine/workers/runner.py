@@ -19,7 +19,7 @@ from engine.grammar import GrammarError
 from engine.model.adjust import adjust, is_adjusted
 from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
-from engine.sequence import SamplingParams, TokenLogprob
+from engine.sequence import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars, Mask
 from engine.workers.graphs import DecodeGraphs
@@ -281,28 +281,16 @@ class Runner:
         blocks, new = [0] * -(-length // self.block_size), num_new_tokens or length
 
         def stand_ins(temperature: float) -> list[Running]:
-            return [_stand_in(length, new, blocks, temperature) for _ in range(num_sequences)]
+            return [
+                Running.stand_in(length, blocks, length - new, temperature)
+                for _ in range(num_sequences)
+            ]
 
         batch = self.batch([(each, new) for each in stand_ins(0.0)])
         logits = self._transformer.forward(batch, self._pool)
         if self._device is not None:
             for temperature in (0.0, 1.0):
                 self._sample_rows(logits, stand_ins(temperature))
-
-
-def _stand_in(length: int, new: int, block_table: list[int], temperature: float) -> Running:
-    """A prompt that nobody has sent."""
-    return Running(
-        seq_id=0,
-        generation=0,
-        token_ids=[0] * length,
-        num_prompt_tokens=length,
-        num_computed_tokens=length - new,
-        block_table=block_table,
-        sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature),
-        until_output=1,
-        admitted_ns=0,
-    )
 
 
 def _report_prompt(running: Running, logits: torch.Tensor) -> Sampled:

@@ -63,6 +63,23 @@ class Running:
             matcher=matcher,
         )
 
+    @classmethod
+    def stand_in(
+        cls, num_tokens: int, block_table: list[int], num_computed_tokens: int, temperature: float
+    ) -> Running:
+        """A prompt that nobody has sent, of which so much counts as computed."""
+        return cls(
+            seq_id=0,
+            generation=0,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            block_table=block_table,
+            sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature),
+            until_output=1,
+            admitted_ns=0,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known."""

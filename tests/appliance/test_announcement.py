@@ -33,6 +33,7 @@ def said(machine: Machine, *, has_template: bool = True, **sampling: float) -> l
             model,
             FOLDER,
             abouts={"decode": ["found at start"]},
+            rehearsed=None,
             is_elastic_static=False,
             has_template=has_template,
             addresses=["/run/penstock.sock"],

@@ -32,7 +32,18 @@ from appliance.boot import STARTER_FOLDER
 from appliance.cli import main as penstock
 from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed
-from engine.messages import Admit, Go, Ready, Release, SequenceStep, Setup, Stepped, WeightsLoaded
+from engine.messages import (
+    Admit,
+    Go,
+    Ready,
+    Rehearse,
+    Rehearsed,
+    Release,
+    SequenceStep,
+    Setup,
+    Stepped,
+    WeightsLoaded,
+)
 from engine.tokenizer import Tokenizer
 
 NUM_WARM_UP_STEPS = 10
@@ -80,6 +91,8 @@ class FakeWorker:
             if isinstance(command, Admit):
                 self._running[command.seq_id] = command, 0
                 new.append(command.seq_id)
+            elif isinstance(command, Rehearse):
+                self._channel.send(Rehearsed(command.rehearsal_id, []))
             elif isinstance(command, Release) and command.seq_id in self._running:
                 admit, num_output = self._running.pop(command.seq_id)
                 self._send([self._entry(admit, num_output, released="ended")])

@@ -102,6 +102,35 @@ def test_while_step_times_are_unknown_roles_are_static():
     assert (choice.route, choice.reason) == (Route.MOVE, "unknown")
 
 
+def test_a_way_that_cannot_be_predicted_is_not_taken_and_that_is_said():
+    def alone_only(role, has_all, load):
+        is_mixed = load.num_prefill_tokens and load.batch
+        return None if is_mixed else linear(role, has_all, load)
+
+    choice = choose(replace(CPU, decode=TWO_STREAMS, slo=Slo(itl_ms=5000)), alone_only)
+    assert (choice.route, choice.reason) == (Route.MOVE, "unknown")
+    assert choice.forecast is not None, "of the way taken there is one"
+    assert route(CPU, decode=TWO_STREAMS, slo=Slo(itl_ms=5000)) is Route.DECODE
+
+
+def test_a_way_that_is_closed_is_not_taken_and_others_are():
+    busy = replace(CPU, decode=TWO_STREAMS, num_prompt_tokens=4)
+    first = choose(busy, linear)
+    assert first.route is Route.DECODE
+    choice = choose(replace(busy, closed=frozenset({first.forecast.way})), linear)
+    assert (choice.route, choice.reason) == (Route.MOVE, "wary")
+    assert first.forecast.way == (Route.DECODE, "decode", True, True, 3)
+    larger = replace(busy, closed=frozenset({first.forecast.way._replace(size=4)}))
+    assert choose(larger, linear) == first
+
+
+def test_a_forecast_promises_the_target_where_that_is_wider():
+    busy = replace(CPU, decode=TWO_STREAMS, slo=Slo(itl_ms=5000))
+    assert choose(busy, linear).forecast.promise_ms == 5000
+    missed = choose(replace(busy, slo=Slo(itl_ms=1)), linear).forecast
+    assert missed.promise_ms == missed.itl_ms
+
+
 def test_a_way_that_is_hardly_better_does_not_replace_the_last_one():
     last = choose(replace(CPU, last=Route.MOVE), linear)
     assert (last.route, last.reason) == (Route.MOVE, "kept")

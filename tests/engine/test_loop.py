@@ -15,6 +15,8 @@ from engine.messages import (
     Copy,
     CoresUsed,
     Extend,
+    RehearsalStep,
+    Rehearse,
     Release,
     Stepped,
     UseCores,
@@ -287,3 +289,19 @@ def test_a_parked_worker_lets_go_of_what_it_is_told_to_drop(make):
     harness.tell(admit(), UseCores([]), Release(1, 1))
     _, step = harness.step()
     assert [entry.released for entry in step.entries] == ["ended"]
+
+
+def test_a_rehearsal_times_what_there_is_time_for_in_the_blocks_it_was_given(make):
+    harness = make()
+    plan = [RehearsalStep(1, 8, 0), RehearsalStep(2, 1, 20), RehearsalStep(1, 4, 12)]
+    harness.tell(Rehearse(3, plan, [5, 6], budget_ms=10_000))
+    (answer,) = harness.reported()
+    assert answer.rehearsal_id == 3
+    made = [RehearsalStep(s.num_sequences, s.num_tokens, s.num_before) for s in answer.steps]
+    assert made == plan
+    assert all(step.elapsed_ms > 0 for step in answer.steps)
+    written = [block for block in range(8) if harness.pool[block].any()]
+    assert written == [5, 6]
+    harness.tell(Rehearse(4, plan, [5], budget_ms=0))
+    (answer,) = harness.reported()
+    assert answer.steps == []

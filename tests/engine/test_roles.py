@@ -9,6 +9,7 @@ from engine.roles import Roles
 from engine.sequence import Leg, On, Phase, Route, SamplingParams, Sequence, Stamps
 
 PLACES = make_places(["prefill"], ["decode"], "alias")
+PAIR = Pair("prefill", "decode")
 TWO_CORES = {"prefill": (0,), "decode": (1,)}
 
 
@@ -39,7 +40,12 @@ class Machine:
         return self.roles.route(sequence, pair, running, now_ns, fits_prefill_pool=True)
 
     def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
-        entries = [entry(100, 1) for _ in range(batch)]
+        """Steps that took so long; decodes alone and together, so that some more are known."""
+        for size in (batch, 4 * batch) if batch else (0,):
+            self.steps(worker, num_prefill_tokens=num_prefill_tokens, ms=ms, batch=size)
+
+    def steps(self, worker, *, num_prefill_tokens, ms, batch):
+        entries = [entry(200, 1) for _ in range(batch)]
         if num_prefill_tokens:
             entries.append(entry(num_prefill_tokens, num_prefill_tokens))
         for _ in range(10):
@@ -180,5 +186,26 @@ def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
 @pytest.mark.parametrize("reason", ["cheapest", "kept"])
 def test_what_is_placed_is_counted(reason):
     machine = Machine()
-    machine.roles.placed(Choice(Route.DECODE, reason, "ttft 5 ms", 64))
+    machine.roles.placed(sequence(), PAIR, Choice(Route.DECODE, reason, "ttft 5 ms", 64), 0)
     assert machine.roles.counts == {f"decode {reason}": 1}
+
+
+def test_a_forecast_that_is_far_off_closes_its_way_until_steps_of_its_size_are_made_again(learned):
+    learned.now_s += 60
+    first = sequence()
+    choice = learned.route(first)
+    assert choice.route is Route.DECODE
+    learned.roles.placed(first, PAIR, choice, int(learned.now_s * 1e9))
+    learned.settle(sequence("decode", Phase.PREFILLING))
+    for computed in (50, 100, 150, 200):
+        end_ns = int(learned.now_s * 1e9)
+        token_ids = [7] if computed == 200 else []
+        done = SequenceStep(1, 1, computed, token_ids, [], None, None, 50, 0)
+        slow = Stepped(end_ns - 2_000_000_000, end_ns, 50, 0, [done])
+        outcomes = learned.roles.stepped("decode", slow)
+    (outcome,) = outcomes
+    assert outcome.about.endswith("twice as bad or worse")
+    assert learned.route(sequence()).reason == "wary"
+    for _ in range(3):
+        learned.steps("decode", num_prefill_tokens=200, ms=200, batch=0)
+    assert learned.route(sequence()).reason != "wary"

@@ -5,7 +5,8 @@ import pytest
 from engine.blocks import Ledger
 from engine.elastic import Choice
 from engine.errors import InvariantViolated, QueueFull, RequestError
-from engine.messages import Copied, CoresUsed, Stepped
+from engine.messages import Copied, CoresUsed, Release, Stepped
+from engine.outcomes import Outcome
 from engine.places import make_places
 from engine.queue import FairQueue
 from engine.roles import ROLES
@@ -543,9 +544,63 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
         routes = [Route.MOVE, Route.DECODE, *([Route.PREFILL] if fits_prefill_pool else [])]
         return Choice(rng.choice(routes), "drawn", "", rng.choice([None, 3]))
 
+    def switch():
+        world.router.switch_roles(rng.choice(ROLES), world.now_ns)
+        give_way(world)
+
     world.router.roles.route = any_route
-    walk(world, rng, lambda: world.router.switch_roles(rng.choice(ROLES), world.now_ns))
+    walk(world, rng, switch)
     assert len(world.router.roles.counts) == 3
+
+
+def give_way(world):
+    """Make all prompts leave that are computed where they will decode."""
+    for sequence in list(world.router.running.values()):
+        if sequence.route is Route.DECODE and sequence.phase is Phase.PREFILLING:
+            release = Release(sequence.seq_id, sequence.generation)
+            world.workers[sequence.worker].inbox.append(release)
+
+
+@pytest.mark.parametrize("arm", ["elastic", "elastic shm"])
+@pytest.mark.parametrize("ticks", [1, 2, 3, 4, 5])
+def test_a_prompt_that_gives_way_goes_on_where_it_disturbs_nobody(arm, ticks):
+    world = World(arm)
+    world.router.roles.route = lambda *_, **__: Choice(Route.DECODE, "drawn")
+    chat, prompt = world.sequence(3, 20), world.sequence(30, 6)
+    world.submit(chat, prompt)
+    for _ in range(ticks):
+        world.tick()
+    computed = prompt.num_computed_tokens
+    give_way(world)
+    world.tick()
+    if computed and computed < 24:  # in the middle of it
+        goes_on_at_prefill = "shm" not in arm
+        assert (prompt.route is Route.MOVE) == goes_on_at_prefill
+        assert prompt.worker == ("prefill" if goes_on_at_prefill else "decode")
+        assert prompt.num_computed_tokens >= computed, "nothing is computed twice"
+        assert (prompt.max_chunk_tokens is None) == goes_on_at_prefill
+    world.run()
+    for sequence in (chat, prompt):
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
+
+
+def test_what_came_of_a_forecast_is_said_and_who_breaks_it_gives_way():
+    world = World("elastic")
+    world.router.roles.route = lambda *_, **__: Choice(Route.DECODE, "drawn", "fast")
+    prompt = world.sequence(30, 3)
+    world.submit(prompt)
+    outcomes = [Outcome(prompt.seq_id, "; it was not", gives_way=True), Outcome(99, "; no such")]
+    stepped = world.router.roles.stepped
+    world.router.roles.stepped = lambda *args: (stepped(*args), [outcomes.pop()])[1]
+    world.tick()
+    world.tick()
+    world.router.roles.stepped = stepped
+    assert prompt.route_reason == "drawn: fast; it was not"
+    world.tick()
+    assert prompt.worker == "prefill"
+    world.run()
+    assert world.emitted[prompt.seq_id] == expected_tokens(prompt)
 
 
 def walk(world, rng, sometimes=lambda: None):

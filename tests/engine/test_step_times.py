@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import SequenceStep
-from engine.step_times import MIN_STEPS, StepLoad, StepTimes
+from engine.step_times import MIN_STEPS, StepLoad, StepTimes, size_class
 
 
 def truth_ms(load):
@@ -82,6 +82,44 @@ def test_long_prompts_do_not_wash_out_what_is_known_of_decoding():
     assert times.predict_ms(decode(4, 2000)) == before_ms
 
 
+def test_a_step_larger_than_any_that_was_measured_is_not_predicted():
+    times = StepTimes()
+    for tokens in (4, 8, 16, 32, 64):
+        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
+        times.observe(decode(tokens // 4, 1000), 10)
+    assert times.predict_ms(prefill(50)) is not None
+    assert times.predict_ms(prefill(128)) is None, "more tokens"
+    assert times.predict_ms(prefill(64, 4000)) is None, "further into its prompt"
+    assert times.predict_ms(prefill(50, 0, 2, 500)) is not None
+    assert times.predict_ms(prefill(50, 0, 40, 500)) is None, "beside more sequences"
+    assert times.predict_ms(decode(40, 1000)) is None
+    times.observe(prefill(512, 4000), truth_ms(prefill(512, 4000)))
+    assert times.predict_ms(prefill(64, 4000)) is not None
+
+
+def test_a_size_whose_steps_keep_taking_another_time_is_not_predicted_until_they_do_not():
+    times = learnt()
+    assert times.predict_ms(prefill(400)) is not None
+    for factor in (1, 3, 1, 3) * 10:
+        times.observe(prefill(400), factor * truth_ms(prefill(400)))
+    assert times.predict_ms(prefill(400)) is None
+    assert times.predict_ms(prefill(30)) is not None, "others are as good as before"
+    for _ in range(40):
+        times.observe(prefill(400), truth_ms(prefill(400)))
+    assert times.predict_ms(prefill(400)) is not None
+
+
+def test_steps_are_counted_by_their_size():
+    times = learnt(20)
+    same, other = size_class(500), size_class(20)
+    before = times.num_prompt_steps(same), times.num_prompt_steps(other)
+    times.observe(prefill(400), 100)
+    assert (times.num_prompt_steps(same), times.num_prompt_steps(other)) == (
+        before[0] + 1,
+        before[1],
+    )
+
+
 LOADS = st.one_of(
     st.builds(decode, st.integers(1, 256), st.integers(0, 500_000)),
     st.builds(prefill, st.integers(2, 4096), st.integers(0, 100_000), st.integers(0, 200)),
@@ -98,8 +136,7 @@ def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen,
     if bool(load.num_prefill_tokens) != bool(larger.num_prefill_tokens):
         larger = load
     low_ms, high_ms = times.predict_ms(load), times.predict_ms(larger)
-    assert (low_ms is None) == (high_ms is None)
-    if low_ms is not None:
+    if low_ms is not None and high_ms is not None:
         assert 0 < low_ms <= high_ms * (1 + 1e-9) < float("inf")
 
 

@@ -1,0 +1,22 @@
+"""What the router has done since the daemon started, as numbers.
+
+Owns: the numbers. Called by: the router, which counts; telemetry and frames, which read.
+Invariant: none of them ever falls.
+Never: decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the daemon started; read by telemetry."""
+
+    handoffs: int = 0
+    handoff_bytes: int = 0
+    failed_handoffs: int = 0
+    """Whose blocks could not be copied, or were lost on the way, and were computed again."""
+    stale_messages: int = 0
+    recovered_sequences: int = 0
