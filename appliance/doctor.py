@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from typing import Any
 from appliance import config
 from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
-from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.machine import Devices
-from appliance.gpu_placement import choose_gpus, installed_torch
+from appliance.finding import Finding
+from appliance.gpu_doctor import GpuHost, gpu_findings
 from appliance.models.names import HubName
 from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
+from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
@@ -34,17 +34,6 @@ from engine.kernels.ways import find_ways
 
 MIN_FREE_BYTES = 1 << 30
 MIN_OPEN_FILES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    check: str
-    verdict: str
-    """`ok`; `note`: it serves, slower or with less to show; `bad`: it does not serve."""
-    found: str
-    hint: str = ""
 
 
 def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
@@ -62,8 +51,11 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     try:
         found = config.load(settings)
     except PenstockError as error:
+        yield from gpu_findings(GpuHost.of_machine())
         yield _bad("configuration", error)
     else:
+        if found.devices != "cpu":
+            yield from gpu_findings(GpuHost.of_machine(), _weights_bytes(found))
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
@@ -79,6 +71,16 @@ def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
     except OSError as error:
         hint = "run it as the user who serves, or let this one read it"
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
+
+
+def _weights_bytes(found: config.ServeConfig) -> int | None:
+    """Of the model; None where it cannot be read, which its own check says."""
+    from appliance.boot import model_folder  # half of a second
+
+    try:
+        return Checkpoint.open(model_folder(found.model)).num_bytes
+    except (PenstockError, OSError):
+        return None
 
 
 def _bad(check: str, error: PenstockError) -> Finding:
@@ -119,7 +121,6 @@ def _cores() -> Finding:
 
 def _devices(devices: Devices) -> Iterator[Finding]:
     frames = devices.read(time.monotonic_ns())
-    yield _gpus(list_gpus())
     if any(frame.kind == "cpu" and frame.energy_j is not None for frame in frames):
         yield Finding("power", "ok", "CPU packages report energy")
     else:
@@ -127,18 +128,6 @@ def _devices(devices: Devices) -> Iterator[Finding]:
             "power", "note", "no CPU package reports energy: what requests use is not shown",
             "where /sys/class/powercap exists it may be for root only; virtual machines have none",
         )  # fmt: skip
-
-
-def _gpus(found: list[Gpu]) -> Finding:
-    if not found:
-        return Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
-    used, about = choose_gpus("auto", found, installed_torch())
-    if not used:
-        hint = "install torch for CUDA to serve on a GPU"
-        return Finding("gpu", "note", f"{about}; it serves on CPU cores", hint)
-    gpu = used[0]
-    serves = f"serves on {gpu.name}, {gpu.model}, {gpu.memory_bytes / 2**30:.0f} GiB"
-    return Finding("gpu", "ok", serves if about is None else f"{serves}; {about}")
 
 
 def _open_files() -> Finding:

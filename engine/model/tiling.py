@@ -54,10 +54,21 @@ def _fitting(
     """As many keys as registers hold, and fewer until what is staged fits; then fewer rows."""
     least_rows = max(16, next_power_of_2(group_size))
     rows, keys = max(num_rows, least_rows), 64 if row_bytes <= 256 else 32
-    # queries, and two tiles of keys and of values
-    while (rows + 4 * keys) * row_bytes > shared_bytes and (keys > 16 or rows > least_rows):
+    while _staged_rows(rows, keys, row_bytes) * row_bytes > shared_bytes and (
+        keys > 16 or rows > least_rows
+    ):
         keys, rows = (keys // 2, rows) if keys > 16 else (keys, rows // 2)
     return Tiling(rows, keys, num_warps)
+
+
+def _staged_rows(num_rows: int, num_keys: int, row_bytes: int) -> int:
+    """Of queries, keys and values in shared memory at once; what the compiler makes of it, at most.
+
+    Three tiles of keys and of values are on their way or in use. Narrow queries are in registers by
+    the time that so many are; wide ones stay.
+    """
+    tiles = 6 * num_keys
+    return num_rows + tiles if row_bytes > 256 else max(num_rows + 4 * num_keys, tiles)
 
 
 def num_parts(

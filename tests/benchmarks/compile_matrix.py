@@ -61,7 +61,7 @@ def main():
         try:
             said = cell(compile_variant(variant))
         except triton.runtime.errors.OutOfResources as error:
-            said = f"**{error}**"
+            said = f"**needs {error.required}, has {error.limit}**"
         table.setdefault(name_of(variant), {})[variant.capability] = said
         print(name_of(variant), variant.capability, said, file=sys.stderr, flush=True)
     print(f"triton {triton.__version__}\n")

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from appliance import doctor
-from appliance.devices.listing import list_gpus
 from appliance.devices.machine import Devices
-from appliance.devices.nvml import Nvml
 from appliance.devices.rapl import find_packages
 from tests.appliance.cli_process import penstock, user_environ
-from tests.appliance.fake_nvml import FakeNvml, a100_divided, h100
 
 
 @pytest.fixture
@@ -101,21 +98,11 @@ def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
 
 
 def test_cpu_energy_is_asked_for(tmp_path: Path) -> None:
-    _, power = doctor._devices(Devices([], []))
+    (power,) = doctor._devices(Devices([], []))
     assert (power.verdict, "/sys/class/powercap" in power.hint) == ("note", True)
     folder = tmp_path / "intel-rapl:0"
     folder.mkdir()
     (folder / "name").write_text("package-0")
     (folder / "energy_uj").write_text("5")
-    _, power = doctor._devices(Devices(find_packages(tmp_path), []))
+    (power,) = doctor._devices(Devices(find_packages(tmp_path), []))
     assert power.verdict == "ok"
-
-
-def test_gpus_that_this_torch_cannot_use_are_named() -> None:
-    gpu = doctor._gpus(list_gpus(Nvml(FakeNvml(h100(), a100_divided()))))
-    assert (gpu.verdict, gpu.found.startswith("gpu0, gpu1/mig0, gpu1/mig2 not used")) == (
-        "note",
-        True,
-    )
-    assert "install torch for CUDA" in gpu.hint
-    assert doctor._gpus([]).verdict == "ok"
