@@ -38,7 +38,7 @@ from appliance.request import ModelInfo
 from appliance.wanted_workers import ONE_OF_EACH
 from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, choose_dtype, packed_layout, weights_layout
-from engine.errors import ConfigError, PenstockError
+from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.ways import Ways, find_ways
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
@@ -70,11 +70,15 @@ class Plan:
     """How the model writes calls and reasoning, as the settings say."""
 
 
-def lock_state_dir(state_dir: Path) -> int:
+def lock_state_dir(state_dir: Path, socket: Path) -> int:
     """Take the state directory for this daemon; the lock lives as long as the returned fd.
 
+    Args:
+        state_dir: what is taken.
+        socket: where this daemon will be found; for whoever comes second.
+
     Raises:
-        PenstockError: another daemon has it.
+        AlreadyRunning: another daemon has it.
         ConfigError: it cannot be made or written.
     """
     try:
@@ -89,12 +93,16 @@ def lock_state_dir(state_dir: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        pid, _, path = os.pread(fd, 4096, 0).decode(errors="replace").strip().partition(" ")
         os.close(fd)
-        raise PenstockError(
-            "another penstock daemon uses this state directory",
+        who = f", pid {pid}, on {path}" if path else ""
+        raise AlreadyRunning(
+            f"a daemon runs already{who}",
             where=str(state_dir),
-            hint="stop it, or choose another with --state-dir and --socket",
+            hint="penstock status shows it; one beside it needs its own --state-dir and --socket",
         ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()} {socket}\n".encode(), 0)
     return fd
 
 

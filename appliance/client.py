@@ -25,6 +25,8 @@ _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 
 _CHUNK_BYTES = 1 << 18
 _RETRY = "try again in a moment"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
+_HINTS_BY_CODE = MappingProxyType({"draining": "penstock resume takes requests again"})
+"""By the error object's own code, which knows better than the status."""
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
 
 
@@ -54,7 +56,7 @@ class ReplyError(ClientError):
     """The daemon answered with an error object; `status` and `code` are its own."""
 
     def __init__(self, what: str, *, status: int, code: str | None) -> None:
-        super().__init__(what, hint=_HINTS.get(status, ""))
+        super().__init__(what, hint=_HINTS_BY_CODE.get(code or "", _HINTS.get(status, "")))
         self.status = status
         self.code = code
         self.exit_code = _EXIT_CODES.get(status, 1)

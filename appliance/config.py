@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,9 +265,22 @@ def explain(
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """PENSTOCK_* variables that set nothing, as those that are misspelt."""
+    """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt."""
     known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
-    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    told = []
+    for name in unknown:
+        near = nearest(name.removeprefix(PREFIX), SETTINGS)
+        meant = f"; is {variable(near)} meant?" if near else ""
+        told.append(f"{name} is set, and is no setting{meant}")
+    return told
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one that was probably meant; empty if none is near."""
+    from difflib import get_close_matches  # for mistakes only
+
+    return next(iter(get_close_matches(name.lower(), list(names), n=1)), "")
 
 
 def variable(name: str) -> str:
@@ -383,9 +396,14 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
             raise ConfigError(
                 f"unknown setting {key!r}",
                 where=f"{path}:{_line_of(text, key)}",
-                hint=f"the settings are {', '.join(sorted(SETTINGS))}",
+                hint=f"{_meant(key)}the settings are {', '.join(sorted(SETTINGS))}",
             )
     return _Sources(flags, environ, path, table, text)
+
+
+def _meant(key: str) -> str:
+    near = nearest(key, SETTINGS)
+    return f"is {near} meant? " if near else ""
 
 
 def _line_of(text: str, key: str) -> int:

@@ -24,7 +24,13 @@ from appliance.address import TcpAddress
 from appliance.announcement import announcement
 from appliance.api.routes import build_app
 from appliance.boot import Plan, is_to_be_fetched, lock_state_dir, make_plan
-from appliance.config import ServeConfig, changes, prepare_directories, take_over
+from appliance.config import (
+    ServeConfig,
+    changes,
+    prepare_directories,
+    take_over,
+    unknown_variables,
+)
 from appliance.fetching import Fetching
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import Closer, bind_socket, bind_tcp
@@ -66,10 +72,12 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     log.setLevel(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     config = load_config()
+    for sentence in unknown_variables():
+        log.warning("%s", sentence)
+    plan = None if is_to_be_fetched(config.model) else make_plan(config)
     prepare_directories(config)
-    lock_fd = lock_state_dir(config.state_dir)
+    lock_fd = lock_state_dir(config.state_dir, config.socket)
     try:
-        plan = None if is_to_be_fetched(config.model) else make_plan(config)
         return asyncio.run(_Daemon(config, load_config, plan).run())
     finally:
         os.close(lock_fd)

@@ -106,7 +106,7 @@ def limit(
             is_prefill = worker.prefill_tokens_per_s > worker.decode_tokens_per_s
             load = _sequences(worker.num_sequences)
             stage = "prefill" if is_prefill else "decode"
-            return f"{stage}: worker {worker.name} computes all the time, for {load}"
+            return f"{stage}: worker {worker.name} has no idle time, with {load}"
     return ""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from appliance.request import ModelInfo, Request
 from appliance.roles import roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
+from appliance.waiting import waits
 from appliance.windows import Usual
 from engine.router import Router
 
@@ -137,11 +138,16 @@ class Frames:
             await self._is_made.wait()
         return self._frame.seq, msgspec.json.encode(self._frame)
 
-    def of_request(self, request: Request, now_ns: int) -> RequestFrame:
-        """One request as it stands."""
-        frame = request_frame(request, self._router, self._plan.placement, now_ns)
-        frame.slow_because = slow_because(frame, self._usual)
-        return frame
+    def of_requests(self, requests: Iterable[Request], now_ns: int) -> list[RequestFrame]:
+        """Requests as they stand."""
+        told, frames = waits(self._router, now_ns), []
+        for request in requests:
+            frame = request_frame(request, self._router, self._plan.placement, now_ns)
+            frame.slow_because = slow_because(frame, self._usual)
+            texts = (told.get(sequence.seq_id) for sequence in request.sequences)
+            frame.waits_for = next(filter(None, texts), None)
+            frames.append(frame)
+        return frames
 
     def _parts(self, standing: Standing, workers: list[WorkerFrame], now_ns: int) -> dict[str, Any]:
         """The fields of a frame that are true at any time, not over an interval."""
@@ -159,7 +165,7 @@ class Frames:
             "latency": latency,
             "limit": limit(state, reason, waiting(router), workers, latency),
             "totals": self._totals(standing),
-            "requests": [self.of_request(request, now_ns) for request in shown],
+            "requests": self.of_requests(shown, now_ns),
             "num_requests": len(standing.live),
             "events": list(self._telemetry.events),
             **roles_frame(router),

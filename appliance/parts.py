@@ -140,6 +140,7 @@ def request_frame(
             if any(s.transport for s in request.sequences)
             else None
         ),
+        cancelled_by=request.cancelled_by,
         route=shown.route,
         route_reason=shown.route_reason,
         prefill_j=request.prefill_j,

@@ -73,6 +73,10 @@ class RequestFrame(msgspec.Struct):
     decode_j: float | None = None
     slow_because: str | None = None
     """What held it up most, in one sentence; None while nothing did."""
+    waits_for: str | None = None
+    """Why its prompt is not being computed yet, in words; None where it is, or was."""
+    cancelled_by: str | None = None
+    """Whose doing its end was; None unless somebody has cancelled it."""
 
 
 class WorkerFrame(msgspec.Struct):

@@ -113,7 +113,9 @@ class Service:
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
         if self._is_draining:
-            raise Unavailable("the appliance is draining and takes no new work", code="draining")
+            end = "it was told to stop" if self._is_stopping else "an operator's resume ends that"
+            what = f"the appliance is draining and takes no new work; {end}"
+            raise Unavailable(what, code="draining")
         if not self._supervisor.is_started or self.is_rehearsing:
             raise Unavailable("the model is still loading", code="model_loading")
         if self._supervisor.lost_workers:
@@ -193,7 +195,7 @@ class Service:
         else:
             self._totals.finished += 1
         self._telemetry.finished(request, now_ns)
-        frame = self._frames.of_request(request, now_ns)
+        (frame,) = self._frames.of_requests([request], now_ns)
         self._closed.add(frame, LogRow.from_request(request, with_text=self.keeps_text))
         self._energy.closed(request)
         if not self._live:
@@ -202,7 +204,7 @@ class Service:
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, oldest first, then finished ones, newest first."""
         now_ns = time.monotonic_ns()
-        live = [self._frames.of_request(request, now_ns) for request in self._live.values()]
+        live = self._frames.of_requests(self._live.values(), now_ns)
         return [*map(msgspec.to_builtins, live), *self._closed.frames()]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:

@@ -3,6 +3,7 @@
     PenstockError                 what, where, hint; exit_code for the CLI
     ├── ConfigError               an option or a file is wrong (exit 78)
     │   └── CheckpointError       the model folder cannot be served (exit 78)
+    ├── AlreadyRunning            another daemon has what this one needs (exit 9)
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
     ├── InvariantViolated         the ledger's books do not add up: a bug of ours
@@ -46,6 +47,12 @@ class ConfigError(PenstockError):
 
 class CheckpointError(ConfigError):
     """The model folder cannot be served; `where` names the file, `what` the tensor or key."""
+
+
+class AlreadyRunning(PenstockError):
+    """Another daemon has the state directory."""
+
+    exit_code = 9
 
 
 class WorkerFailed(PenstockError):

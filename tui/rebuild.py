@@ -32,7 +32,7 @@ _FOLLOWS = (
 _KEPT = ("endpoint", "model", "user", "num_sequences", "prompt_tokens", "received_at")
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
-    "prefill_j", "decode_j",
+    "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
 _WORKERS = {"decode": "decode", "prefill": "prefill"}
 """Who runs all of a request, by its route."""

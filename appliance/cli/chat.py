@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 
 from appliance import config
 from appliance.cli import terminal
-from appliance.cli.conversation import SETTINGS, Conversation, Refused
+from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
     MaxTokens,
     Model,
@@ -68,12 +69,22 @@ def chat(
     if not sys.stdin.isatty():
         for line in _lines():
             session.turn(line)
-            if not sys.stdout.isatty():
-                terminal.write("\n")
+            if not (session.has_answered or sys.stdout.isatty()):
+                terminal.write("\n")  # a line for each turn
         return
+    session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with _history(config.state_dir(None) / "chat_history"):
         _converse(session)
+
+
+class Command(NamedTuple):
+    """What can be typed after a slash."""
+
+    takes: str
+    does: str
+    """Empty for another word for the same."""
+    act: Callable[[str], str]
 
 
 class Session:
@@ -84,19 +95,31 @@ class Session:
         self._conversation = conversation
         self._has_stats = has_stats
         self._last = Reply()
-        self._commands: dict[str, tuple[str, Callable[[str], str]]] = {
-            "help": ("", self._help),
-            "reset": ("", self._reset),
-            "system": ("[TEXT]", self._system),
-            "set": ("[NAME [VALUE]]", self._set),
-            "save": ("FILE", self._save),
-            "load": ("FILE", self._load),
-            "stats": ("", self._stats),
-            "retry": ("", self._retry),
-            "exit": ("", self._exit),
-            "quit": ("", self._exit),
-            "bye": ("", self._exit),
+        self._sampling: dict[str, Any] | None = None
+        """What holds where nothing is set here; None: nobody has asked the daemon."""
+        self._commands: dict[str, Command] = {
+            "help": Command("", "show this list", self._help),
+            "reset": Command("", "forget what was said; settings stay", self._reset),
+            "system": Command("[TEXT]", "give instructions to the model, or none", self._system),
+            "set": Command("[NAME [VALUE]]", "show settings, change one, or unset it", self._set),
+            "save": Command("FILE", "write the conversation to a file", self._save),
+            "load": Command("FILE", "go on with a conversation that was saved", self._load),
+            "stats": Command("", "show the timings of the last reply", self._stats),
+            "retry": Command("", "have the last question answered again", self._retry),
+            "exit": Command("", "leave, as Ctrl-D does; quit and bye, too", self._exit),
+            "quit": Command("", "", self._exit),
+            "bye": Command("", "", self._exit),
         }
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the last turn has brought a word."""
+        return bool(self._last.text)
+
+    def greet(self) -> None:
+        """Say how replies are sampled, and what else there is to know before the first line."""
+        shown = ", ".join(self._setting(name) for name in ("temperature", "top_p"))
+        terminal.note(f"{shown}; /set shows and changes settings, /help lists all")
 
     def turn(self, text: str) -> None:
         """Say something, and print the answer as far as it comes.
@@ -117,8 +140,10 @@ class Session:
         """
         name, _, argument = line.removeprefix("/").partition(" ")
         if name not in self._commands:
-            raise Refused(f"no command /{name}", hint="/help lists them")
-        if answer := self._commands[name][1](argument.strip()):
+            meant = config.nearest(name, self._commands)
+            hint = f"/{meant} is near; /help lists all" if meant else "/help lists them"
+            raise Refused(f"no command /{name}", hint=hint)
+        if answer := self._commands[name].act(argument.strip()):
             terminal.note(answer)
 
     def _answer(self) -> None:
@@ -131,8 +156,15 @@ class Session:
             print_stats(self._client, self._last)
 
     def _help(self, argument: str) -> str:
-        lines = [f"/{name} {takes}".rstrip() for name, (takes, _) in self._commands.items()]
-        return "\n".join([*lines, f"{QUOTES} begins and ends a text of several lines"])
+        shown = [
+            (f"/{name} {command.takes}".rstrip(), command.does)
+            for name, command in self._commands.items()
+            if command.does
+        ]
+        shown += [(QUOTES, "begins and ends a text of several lines")]
+        shown += [("Ctrl-C", "ends a reply or a line, and never the chat")]
+        width = max(len(word) for word, _ in shown)
+        return "\n".join(f"{word:<{width}}  {does}" for word, does in shown)
 
     def _reset(self, argument: str) -> str:
         self._conversation.reset()
@@ -146,9 +178,34 @@ class Session:
         name, _, value = argument.partition(" ")
         if name:
             self._conversation.set(name, value.strip())
-        chosen = self._conversation.settings
-        names = [name] if name else SETTINGS
-        return "\n".join(f"{each} {printable(chosen.get(each, '(default)'))}" for each in names)
+        return "\n".join(self._setting(each) for each in ([name] if name else SETTINGS))
+
+    def _setting(self, name: str) -> str:
+        """A setting's value in force, and where that comes from."""
+        chosen = self._conversation.settings.get(name)
+        if chosen is not None:
+            return f"{name} {printable(chosen)} (set here)"
+        if name in UNSET:
+            return f"{name} {UNSET[name]}"
+        try:
+            value, source = self._in_force(name)
+        except ClientError:
+            return f"{name} (the daemon does not say)"
+        origin = "of the model's generation_config.json" if source == "model" else "the default"
+        return f"{name} {value:g} ({origin})"
+
+    def _in_force(self, name: str) -> tuple[float, str]:
+        """What holds where nothing is set here, and whether the model or the API says so.
+
+        Raises:
+            ClientError: there is no telling.
+        """
+        if self._sampling is None:
+            models = self._client.get("/v1/models").get("data") or [{}]
+            self._sampling = models[0].get("sampling") or {}
+        if name not in self._sampling:
+            raise ClientError("an older daemon does not say")
+        return self._sampling[name]["value"], self._sampling[name]["source"]
 
     def _save(self, argument: str) -> str:
         if not argument:

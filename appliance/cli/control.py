@@ -89,15 +89,11 @@ def serve(
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from difflib import get_close_matches
-
     from appliance.boot import check_plan
     from appliance.http.access import AccessPolicy
 
-    for name in config.unknown_variables():
-        near = get_close_matches(name.removeprefix(config.PREFIX).lower(), config.SETTINGS, n=1)
-        meant = f"; is {config.variable(near[0])} meant?" if near else ""
-        terminal.note(f"penstock: {printable(name)} is set, and is no setting{meant}")
+    for sentence in config.unknown_variables():
+        terminal.note(f"penstock: {printable(sentence)}")
     AccessPolicy.from_config(settings)
     terminal.write(f"{check_plan(settings)}\n")
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance.config import nearest
 from engine.errors import PenstockError
 
 Message = dict[str, str]
@@ -31,6 +32,16 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
     "repetition_penalty": float,
 }
 """What `/set` knows, as the API's fields; the daemon checks their ranges."""
+
+
+UNSET: Mapping[str, str] = {
+    "max_tokens": "2048 at most (the default of a chat)",
+    "seed": "another for each reply; the log keeps it",
+    "stop": "none",
+    "presence_penalty": "0 (the default)",
+    "frequency_penalty": "0 (the default)",
+}
+"""What holds for a setting that neither the chat nor the model has a value of."""
 
 
 class Refused(PenstockError):
@@ -88,7 +99,10 @@ class Conversation:
             Refused: there is no such setting, or it cannot have this value.
         """
         if name not in SETTINGS:
-            raise Refused(f"no setting {name!r}", hint=f"the settings are {', '.join(SETTINGS)}")
+            meant = nearest(name, SETTINGS)
+            near = f"is {meant} meant? " if meant else ""
+            hint = f"{near}the settings are {', '.join(SETTINGS)}"
+            raise Refused(f"no setting {name!r}", hint=hint)
         if not text:
             self.settings.pop(name, None)
             return

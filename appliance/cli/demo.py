@@ -9,6 +9,7 @@ Never: uses a running daemon, or a model other than the starter.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
 from appliance.latency import quantile
 
+_MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
+"""`amber-web-42`: how the runbook's machines are called."""
 NUM_CHATS = 2
 QUIET_S = 3.0
 _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the capital of France?")
@@ -95,7 +98,7 @@ def demo() -> None:
     with daemon() as where:
         client = Client(where, timeout_s=600)
         state = client.get("/v1/penstock/state")
-        terminal.write(_opening(state, text) + "\n\n")
+        terminal.write(f"{_opening(state, text)}\n{_made_up(text, questions)}\n\n")
         with Chats(client) as chats:
             started_s = time.perf_counter()
             time.sleep(QUIET_S)
@@ -120,6 +123,17 @@ def _opening(state: dict[str, Any], text: str) -> str:
         f"{state['model']} ({state['dtype']}): {workers}; roles {state['roles']}\n"
         f"The document is a runbook of {len(text.splitlines())} lines, sent with each question."
     )
+
+
+def _made_up(text: str, questions: list[dict[str, str]]) -> str:
+    """What of the names is in the document, and what the demo asks about that is nowhere."""
+    asked = [name for one in questions for name in _MACHINE.findall(one["question"])]
+    nowhere = [name for name in asked if name not in text]
+    told = "Every name and number in it was made up for the demo."
+    if nowhere:
+        verb = "is" if len(nowhere) == 1 else "are"
+        told += f" {', '.join(nowhere)} {verb} not even in it: the right answer says so."
+    return told
 
 
 def _ask(

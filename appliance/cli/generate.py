@@ -48,8 +48,9 @@ def run(
 ) -> None:
     """Continue a prompt, or with --chat or --system answer it, token by token on stdout.
 
-    Stdout is the completion to the byte; on a terminal it is freed of control characters and ends
-    with a newline. One newline at the end of stdin is not part of the prompt.
+    Stdout is the completion to the byte, and a newline where it does not end with one; on a
+    terminal it is freed of control characters. One newline at the end of stdin is not part of the
+    prompt.
     """
     text = _prompt(prompt)
     client = terminal.client(host)

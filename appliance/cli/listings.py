@@ -21,6 +21,7 @@ REQUESTS = (
     Column("TTFT", "ttft_ms", ms),
     Column("TPOT", "tpot_ms", ms),
     Column("WORKER", "worker"),
+    Column("WAITS FOR", "waits_for"),
     Column("QUEUE", "queue_ms", ms, is_wide=True),
     Column("PREFILL", "prefill_ms", ms, is_wide=True),
     Column("HANDOFF", "handoff_ms", ms, is_wide=True),

@@ -52,6 +52,9 @@ def ps(
         and state in (None, frame.get("phase"))
     ]
     terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
+    if not shown and output.is_for_people:
+        others = "; -a shows finished ones" if not show_all else ""
+        terminal.note(f"penstock: no such request now{others}")
 
 
 def show(

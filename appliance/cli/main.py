@@ -6,8 +6,8 @@ Invariant: stdout carries the answer alone; progress, notes and errors go to std
 Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.
 
 Exit codes: 0 done · 1 unexpected · 2 usage · 3 no daemon · 4 permission · 5 not found · 6 busy ·
-7 generation failed or cut short · 8 something is wrong · 78 bad configuration or model · 124 time
-is up · 130, 143 signalled · 141 broken pipe.
+7 generation failed or cut short · 8 something is wrong · 9 a daemon runs already · 78 bad
+configuration or model · 124 time is up · 130, 143 signalled · 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from appliance.cli import completion, terminal
 from engine.errors import PenstockError
@@ -55,6 +56,19 @@ VERBS: Mapping[str, str] = {
 """Each verb's file in this folder, where it has a function, or a group of verbs, of its name."""
 
 _HIDDEN = ("dial-stdio",)
+_LONGEST = 1000
+"""Characters of a sentence; none is cut."""
+
+
+class Verbs(TyperGroup):
+    """A group whose help has the first sentence of each verb, whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A verb a paragraph; what is hidden is left out."""
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [(name, verb) for name, verb in verbs if verb is not None and not verb.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.get_short_help_str(_LONGEST)) for name, verb in shown])
 
 
 def main() -> None:
@@ -76,6 +90,7 @@ def build(asked: str) -> typer.Typer:
     Importing and describing them all would double the start of a small one such as `status`.
     """
     app = typer.Typer(
+        cls=Verbs,
         help="Penstock: serve a language model with prefill and decode on separate devices.",
         no_args_is_help=True,
         add_completion=False,
@@ -87,7 +102,7 @@ def build(asked: str) -> typer.Typer:
     for name in [asked] if asked in VERBS else VERBS:
         verb = getattr(import_module(f"appliance.cli.{VERBS[name]}"), name.replace("-", "_"))
         if isinstance(verb, typer.Typer):
-            app.add_typer(verb, name=name)
+            app.add_typer(verb, name=name, cls=Verbs)
         else:
             app.command(name, hidden=name in _HIDDEN)(verb)
     return app

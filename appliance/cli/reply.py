@@ -1,8 +1,9 @@
 """One reply of the model to stdout, token by token, and what happens when it is interrupted.
 
 Owns: the options of generation, and the path from them to a request's body.
-Called by: generate, chat. Invariant: stdout is the completion to the byte; on a terminal it is
-freed of control characters and ends with a newline.
+Called by: generate, chat. Invariant: stdout is the completion to the byte, and a newline where it
+does not end with one, before anything else is said; on a terminal it is freed of control
+characters.
 Never: leaves a request running that nobody reads any more.
 """
 
@@ -64,7 +65,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> 
             _cancel_after(client, reply, ending)
             raise
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
-        raise GenerationFailed(f"the reply is incomplete (finish reason {reply.finish_reason!r})")
+        raise GenerationFailed(_why_incomplete(client, reply))
     if reply.finish_reason == "length" and "max_tokens" not in content:
         _note_cut(client, reply)
 
@@ -86,8 +87,20 @@ def _print(events: Stream, reply: Reply) -> None:
                 reply.text += text
                 terminal.write(for_terminal(text) if is_terminal else text)
     finally:
-        if is_terminal and not reply.text.endswith("\n"):
+        if (is_terminal or reply.text) and not reply.text.endswith("\n"):
             terminal.write("\n")
+
+
+def _why_incomplete(client: Client, reply: Reply) -> str:
+    """Whose doing it was, as far as the daemon says."""
+    frame: dict[str, Any] = {}
+    if reply.request_id is not None:
+        with suppress(ClientError):
+            frame = client.request(reply.request_id)
+    if frame.get("cancelled_by"):
+        after = things(frame.get("output_tokens"), "token")
+        return f"the reply was cancelled by {frame['cancelled_by']} after {after}"
+    return f"the reply is incomplete (finish reason {reply.finish_reason!r})"
 
 
 def _note_cut(client: Client, reply: Reply) -> None:

@@ -40,6 +40,10 @@ def page(frame: Row, *, width: int, bar: str) -> str:
     facts.append(("energy", _energy(frame)))
     if frame.get("route"):
         facts.append(("route", _route(frame)))
+    if frame.get("waits_for"):
+        facts.append(("waits", f"for {word(frame['waits_for'])}"))
+    if frame.get("cancelled_by"):
+        facts.append(("cancelled", f"by {word(frame['cancelled_by'])}"))
     if frame.get("slow_because"):
         facts.append(("slow", word(frame["slow_because"])))
     if frame.get("error"):

@@ -69,6 +69,8 @@ class Typist:
         )
         os.close(theirs)
         self._seen = ""
+        self.shown = ""
+        """All that has come, from the first prompt on."""
         self.exit_code: int | None = None
 
     def __enter__(self) -> Typist:
@@ -99,7 +101,9 @@ class Typist:
         while text not in self._seen:
             ready, _, _ = select.select([self._ours], [], [], 30)
             assert ready, f"{text!r} did not come; there is {self._seen!r}"
-            self._seen += os.read(self._ours, 4096).decode(errors="replace")
+            new = os.read(self._ours, 4096).decode(errors="replace")
+            self._seen += new
+            self.shown += new
 
 
 def run_on_terminal(environ: dict[str, str], *arguments: str, exit_code: int = 0) -> bytes:

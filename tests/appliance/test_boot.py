@@ -8,7 +8,7 @@ from appliance.boot import check_plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
 from appliance.devices.listing import Gpu
 from engine.checkpoint import packed_layout
-from engine.errors import CheckpointError, ConfigError, PenstockError
+from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.cpu import TILES, WIDENED
 from engine.kernels.ways import Ways
 from engine.messages import GpuSpec
@@ -34,17 +34,20 @@ def plan_of(tmp_path):
 
 
 def test_a_state_directory_belongs_to_one_daemon(tmp_path):
-    fd = lock_state_dir(tmp_path / "state")
-    with pytest.raises(PenstockError, match="another penstock daemon"):
-        lock_state_dir(tmp_path / "state")
+    state, socket = tmp_path / "state", tmp_path / "socket"
+    fd = lock_state_dir(state, socket)
+    with pytest.raises(AlreadyRunning) as refused:
+        lock_state_dir(state, tmp_path / "other")
+    assert f"pid {os.getpid()}, on {socket}" in str(refused.value)
+    assert refused.value.exit_code == 9
     os.close(fd)
-    os.close(lock_state_dir(tmp_path / "state"))
+    os.close(lock_state_dir(state, socket))
 
 
 def test_a_state_directory_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as refused:
-        lock_state_dir(tmp_path / "file" / "state")
+        lock_state_dir(tmp_path / "file" / "state", tmp_path / "socket")
     assert "--state-dir" in refused.value.hint
 
 

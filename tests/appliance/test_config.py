@@ -160,7 +160,15 @@ def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
     settings = {config.variable(name): "x" for name in config.SETTINGS}
     clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
     environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
-    assert config.unknown_variables(environ) == ["PENSTOCK_DTYP"]
+    (sentence,) = config.unknown_variables(environ)
+    assert sentence == "PENSTOCK_DTYP is set, and is no setting; is PENSTOCK_DTYPE meant?"
+
+
+def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) -> None:
+    write_toml(machine, "kv_memmory = '2GiB'\n")
+    with pytest.raises(ConfigError) as refused:
+        load({}, {})
+    assert refused.value.hint.startswith("is kv_memory meant? the settings are ")
 
 
 def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) -> None:

@@ -113,7 +113,7 @@ WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s
         ),
         (
             ("ready", "", Waiting(), [WORKS], IDLE),
-            "prefill: worker prefill computes all the time, for 1 sequence",
+            "prefill: worker prefill has no idle time, with 1 sequence",
         ),
         (("ready", "", Waiting(), [worker("decode")], IDLE), ""),
         (

@@ -79,6 +79,10 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
     if request.route:
         reason = f": {request.route_reason}" if request.route_reason else ""
         lines += wrap(f"route {request.route}{reason}", width)
+    if request.waits_for:
+        lines += wrap(f"waits for {request.waits_for}", width, 0, Tone.WARN)
+    if request.cancelled_by:
+        lines += wrap(f"cancelled by {request.cancelled_by}", width)
     if request.slow_because:
         lines += wrap(f"slow because {request.slow_because}", width, 0, Tone.STRONG)
     return lines

@@ -67,7 +67,7 @@ def test_settings_and_commands_shape_the_next_turn(
         person.type("/set temperature 0.5", shows="temperature 0.5")
         person.type("/system Be kind.", shows="system message set")
         person.type("hi", shows="Hello")
-        person.type("/set seed", shows="seed (default)")
+        person.type("/set seed", shows="seed another for each reply")
         person.type("/retry", shows="Hello")
         person.type("/stats", shows="ttft 231ms")
         person.type("/reset", shows="forgotten")
@@ -81,6 +81,37 @@ def test_settings_and_commands_shape_the_next_turn(
     assert last is not None
     assert (first["temperature"], first["seed"]) == (0.5, 3)
     assert "seed" not in last
+
+
+def test_the_sampling_in_force_is_shown_with_where_it_comes_from(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    sampling = {
+        "temperature": {"value": 0.6, "source": "model"},
+        "top_p": {"value": 1.0, "source": "default"},
+    }
+    models = {"object": "list", "data": [{"id": "m", "sampling": sampling}]}
+    daemon.script.replies["GET /v1/models"] = (200, models)
+    with Typist(environ, "chat") as person:
+        person.type("/set", shows="stop none")
+        person.type("/set temperature 0.2", shows="temperature 0.2 (set here)")
+        person.type("/set temperature", shows="temperature 0.6 (of")
+        person.type("/set temprature 1", shows="is temperature meant?")
+        person.type("/rest", shows="/reset is near")
+        person.type("/exit")
+    shown = person.shown
+    greeting = "temperature 0.6 (of the model's generation_config.json), top_p 1 (the default)"
+    assert shown.count(greeting) == 1
+    assert "max_tokens 2048 at most" in shown
+
+
+def test_help_says_what_each_word_does(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    with Typist(environ, "chat") as person:
+        person.type("/help", shows="ends a reply or a line")
+        person.type("/exit")
+    for words in ("/retry", "/set [NAME [VALUE]]", "/save FILE"):
+        line = next(line for line in person.shown.splitlines() if line.startswith(words))
+        assert len(line.removeprefix(words).split()) >= 4
 
 
 def test_ctrl_c_ends_the_reply_and_not_the_chat(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from appliance.boot import lock_state_dir
 from appliance.cli import text
 from appliance.log.query import SEVERITIES, USAGE_BY
 from engine.sequence import Phase
@@ -168,3 +170,39 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
 )
 def test_durations_have_three_digits(value_ms: float | None, shown: str) -> None:
     assert text.ms(value_ms) == shown
+
+
+def test_help_has_the_first_sentence_of_each_verb_whole(environ: dict[str, str]) -> None:
+    for arguments in ((), ("bench",), ("models",)):
+        shown = penstock(environ, *arguments, "--help").stdout
+        assert "..." not in shown.partition("Commands:")[2]
+    words = " ".join(penstock(environ, "--help").stdout.split())
+    assert "SIGTERM drains it, SIGHUP reads its settings again." in words
+
+
+def test_a_second_daemon_is_told_so_after_what_was_asked_is_checked(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    state, socket = tmp_path / "state", tmp_path / "first.sock"
+    state.mkdir(exist_ok=True)
+    fd = lock_state_dir(state, socket)
+    try:
+        asked = ("serve", "--state-dir", str(state), "--socket", str(tmp_path / "second.sock"))
+        second = penstock(environ, *asked)
+        wrong = penstock(environ, *asked, "--model", str(tmp_path / "none"))
+    finally:
+        os.close(fd)
+    assert (second.returncode, wrong.returncode) == (9, 78)
+    assert f"a daemon runs already, pid {os.getpid()}, on {socket}" in second.stderr
+    assert "penstock status shows it" in second.stderr
+    assert "none" in wrong.stderr
+
+
+def test_ps_of_nothing_says_so_beside_its_heading(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.replies = {"GET /v1/requests": (200, {"object": "list", "data": []})}
+    ended = penstock(environ, "ps")
+    assert ended.stdout.split()[:2] == ["ID", "PHASE"]
+    assert ended.stderr == "penstock: no such request now; -a shows finished ones\n"
+    assert penstock(environ, "ps", "-o", "ndjson").stderr == ""

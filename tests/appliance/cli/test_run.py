@@ -30,7 +30,7 @@ def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, s
     daemon.script.events = [text_event("Hel"), text_event("lo\x1b[2J ü", "length"), DONE]
     ended = penstock(environ, "run", "Say hello", "--max-tokens", "8", "--stop", "x", "--seed", "3")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "Hello\x1b[2J ü"  # to the byte, with no newline, into a pipe
+    assert ended.stdout == "Hello\x1b[2J ü\n"  # to the byte, and a newline, into a pipe
     assert daemon.script.asked_for("POST /v1/completions") == [
         {"prompt": "Say hello", "max_tokens": 8, "seed": 3, "stop": ["x"], "stream": True}
     ]
@@ -49,7 +49,7 @@ def test_a_reply_cut_at_a_length_that_nobody_gave_is_noted(
     daemon.script.events = [text_event("Hello", "length"), DONE]
     daemon.script.replies = replies
     ended = penstock(environ, "run", "p")
-    assert (ended.returncode, ended.stdout) == (0, "Hello")
+    assert (ended.returncode, ended.stdout) == (0, "Hello\n")
     assert ended.stderr.startswith(f"penstock: cut at {at}; --max-tokens gives more")
 
 
@@ -79,7 +79,7 @@ def test_run_refuses_a_prompt_that_is_no_text(daemon: FakeDaemon, environ: dict[
 def test_run_can_use_the_chat_template(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.events = [chat_event("Hi"), chat_event("", "stop"), DONE]
     ended = penstock(environ, "run", "--chat", "Hello", "--temperature", "0")
-    assert (ended.returncode, ended.stdout) == (0, "Hi")
+    assert (ended.returncode, ended.stdout) == (0, "Hi\n")
     assert daemon.script.asked_for("POST /v1/chat/completions") == [
         {
             "messages": [{"role": "user", "content": "Hello"}],
@@ -93,7 +93,7 @@ def test_run_can_end_with_the_timings(daemon: FakeDaemon, environ: dict[str, str
     daemon.script.events = [text_event("a", "stop"), DONE]
     daemon.script.replies = {f"GET /v1/requests/{RID}": (200, REQUEST)}
     ended = penstock(environ, "run", "p", "--stats")
-    assert ended.stdout == "a"
+    assert ended.stdout == "a\n"
     assert ended.stderr == (
         "in 12 out 3  ttft 231ms (tokenize 0.4ms queue 61ms prefill 170ms)"
         "  handoff 1.82ms  tpot 12ms  id cmpl-1\n"
@@ -113,9 +113,19 @@ def test_run_says_that_a_reply_is_incomplete(
 ) -> None:
     daemon.script.events = events
     ended = penstock(environ, "run", "p")
-    assert (ended.returncode, ended.stdout) == (7, "par")
+    assert (ended.returncode, ended.stdout) == (7, "par\n")
     assert ended.stderr.startswith("penstock: ")
     assert words in ended.stderr
+
+
+def test_run_says_who_has_cancelled_a_reply(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.events = [text_event("par"), text_event("", "abort"), DONE]
+    frame = {**REQUEST, "cancelled_by": "root\x1b[31m", "output_tokens": 1}
+    daemon.script.replies = {f"GET /v1/requests/{RID}": (200, frame)}
+    ended = penstock(environ, "run", "p")
+    assert (ended.returncode, ended.stdout) == (7, "par\n")
+    told = "penstock: the reply was cancelled by root\\x1b[31m after 1 token\n"
+    assert ended.stderr == told
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -130,7 +140,7 @@ def test_a_signal_cancels_on_the_server(
     assert running.stdout.read(3) == b"one"  # streamed: the daemon is still at it
     running.send_signal(number)
     rest, notes = running.communicate(timeout=30)
-    assert (running.returncode, rest, notes) == (exit_code, b"", b"cancelled after 3 tok\n")
+    assert (running.returncode, rest, notes) == (exit_code, b"\n", b"cancelled after 3 tok\n")
     assert daemon.script.asked_for(f"POST /v1/requests/{RID}/cancel") == [{}]
     assert daemon.script.told_reader.is_set()  # it was cancelled before it was hung up on
 

@@ -1,0 +1,57 @@
+"""Why a prompt is not being computed yet, in words: for whom it waits, behind how much, how long.
+
+Owns: the words. Called by: frames, once for all the requests of a reading.
+Invariant: pure; tokens ahead are counted in the order in which the queue will be taken if nothing
+else comes.
+Never: predicts a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from engine.router import Router
+from engine.sequence import Phase, Sequence
+
+MAX_TOLD = 200
+"""Of the queue's sequences; for the others nobody asks, and each costs a look at the blocks."""
+
+
+def waits(router: Router, now_ns: int) -> dict[int, str]:
+    """What each sequence waits for whose prompt no step has taken up, by its number."""
+    found: dict[int, str] = {}
+    for sequence in router.resuming:
+        found[sequence.seq_id] = f"its worker to come back; {_by_now(sequence, now_ns)}"
+    left: Counter[str] = Counter()
+    admitted = [s for s in router.running.values() if s.phase is Phase.PREFILLING and s.worker]
+    for sequence in sorted(admitted, key=_has_begun, reverse=True):
+        worker = sequence.worker or ""
+        if not _has_begun(sequence):
+            found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
+        left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
+    ready = sorted(router.roles.ready_workers)
+    busiest = max(ready, key=lambda name: left[name], default=None)
+    for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
+        if busiest is None:
+            text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
+        elif not router.fits_now(sequence):
+            text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
+        else:
+            text = _turn(sequence, busiest, left[busiest], now_ns)
+        found[sequence.seq_id] = text
+        left[busiest or ""] += sequence.num_prompt_tokens
+    return found
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    return sequence.stamps.started_ns is not None
+
+
+def _turn(sequence: Sequence, worker: str, num_ahead: int, now_ns: int) -> str:
+    ahead = f"{num_ahead:,} prompt tokens are before it" if num_ahead else "it is the next"
+    return f"its turn on worker {worker}: {ahead}; {_by_now(sequence, now_ns)}"
+
+
+def _by_now(sequence: Sequence, now_ns: int) -> str:
+    return f"{(now_ns - sequence.stamps.arrived_ns) / 1e9:.1f} s by now"

@@ -1,0 +1,51 @@
+"""Why prompts wait, in words, from a service whose workers take commands and do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.appliance.machine import Machine, make_machine
+
+
+@pytest.fixture
+def machine(tiny_llama: Path, tmp_path: Path) -> Iterator[Machine]:
+    yield from make_machine(tiny_llama, tmp_path)
+
+
+def told(machine: Machine) -> list[str]:
+    return [request["waits_for"].partition(";")[0] for request in machine.frame["requests"]]
+
+
+def test_before_a_worker_is_there_a_prompt_waits_for_one(machine: Machine) -> None:
+    machine.submit()
+    (request,) = machine.frame["requests"]
+    assert request["waits_for"].startswith("a worker to be ready; ")
+    assert request["waits_for"].endswith(" s by now")
+
+
+def test_a_prompt_waits_behind_the_tokens_before_it(machine: Machine) -> None:
+    machine.start_workers()
+    for _ in range(3):  # two steps' worth are admitted, the third waits in the queue
+        machine.submit(num_prompt_tokens=64)
+    assert [request["phase"] for request in machine.frame["requests"]][2] == "queued"
+    assert told(machine) == [
+        "its turn on worker prefill: it is the next",
+        "its turn on worker prefill: 64 prompt tokens are before it",
+        "its turn on worker prefill: 128 prompt tokens are before it",
+    ]
+
+
+def test_one_that_has_begun_waits_for_nothing(machine: Machine) -> None:
+    machine.start_workers()
+    request = machine.submit()
+    request.sequences[0].stamps.started_ns = 1
+    assert machine.frame["requests"][0]["waits_for"] is None
+
+
+def test_one_that_somebody_cancelled_says_so(machine: Machine) -> None:
+    request = machine.submit()
+    machine.service.cancel(request.request_id, "ana")
+    assert machine.service.request_frame(request.request_id)["cancelled_by"] == "ana"
