@@ -35,7 +35,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
             text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
-        elif not router.fits_now(sequence):
+        elif not router.ways.fits_now(sequence):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
         else:
             text = _turn(sequence, busiest, left[busiest], now_ns)

@@ -135,7 +135,7 @@ async def _stream(target: Target, replies: list[Reply]) -> NoReturn:
 
 def gaps_between(streams: list[list[Sample]], end_ms: float) -> list[float]:
     """Gaps from the moment when every stream has its first token until the end."""
-    times = [[sample.token_times_ms() for sample in stream] for stream in streams]
+    times = [[sample.event_times_ms() for sample in stream] for stream in streams]
     if not all(stream and stream[0] for stream in times):
         return []  # one never began
     begun_ms = max(stream[0][0] for stream in times)

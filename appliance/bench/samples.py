@@ -30,10 +30,13 @@ class Sample(msgspec.Struct):
     """As the server counts them."""
     ttft_ms: float | None = None
     itl_ms: list[float] = []
-    """Every gap after the first token; of tokens that came together, each has its share."""
+    """Every gap that was seen: between two events with tokens, however many tokens each has."""
     e2e_ms: float | None = None
     merged_tokens: int = 0
-    """Tokens that came in one event with another, so that their own gap was not seen."""
+    """Tokens whose own gap was not seen: they came in one event with another, or, where the server
+    does not say which tokens an event has, had no text and so no event, as half a character."""
+    event_tokens: list[int] = []
+    """Tokens of each event; 1 where the server does not say which an event has."""
 
     @property
     def is_refused(self) -> bool:
@@ -47,15 +50,23 @@ class Sample(msgspec.Struct):
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after the first, by the server's count."""
+        """Mean time per token after those of the first event, by the server's count of them all."""
         if not self.is_completed or self.ttft_ms is None or not self.itl_ms:
             return None
-        if self.output_tokens is None or self.output_tokens < 2:
+        num_first = self.event_tokens[0] if self.event_tokens else 1
+        if self.output_tokens is None or self.output_tokens <= num_first:
             return None
-        return sum(self.itl_ms) / (self.output_tokens - 1)
+        return sum(self.itl_ms) / (self.output_tokens - num_first)
 
     def token_times_ms(self) -> list[float]:
-        """When each token came, from the beginning of the measurement."""
+        """When each token came, from the beginning of the measurement; together, if they did."""
+        times_ms = self.event_times_ms()
+        tokens = self.event_tokens or [1] * len(times_ms)
+        pairs = zip(times_ms, tokens, strict=True)
+        return [at_ms for at_ms, num_tokens in pairs for _ in range(num_tokens)]
+
+    def event_times_ms(self) -> list[float]:
+        """When each event with tokens came, from the beginning of the measurement."""
         if self.ttft_ms is None:
             return []
         return list(accumulate(self.itl_ms, initial=self.offered_ms + self.ttft_ms))
@@ -79,10 +90,11 @@ def sample_of(reply: Reply, *, origin_ns: int, due_ns: int) -> Sample:
     )
     if reply.events:
         sample.ttft_ms = (reply.events[0].at_ns - due_ns) / 1e6
-        for before, event in pairwise(reply.events):
-            share_ms = (event.at_ns - before.at_ns) / 1e6 / event.num_tokens
-            sample.itl_ms += [share_ms] * event.num_tokens
-        counted = sum(event.num_tokens for event in reply.events)
+        sample.event_tokens = [event.num_tokens for event in reply.events]
+        sample.itl_ms = [
+            (event.at_ns - before.at_ns) / 1e6 for before, event in pairwise(reply.events)
+        ]
+        counted = sum(sample.event_tokens)
         # a server that does not say which tokens an event has may still say how many there were
         sample.merged_tokens = max(counted, reply.output_tokens or 0) - len(reply.events)
     if reply.ended_ns is not None and reply.problem is None:

@@ -296,3 +296,19 @@ def unchunked(received: bytes) -> str:
         size, _, rest = rest.partition(b"\r\n")
         body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
     return body.decode()
+
+
+async def test_tokens_without_text_of_their_own_send_no_chunk_and_are_in_the_usage(
+    served, appliance
+):
+    says(appliance, "日本")  # bytes of characters, that mean nothing alone
+    num_tokens = len(appliance.tokenizer.encode("日本", add_special_tokens=False))
+    assert num_tokens > 2
+    asked = {"stream": True, "max_tokens": num_tokens, "stream_options": {"include_usage": True}}
+    for more, num_chunks in (({}, 2), ({"return_token_ids": True}, num_tokens)):
+        *chunks, last = events((await served.complete(**asked, **more)).text)
+        tokens = [
+            one for one in chunks if one["choices"][0]["text"] or one["choices"][0].get("token_ids")
+        ]
+        assert len(tokens) == num_chunks
+        assert last["usage"]["completion_tokens"] == num_tokens

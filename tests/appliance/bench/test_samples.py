@@ -25,11 +25,13 @@ def test_times_count_from_when_the_request_was_due() -> None:
     assert sample.is_completed
 
 
-def test_tokens_that_came_together_share_their_gap_and_are_noted() -> None:
-    events = [Event(20 * MS, 1), Event(40 * MS, 4)]
-    sample = sample_of(reply(*events, output_tokens=5), origin_ns=0, due_ns=10 * MS)
-    assert sample.itl_ms == [5, 5, 5, 5]
-    assert sample.merged_tokens == 3
+def test_tokens_that_came_together_have_the_one_gap_that_was_seen_and_are_noted() -> None:
+    events = [Event(20 * MS, 2), Event(40 * MS, 4), Event(50 * MS, 1)]
+    sample = sample_of(reply(*events, output_tokens=7), origin_ns=0, due_ns=10 * MS)
+    assert sample.itl_ms == [20, 10]  # none is invented for those in between
+    assert sample.merged_tokens == 4
+    assert sample.tpot_ms == 30 / 5
+    assert sample.token_times_ms() == [20, 20, 40, 40, 40, 40, 50]
 
 
 def test_tokens_that_only_the_usage_knows_are_noted() -> None:
