@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,9 @@ from appliance.setting_kinds import (
     a_path,
     an_address,
     at_least,
+    is_meant,
     names,
+    nearest,
     one_of,
     parse_bytes,
     some_devices,
@@ -276,13 +278,6 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     return told
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The one that was probably meant; empty if none is near."""
-    from difflib import get_close_matches  # for mistakes only
-
-    return next(iter(get_close_matches(name.lower(), list(names), n=1)), "")
-
-
 def variable(name: str) -> str:
     """The environment variable of a setting."""
     return f"{PREFIX}{name.upper()}"
@@ -396,14 +391,9 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
             raise ConfigError(
                 f"unknown setting {key!r}",
                 where=f"{path}:{_line_of(text, key)}",
-                hint=f"{_meant(key)}the settings are {', '.join(sorted(SETTINGS))}",
+                hint=f"{is_meant(key, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
             )
     return _Sources(flags, environ, path, table, text)
-
-
-def _meant(key: str) -> str:
-    near = nearest(key, SETTINGS)
-    return f"is {near} meant? " if near else ""
 
 
 def _line_of(text: str, key: str) -> int:

@@ -1,6 +1,6 @@
 """The kinds of values that settings have: text, or TOML's own types, to a value.
 
-Owns: what is allowed, in words. Called by: config, and the CLI for sizes.
+Owns: what is allowed, in words, and what was probably meant. Called by: config, and the CLI for sizes.
 Invariant: a value of the right type, or a ValueError whose text says what is allowed.
 Never: knows which settings there are.
 """
@@ -8,7 +8,7 @@ Never: knows which settings there are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
@@ -93,3 +93,16 @@ def a_flag(value: object) -> bool:
     if str(value).lower() not in words:
         raise ValueError("true or false")
     return words[str(value).lower()]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one that was probably meant; empty if none is near."""
+    from difflib import get_close_matches  # for mistakes only
+
+    return next(iter(get_close_matches(name.lower(), list(names), n=1)), "")
+
+
+def is_meant(name: str, names: Iterable[str]) -> str:
+    """`is kv_memory meant? `, to stand before all the names; empty if none is near."""
+    near = nearest(name, names)
+    return f"is {near} meant? " if near else ""

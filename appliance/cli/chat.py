@@ -39,6 +39,7 @@ from appliance.cli.reply import (
 from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, ClientError
+from appliance.setting_kinds import nearest
 
 HISTORY_LINES = 1000
 PROMPT, PROMPT_INSIDE = ">>> ", "... "
@@ -140,7 +141,7 @@ class Session:
         """
         name, _, argument = line.removeprefix("/").partition(" ")
         if name not in self._commands:
-            meant = config.nearest(name, self._commands)
+            meant = nearest(name, self._commands)
             hint = f"/{meant} is near; /help lists all" if meant else "/help lists them"
             raise Refused(f"no command /{name}", hint=hint)
         if answer := self._commands[name].act(argument.strip()):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from appliance.config import nearest
+from appliance.setting_kinds import is_meant
 from engine.errors import PenstockError
 
 Message = dict[str, str]
@@ -99,9 +99,7 @@ class Conversation:
             Refused: there is no such setting, or it cannot have this value.
         """
         if name not in SETTINGS:
-            meant = nearest(name, SETTINGS)
-            near = f"is {meant} meant? " if meant else ""
-            hint = f"{near}the settings are {', '.join(SETTINGS)}"
+            hint = f"{is_meant(name, SETTINGS)}the settings are {', '.join(SETTINGS)}"
             raise Refused(f"no setting {name!r}", hint=hint)
         if not text:
             self.settings.pop(name, None)
