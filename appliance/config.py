@@ -25,7 +25,6 @@ from appliance.setting_kinds import (
     at_least,
     is_meant,
     names,
-    nearest,
     one_of,
     parse_bytes,
     some_devices,
@@ -270,12 +269,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt."""
     known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    told = []
-    for name in unknown:
-        near = nearest(name.removeprefix(PREFIX), SETTINGS)
-        meant = f"; is {variable(near)} meant?" if near else ""
-        told.append(f"{name} is set, and is no setting{meant}")
-    return told
+    about = "is set, and is no setting; "
+    return [f"{name} {about}{is_meant(name, known)}".rstrip("; ") for name in unknown]
 
 
 def variable(name: str) -> str:

@@ -1,6 +1,7 @@
 """The kinds of values that settings have: text, or TOML's own types, to a value.
 
-Owns: what is allowed, in words, and what was probably meant. Called by: config, and the CLI for sizes.
+Owns: what is allowed, in words, and what was probably meant.
+Called by: config, and the CLI for sizes.
 Invariant: a value of the right type, or a ValueError whose text says what is allowed.
 Never: knows which settings there are.
 """
@@ -99,7 +100,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The one that was probably meant; empty if none is near."""
     from difflib import get_close_matches  # for mistakes only
 
-    return next(iter(get_close_matches(name.lower(), list(names), n=1)), "")
+    by_lower = {each.lower(): each for each in names}
+    found = get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[found[0]] if found else ""
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
