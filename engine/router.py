@@ -20,7 +20,7 @@ from engine.counters import Counters
 from engine.elastic import MIN_CHUNK_TOKENS
 from engine.journeys import Ways, check_where, legs_of
 from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
-from engine.places import Places
+from engine.places import DECODE, Places
 from engine.queue import FairQueue
 from engine.roles import Roles
 from engine.sequence import (
@@ -36,6 +36,7 @@ from engine.sequence import (
 )
 
 MAX_RUNNING_SEQUENCES = 256
+"""For each worker that decodes."""
 STARVATION_NS = 10_000_000_000
 """A sequence that has waited this long is not passed any more by what comes after it in order."""
 
@@ -217,9 +218,10 @@ class Router:
     def _dispatch_queue(self, now_ns: int) -> None:
         ahead = Ahead(self.running.values(), now_ns)
         pools = {self.ledger.pools[worker.pool] for worker in self.places.workers}
+        most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
         for sequence in self.queue.in_order(now_ns):
             is_full = not any(pool.num_free for pool in pools)
-            if len(self.running) + len(self.moving) >= MAX_RUNNING_SEQUENCES or is_full:
+            if len(self.running) + len(self.moving) >= most or is_full:
                 break
             if not self._place(sequence, ahead, now_ns):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from engine.blocks import BlockPool, Ledger
+from engine.blocks import Ledger
 from engine.checkpoint import Checkpoint
+from engine.messages import Copied
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
@@ -23,7 +24,10 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 32, 8
-TWO = make_places(["prefill"], ["decode"], "alias", home="decode")
+TRANSPORTS = {
+    "alias": make_places(["prefill"], ["decode"], "alias", home="decode"),
+    "peer": make_places(["prefill"], ["decode"], "peer", pools_are_workers=True),
+}
 
 
 def no_grammars():
@@ -31,40 +35,44 @@ def no_grammars():
 
 
 class Machine:
-    """Two workers over one pool, each with a device of its own that computes when it has to."""
+    """Two workers over one pool or two, each with a device that computes when it has to."""
 
-    def __init__(self, folder, num_blocks):
+    def __init__(self, folder, num_blocks, transport="alias"):
+        places = TRANSPORTS[transport]
+        self.places = places.with_pools({pool.name: num_blocks for pool in places.pools})
         checkpoint = Checkpoint.open(folder)
         config = checkpoint.config
         weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
         shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.devices = {name: FakeDevice() for name in TWO.names}
+        self.devices = {name: FakeDevice() for name in self.places.names}
         loading = FakeDevice()
         with loading.accelerator.on():
             on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             self.transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
-            self.pool = torch.zeros(*shape, device=DEVICE)
+            self.pools = {p.name: torch.zeros(*shape, device=DEVICE) for p in places.pools}
             loading.mark()()
-        self.inbox = {name: [] for name in TWO.names}
-        self.harnesses = {name: self.harness(name) for name in TWO.names}
+        self.dead = []
+        self.inbox = {name: [] for name in self.places.names}
+        self.harnesses = {name: self.harness(name) for name in self.places.names}
         self.router = Router(
-            TWO,
-            Ledger([BlockPool("kv", num_blocks, BLOCK_SIZE)]),
+            self.places,
+            Ledger(self.places.books(BLOCK_SIZE)),
             FairQueue(64, 1 << 20),
             send=lambda name, command: self.inbox[name].append(command),
             emit=lambda *args: None,
             max_step_tokens=STEP_TOKENS,
         )
-        for name in TWO.names:
+        for name in self.places.names:
             self.router.worker_ready(name, 0)
 
     def harness(self, name):
         device, graphs = self.devices[name], None
+        pool = self.pools[self.places.pool_of(name)]
         if name == "decode":
             with device.accelerator.on():
                 graphs = DecodeGraphs(
                     self.transformer,
-                    self.pool,
+                    pool,
                     device,
                     block_size=BLOCK_SIZE,
                     max_model_len=MAX_MODEL_LEN,
@@ -72,8 +80,9 @@ class Machine:
                 )
                 graphs.capture()
         grammars = Grammars(no_grammars)
-        runner = Runner(self.transformer, self.pool, BLOCK_SIZE, grammars, device, graphs)
-        return Harness(runner, self.pool, eos_token_ids=(), max_step_tokens=STEP_TOKENS)
+        runner = Runner(self.transformer, pool, BLOCK_SIZE, grammars, device, graphs)
+        options = {"pools": self.pools, "device": device, "max_step_tokens": STEP_TOKENS}
+        return Harness(runner, pool, eos_token_ids=(), **options)
 
     def step(self, name, now_ns):
         harness, accelerator = self.harnesses[name], self.devices[name].accelerator
@@ -81,17 +90,39 @@ class Machine:
         harness.tell(*commands)
         with accelerator.on():
             reports = harness.step()
+        self.take(name, reports, now_ns)
+
+    def take(self, name, reports, now_ns):
         for report in reports:
-            self.router.stepped(name, report, now_ns)
+            if isinstance(report, Copied):
+                assert report.error is None
+                self.router.copied(name, report, now_ns)
+            else:
+                self.router.stepped(name, report, now_ns)
+            self.router.check_invariants()
+
+    def kill_prefill(self, now_ns):
+        """It computes and copies nothing more; what it has sent is read, and another starts."""
+        harness = self.harnesses["prefill"]
+        harness.worker._copier._pools = {}
+        with self.devices["prefill"].accelerator.lock:  # a copy that had begun is done
+            reports = [r for r in harness.reported() if getattr(r, "error", None) is None]
+        self.take("prefill", reports, now_ns)
+        self.dead.append(harness)  # its thread may still report that it has nothing to copy
+        self.inbox["prefill"].clear()
+        self.router.worker_died("prefill", now_ns)
+        self.devices["prefill"] = FakeDevice()
+        self.harnesses["prefill"] = self.harness("prefill")
+        self.router.worker_ready("prefill", now_ns)
         self.router.check_invariants()
 
     def finish(self, sequences, now_ns):
         while not all(s.is_finished for s in sequences):
-            for name in TWO.names:
+            for name in self.places.names:
                 self.step(name, now_ns)
 
     def close(self):
-        for harness in self.harnesses.values():
+        for harness in (*self.harnesses.values(), *self.dead):
             harness.close()
 
 
@@ -133,11 +164,14 @@ def expected(folder):
         return tokens
 
 
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(folder, expected, seed):
+def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(
+    folder, expected, transport, seed
+):
     rng, sequences = random.Random(seed), []
     # few blocks: whatever becomes free is somebody else's at once
-    with contextlib.closing(Machine(folder, 22)) as machine:
+    with contextlib.closing(Machine(folder, 22, transport)) as machine:
         for now_ns in range(180):
             if len(sequences) < 30 and rng.random() < 0.4:
                 sequences.append(sequence_of(len(sequences) + 1, now_ns))
@@ -147,7 +181,9 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(folder, 
                 machine.router.abort(rng.choice(live), FinishReason.ABORT, now_ns)
             if rng.random() < 0.1:
                 machine.router.switch_roles(rng.choice(["static", "colocated"]), now_ns)
-            machine.step(rng.choice(TWO.names), now_ns)
+            if rng.random() < 0.02:
+                machine.kill_prefill(now_ns)
+            machine.step(rng.choice(machine.places.names), now_ns)
         machine.finish(sequences, 180)
         assert any(s.finish_reason is FinishReason.ABORT for s in sequences)
         for sequence in sequences:
@@ -164,5 +200,5 @@ def test_a_step_that_samples_nothing_is_done_when_it_is_collected(folder):
         machine.step("prefill", 0)
         assert sequence.num_computed_tokens == STEP_TOKENS
         assert accelerator.num_reads == reads  # nobody has read a value of it
-        written = machine.pool.value[:, 0, 0].flatten(1).any(-1)
+        written = machine.pools["kv"].value[:, 0, 0].flatten(1).any(-1)
         assert written.sum() == STEP_TOKENS // BLOCK_SIZE

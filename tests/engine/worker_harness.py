@@ -27,7 +27,16 @@ def reports_in(sock, at_least=0):
 class Harness:
     """One worker; `tell` it commands and `step` it."""
 
-    def __init__(self, runner, pool, other=None, eos_token_ids=(102,), max_step_tokens=8):
+    def __init__(
+        self,
+        runner,
+        pool,
+        other=None,
+        eos_token_ids=(102,),
+        max_step_tokens=8,
+        pools=None,
+        device=None,
+    ):
         self.runner = runner
         self.pool = pool
         self.other = other
@@ -39,7 +48,8 @@ class Harness:
         self.worker = Worker(
             self.channel,
             runner,
-            pools={"kv": pool, "other": other},
+            pools=pools or {"kv": pool, "other": other},
+            device=device,
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
             use_cores=self.cores.append,
