@@ -35,8 +35,7 @@ from engine.sequence import (
     Waiting,
 )
 
-MAX_RUNNING_SEQUENCES = 256
-"""For each worker that decodes."""
+MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
 STARVATION_NS = 10_000_000_000
 """A sequence that has waited this long is not passed any more by what comes after it in order."""
 
