@@ -182,12 +182,15 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     prompts = [ask.chat.render(tokenizer, output_format)] if ask.chat else ask.prompts
     if ask.suffix:
         prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
-    for prompt in prompts:
+    for prompt in prompts if ask.truncate is None else ():
         ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
     ids = [
         tokenizer.encode(prompt, not ask.is_chat) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
+    if ask.truncate is not None:
+        most = model.max_model_len - (ask.max_tokens or 1) if ask.truncate < 0 else ask.truncate
+        ids = [one[max(len(one) - most, 0) :] for one in ids]
     _check_vocabulary(ids, model.vocab_size)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
@@ -235,7 +238,10 @@ def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> Echo:
     text, offsets = "", []
     for token_id in prompt:
         offsets.append(len(text))
-        text += detokenizer.push(token_id)
+        if tokenizer.is_silent(token_id):  # it was sent by its id, and comes back by its name
+            text += detokenizer.flush() + tokenizer.token_text(token_id)
+        else:
+            text += detokenizer.push(token_id)
     return Echo(text + detokenizer.flush(), offsets)
 
 

@@ -92,6 +92,12 @@ class Ask:
     has_running_usage: bool
     """Every chunk of a stream tells the usage so far."""
     return_token_ids: bool
+    shows_special: bool = False
+    """Special tokens have a text in the output."""
+    shows_stop: bool = False
+    """A stop string ends the output, instead of standing behind it."""
+    truncate: int | None = None
+    """Only so many last tokens of the prompt count; -1: as many as leave room for the output."""
     ignored: tuple[str, ...]
     """Names of the fields that have no effect."""
 

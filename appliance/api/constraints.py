@@ -50,6 +50,7 @@ class Constraint:
 def read_constraint(fields: Fields) -> Constraint | None:
     """The form that the answer must have; None if it is free."""
     found = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
+    found += _llamas(fields)
     if len(found) > 1:
         raise invalid_value(found[1].param, f"cannot be together with `{found[0].param}`")
     return found[0] if found else None
@@ -88,6 +89,16 @@ def _guided(fields: Fields) -> list[Constraint]:
     given = {kind: fields.get(f"guided_{kind}") for kind in _KINDS if kind != "json_object"}
     return [
         _made(kind, value, f"guided_{kind}") for kind, value in given.items() if value is not None
+    ]
+
+
+def _llamas(fields: Fields) -> list[Constraint]:
+    """A schema or a grammar as llama.cpp's server takes them: at the top of the body."""
+    given = {"json": "json_schema", "grammar": "grammar"}
+    return [
+        _made(kind, value, name)
+        for kind, name in given.items()
+        if (value := fields.get(name)) not in (None, "")
     ]
 
 

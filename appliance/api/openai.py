@@ -35,6 +35,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+MAX_DOCUMENTS = 256
 
 Neutral = dict[str, tuple[object, ...]]
 
@@ -43,12 +44,16 @@ NEUTRAL: Neutral = {
     "use_beam_search": (False,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "priority": (0,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "top_n_sigma": (-1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
@@ -65,7 +70,6 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "prediction": (),
     "web_search_options": (),
     "echo": (False,),
-    "documents": ([],),
     "chat_template": (),
 }
 
@@ -91,7 +95,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
         chat=None,
         prompts=_prompts(fields.required("prompt"), model, max_prompts),
         suffix=fields.text("suffix") or None,
-        max_tokens=fields.integer("max_tokens", 0 if is_echo else 1),
+        max_tokens=_max_tokens(fields, 0 if is_echo else 1),
         is_echo=is_echo,
     )
 
@@ -99,7 +103,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
 def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
     """Validate a body of /v1/chat/completions, or one that was brought into its form."""
     refuse_unsupported(fields, CHAT_NEUTRAL)
-    max_tokens = fields.integer("max_tokens", 1)
+    max_tokens = _max_tokens(fields, 1)
     newer = fields.integer("max_completion_tokens", 1)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -134,10 +138,23 @@ def read_chat(fields: Fields) -> Chat:
     return Chat(
         messages=messages,
         tools=read_tools(fields),
-        variables=variables or {},
+        variables={**_documents(fields), **(variables or {})},
         add_generation_prompt=begins,
         continue_final_message=continues,
     )
+
+
+def _documents(fields: Fields) -> dict[str, Any]:
+    """What a template that knows documents gets of them."""
+    documents = fields.items("documents", MAX_DOCUMENTS)
+    return {"documents": documents} if documents else {}
+
+
+def _max_tokens(fields: Fields, low: int) -> int | None:
+    """`max_tokens`, or as llama.cpp calls it; -1 there is as many as may be."""
+    predict = fields.integer("n_predict", -1)
+    most = fields.integer("max_tokens", low)
+    return most if most is not None or predict in (None, -1) else max(predict or 0, low)
 
 
 def _ask(
@@ -162,6 +179,9 @@ def _ask(
         "include_usage": include_usage,
         "has_running_usage": has_running_usage,
         "return_token_ids": fields.boolean("return_token_ids"),
+        "shows_special": not fields.boolean("skip_special_tokens", default=True),
+        "shows_stop": fields.boolean("include_stop_str_in_output"),
+        "truncate": fields.integer("truncate_prompt_tokens", -1),
     }
     return Ask(**common, **own, ignored=fields.ignored)
 
@@ -175,8 +195,12 @@ def _base(
     if top_p == 0:
         raise invalid_value("top_p", "must be greater than 0")
     top_k = fields.integer("top_k", -1)
-    repetition_penalty = fields.number(
-        "repetition_penalty", 0, 2, default=own["repetition_penalty"]
+    is_older = fields.get("repetition_penalty") is None  # llama.cpp and Ollama call it so
+    repeat_penalty = fields.number("repeat_penalty", 0, 2, default=own["repetition_penalty"])
+    repetition_penalty = (
+        repeat_penalty
+        if is_older
+        else fields.number("repetition_penalty", 0, 2, default=own["repetition_penalty"])
     )
     if repetition_penalty == 0:
         raise invalid_value("repetition_penalty", "must be greater than 0")
@@ -255,8 +279,9 @@ def _logit_bias(biases: Fields | None, vocab_size: int) -> dict[int, float]:
         # isdecimal alone lets other scripts' digits through, and int() long ones
         is_id = key.isascii() and key.isdecimal() and len(key) < 10
         if not is_id or int(key) >= vocab_size:
-            raise invalid_value("logit_bias", f"must have token ids below {vocab_size} as keys")
-    return {int(key): number(biases.get(key), "logit_bias", -100, 100) for key in keys}
+            where = f"logit_bias.{key[:40]}"
+            raise invalid_value(where, f"is no token id; they are numbers below {vocab_size}")
+    return {int(key): number(biases.get(key), f"logit_bias.{key}", -100, 100) for key in keys}
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -77,12 +77,18 @@ _SAMPLING: Json = {
         ]
     },
     "return_token_ids": BOOLEAN,
+    "skip_special_tokens": BOOLEAN,
+    "include_stop_str_in_output": BOOLEAN,
+    "truncate_prompt_tokens": whole(1),
+    "n_predict": whole(-1),
+    "repeat_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
 }
 """What both generating POSTs read."""
 
 _NOT_OF_RESPONSES = {
     *("max_tokens", "n", "best_of", "stream_options", "return_token_ids"),
-    *("response_format", "structured_outputs"),
+    *("response_format", "structured_outputs", "skip_special_tokens", "n_predict"),
+    *("include_stop_str_in_output", "truncate_prompt_tokens", "repeat_penalty"),
 }
 _ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
 _FUNCTION: Json = shape(
@@ -104,6 +110,7 @@ _CHAT_INPUT: Json = {
         ]
     },
     "chat_template_kwargs": OBJECT,
+    "documents": items(OBJECT),
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
 }

@@ -180,7 +180,8 @@ class _Voice:
         self._is_mute = ask.max_tokens == 0
         context_ids = sequence.prompt_token_ids[-64:] if ask.is_continuation else []
         self._detokenizer = Detokenizer(tokenizer, context_ids)
-        self._stop = StopMatcher(ask.stop)
+        self._stop = StopMatcher(ask.stop, is_shown=ask.shows_stop)
+        self._shown = tokenizer if ask.shows_special else None
         self._parser = _parser(appliance, sequence, ask, prompt_text)
         marks = _output_format(appliance).tokens if self._parser else ()
         self._marks = {one: text for text, one in tokenizer.special_ids(marks).items()}
@@ -221,6 +222,9 @@ class _Voice:
             return False  # the worker ended it on this id: an end-of-text or stop id is no text
         if token_id in self._marks:
             return self._say(self._detokenizer.flush() + self._marks[token_id], delta)
+        if self._shown is not None and self._shown.is_silent(token_id):
+            text = self._detokenizer.flush() + self._shown.token_text(token_id)
+            return self._say(text, delta)
         return self._say(self._detokenizer.push(token_id), delta)
 
     def _say(self, piece: str, delta: Delta) -> bool:
@@ -285,8 +289,9 @@ class StopMatcher:
     depend on where pieces end.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, is_shown: bool = False) -> None:
         self._stops = stops
+        self._is_shown = is_shown
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found."""
@@ -309,7 +314,7 @@ class StopMatcher:
         if matches:
             end, start = min(matches)
             self.matched, self._held = text[start:end], ""
-            return text[:start]
+            return text[: end if self._is_shown else start]
         size = len(text) - max(partial_match_chars(text, stop) for stop in self._stops)
         self._held = text[size:]
         return text[:size]

@@ -38,7 +38,12 @@ PATHS = (
     "/v1/completions /v1/chat/completions /v1/models /v1/models/x /health /ready /version "
     "/v1/requests /v1/requests/x /v1/requests/x/cancel /v1/penstock/state /v1/penstock/stream "
     "/v1/penstock/log?limit=-1 /tokenize /detokenize /v1/responses / // /../etc/passwd /%00 /%ff "
+    "/v1/messages /v1/messages/count_tokens /v1/responses/x /api/chat /api/generate /api/tags "
+    "/api/show /api/ps /api/version /api/pull /chat/completions /models "
     "http://elsewhere/ * /v1/penstock/log?limit=99999999999999999999 /openapi.json"
+)
+GENERATING = (
+    "/v1/completions /v1/chat/completions /v1/responses /v1/messages /api/chat /api/generate"
 )
 METHODS = "GET POST PUT DELETE PATCH HEAD OPTIONS TRACE CONNECT BREW get"
 VALUES: list[object] = [
@@ -49,7 +54,8 @@ FIELDS = (
     "prompt messages model max_tokens max_completion_tokens min_tokens n best_of temperature top_p "
     "top_k min_p seed stop stream stream_options logprobs top_logprobs echo suffix logit_bias "
     "presence_penalty frequency_penalty repetition_penalty response_format tools tool_choice user "
-    "ignore_eos stop_token_ids return_token_ids parallel_tool_calls metadata"
+    "ignore_eos stop_token_ids return_token_ids parallel_tool_calls metadata input instructions "
+    "previous_response_id store reasoning system thinking stop_sequences options format think raw"
 )
 
 
@@ -75,9 +81,18 @@ def body_of(rng: random.Random, *, max_tokens: int = 4) -> tuple[str, dict[str, 
     fields: dict[str, object] = {"max_tokens": rng.randint(1, max_tokens)}
     if rng.random() < 0.5:
         fields["stream"] = True
-    if rng.random() < 0.5:
-        return "/v1/completions", {"prompt": "a" * rng.randint(1, 40), **fields}
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields}
+    path = rng.choice(GENERATING.split())
+    if path == "/v1/completions":
+        return path, {"prompt": "a" * rng.randint(1, 40), **fields}
+    if path == "/v1/responses":
+        fields["max_output_tokens"] = fields["max_tokens"]
+        return path, {"input": "hi", **fields}
+    if path.startswith("/api/"):
+        fields["options"] = {"num_predict": fields["max_tokens"]}
+        fields.setdefault("stream", False)
+    if path == "/api/generate":
+        return path, {"prompt": "hi", "raw": rng.random() < 0.5, **fields}
+    return path, {"messages": [{"role": "user", "content": "hi"}], **fields}
 
 
 # Each kind returns what to send, in parts; then the client reads a little, or nothing, and leaves.
@@ -112,6 +127,7 @@ def mutated(rng, target):
         body[rng.choice(FIELDS.split())] = rng.choice(VALUES)
     # Whatever else was asked for, it must not run for long.
     body["max_tokens"] = rng.choice([0, 1, 3, -1, "3", None]) if rng.random() < 0.3 else 3
+    body["max_output_tokens"] = 3
     return [target.request("POST", path, json.dumps(body).encode())]
 
 

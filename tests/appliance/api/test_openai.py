@@ -181,7 +181,7 @@ def test_prompts_that_cannot_be_are_refused(prompt, code):
 @pytest.mark.parametrize("parse", [completion, chat])
 def test_a_refusal_names_the_field(parse, name, value, code):
     error = refusal(parse, **{name: value})
-    assert (error.code, error.param, error.status) == (code, name, 400)
+    assert (error.code, error.param.split(".")[0], error.status) == (code, name, 400)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,10 @@ def test_fields_that_nobody_knows_are_ignored_and_told(parse):
 @pytest.mark.parametrize(
     ("parse", "name", "value"),
     [
-        (completion, "suffix", "x"),
         (completion, "tools", [{"type": "function"}]),
         (completion, "best_of", 3),
         (completion, "use_beam_search", True),
         (completion, "length_penalty", True),
-        (completion, "skip_special_tokens", False),
         (completion, "bad_words", ["a"]),
         (chat, "allowed_token_ids", [1]),
         (chat, "functions", [{}]),

@@ -178,7 +178,9 @@ class Recording(Fields):
 def test_every_field_that_is_read_is_described_and_no_other(read, body, component):
     fields = Recording(body)
     read(fields, FakeAppliance(Tokenizer(byte_level())).model)
-    older = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
+    older = {"grammar", "json_schema"} | {
+        f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+    }
     refused = CHAT_NEUTRAL.keys() | COMPLETION_NEUTRAL.keys() | NEUTRAL.keys() | older
     described = document("1", needs_key=False)["components"]["schemas"][component]["properties"]
     assert fields.names - refused == set(described) - refused
