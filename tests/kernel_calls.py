@@ -111,7 +111,10 @@ def rms_norm(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kind, tokens, rows, dim = r.choice([0, 1]), r.randint(1, 40), r.randint(1, 3), r.randint(1, 70)
     weight_kind, size = r.choice([FLOAT32, kind]), tokens * rows * dim
     x, added = m.values(size, kind), m.values(size, kind) if r.random() < 0.5 else 0
+    m.outputs.append((x, size * SIZE[kind]))
     out, weight = m.output(size, kind), m.values(rows * dim, weight_kind)
+    if added and r.random() < 0.3:
+        out = weight = 0  # nothing but the addition
     shape = (tokens, rows, dim, rows * dim, rows * dim)
     kernels.rms_norm(out, x, added, weight, kind, weight_kind, *shape, threads, 0.5, 1e-5)
 

@@ -41,6 +41,8 @@ INLINE void norm_row(void *out, void *x, const void *added, const void *weight, 
         }
         squares += value * value;
     }
+    if (out == NULL)
+        return;
     const float scale = 1.0f / sqrtf(sum_of(squares) / (float)dim + eps);
     for (int64_t i = 0; i < dim; i += LANES) {
         const vec value = load_upto(at(x, i, type), dim - i, type);
@@ -62,10 +64,12 @@ static void norm_tokens(void *context, int64_t item)
     FOR_TOKENS(item, n->num_tokens)
         for (int64_t row = 0; row < n->num_rows; row++) {
             const int64_t first = token * n->x_stride + row * n->dim;
-            void *to = at(n->out, token * n->out_stride + row * n->dim, type);
+            void *to =
+                n->out == NULL ? NULL : at(n->out, token * n->out_stride + row * n->dim, type);
             void *from = at(n->x, first, type);
             const void *more = n->added == NULL ? NULL : at(n->added, first, type);
-            const void *factors = at(n->weight, row * n->dim, weight_type);
+            const void *factors =
+                to == NULL ? NULL : at(n->weight, row * n->dim, weight_type);
             if (type == FLOAT32)
                 norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, FLOAT32, FLOAT32);
             else if (weight_type == FLOAT32)
@@ -79,7 +83,8 @@ static void norm_tokens(void *context, int64_t item)
  *          x_stride, num_threads, alpha, eps)
  *
  * x is num_tokens times num_rows rows of dim: tokens x_stride apart, rows adjacent; `added`, or 0, is
- * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x.
+ * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x,
+ * or 0: then nothing is done but the addition.
  */
 KERNEL(rms_norm, "ppppiiiiiiiiff")
 {

@@ -45,6 +45,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
 
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
+        """X += scale * added, each [num_tokens, dim]: what norm() does before it norms."""
+
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
 
@@ -114,8 +117,12 @@ class TorchBackend:
     ) -> torch.Tensor:
         """rms_norm of x, after x += scale * added, where something is."""
         if added is not None:
-            x.add_(added, alpha=scale)
+            self.add(x, added, scale)
         return rms_norm(x, weight, eps)
+
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
+        """X += scale * added."""
+        x.add_(added, alpha=scale)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row in place."""

@@ -146,6 +146,14 @@ class CompiledBackend:
         )
         return out
 
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
+        """X += scale * added, each [num_tokens, dim]: norm() without the norm."""
+        num_tokens, dim = x.shape
+        kind, threads = ELEMENT_TYPES[x.dtype], torch.get_num_threads()
+        address, more = x.data_ptr(), added.data_ptr()
+        shape = (num_tokens, 1, dim, dim, dim)
+        self.kernels.rms_norm(0, address, more, 0, kind, kind, *shape, threads, scale, 0.0)
+
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         num_tokens, num_rows, dim = rows.shape

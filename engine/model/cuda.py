@@ -125,6 +125,10 @@ class CudaBackend:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
         return triton_ops.norm(x, weight, eps, added, scale)
 
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
+        """X += scale * added, each [num_tokens, dim]."""
+        x.add_(added, alpha=scale)
+
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         triton_ops.norm_rows(rows, weight, eps)

@@ -176,7 +176,7 @@ class _Branch:
     ) -> None:
         self._backend = backend
         self._before, self._block, self._after = before, block, after
-        self.is_all_kernels = before is not None and not isinstance(block, _Experts)
+        self.is_all_kernels = not isinstance(block, _Experts)
         """False: torch computes a part of it."""
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
@@ -187,7 +187,7 @@ class _Branch:
         if self._before is not None:
             read = self._backend.norm(x, self._before, self._eps, added, self._scale)
         elif added is not None:
-            x.add_(added, alpha=self._scale)
+            self._backend.add(x, added, self._scale)
         made = self._block(read, step)
         if self._after is not None:
             self._backend.norm_rows(made[:, None], self._after[None], self._eps)
