@@ -37,8 +37,9 @@ LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
 """Those with instructions for bfloat16, and the ways that their packed matrices can be read."""
 NUM_INPUTS = (1, 4, 16, 64, 256)
 """Tried; from each of them on, up to the next, its best way is used."""
-GAIN = 1.15
-"""Packing costs memory and a part of the start, so that it has to bring this at 256 inputs..."""
+GAIN = 1.5
+"""Packing costs memory and a part of the start, and a trial beside other work is noisy, so that it
+has to bring this at 256 inputs..."""
 LOSS = 0.8
 """...and may not cost more than this at any other number."""
 _DEPTH = 1024
@@ -83,7 +84,7 @@ class Found:
 
 
 def find_ways(kernels: Kernels, level: str) -> Found:
-    """Try all ways that the level has; takes a part of a second, and nothing where it has none."""
+    """Try all ways that the level has; takes 0.3 s of a core, and nothing where it has none."""
     if level not in LEVELS:
         return Found(None, "read as stored: no instructions for bfloat16")
     trial = _Trial(kernels)
@@ -125,7 +126,8 @@ class _Trial:
         self._kernels = kernels
         num_rows, size = max(_ROWS.values()), max(_ROWS.values()) * _DEPTH * 2
         self._stored, self._packed = mmap.mmap(-1, size), mmap.mmap(-1, size)
-        self._x, self._out = mmap.mmap(-1, max(_ROWS) * _DEPTH * 2), mmap.mmap(-1, size)
+        out_bytes = max(count * rows for count, rows in _ROWS.items()) * 2
+        self._x, self._out = mmap.mmap(-1, max(_ROWS) * _DEPTH * 2), mmap.mmap(-1, out_bytes)
         random = Random(0)  # the same numbers every time
         values = array("f", [random.gauss(0, 1) for _ in range(8191)])
         noise = b"".join(bits[2:] for bits in _each(values.tobytes(), 4))
