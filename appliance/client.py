@@ -17,7 +17,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from appliance.address import Address, Line, SshAddress, TcpAddress
+from appliance import paths
+from appliance.address import Address, Line, SshAddress, TcpAddress, UnixAddress
 from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
@@ -281,11 +282,18 @@ def _message(error: Any) -> str:
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)
 
 
+def _start_command(address: Address) -> str:
+    is_units = isinstance(address, UnixAddress) and address.path == paths.SYSTEM_SOCKET
+    if not is_units or not paths.has_unit():
+        return "penstock serve"
+    return f"systemctl start {paths.SOCKET_UNIT_NAME} {paths.UNIT_NAME}"
+
+
 @contextmanager
 def _explained(address: Address) -> Iterator[None]:
     """Turn what the line and the reply can do wrong into words and exit codes."""
     where = str(address)
-    start_it = "start it with 'penstock serve', or say where it is with --host"
+    start_it = f"start it with '{_start_command(address)}', or say where it is with --host"
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

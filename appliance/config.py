@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from appliance import paths
 from appliance.models.names import HubName, a_model
 from appliance.setting_kinds import (
+    a_duration,
     a_flag,
     a_path,
     an_address,
@@ -74,6 +75,8 @@ class ServeConfig:
     cors_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    max_queue_wait_s: float = 60.0
+    max_drain_s: float = 90.0
     log_text: bool = False
     log_keep_days: int = 30
     log_max_bytes: int = 2 << 30
@@ -173,6 +176,19 @@ SETTINGS: Mapping[str, Setting] = {
     "reasoning_parser": Setting(
         one_of("auto", "none", *REASONING_PARSERS), "how the model marks its reasoning, likewise"
     ),
+    "max_queue_wait": Setting(
+        a_duration,
+        "longest wait for a turn, as 60s: who would wait longer is refused at once, with a time to "
+        "come back; 0 lets everybody wait",
+        True,
+        "max_queue_wait_s",
+    ),
+    "max_drain": Setting(
+        a_duration,
+        "longest drain at a stop, as 90s, before replies are ended with a word; 0: no limit",
+        True,
+        "max_drain_s",
+    ),
     "log_text": Setting(a_flag, "keep prompts in the request log: true or false", True),
     "log_keep_days": Setting(
         at_least(1, "days"), "days after which the log forgets a request", True
@@ -254,9 +270,12 @@ def explain(
 ) -> list[Found]:
     """Every setting as load() would have it, with its origin.
 
+    Where the daemon that a client would ask is the unit's, its folders are what is shown.
+
     Raises:
         ConfigError: as load().
     """
+    environ = _environ_of_asked(flags, environ)
     config, sources = load(flags, environ), _read(flags, environ)
     return [
         Found(name, getattr(config, setting.field or name), found.origin if found else DEFAULT)
@@ -298,8 +317,27 @@ def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
     return ServeConfig(**kept)
 
 
+def load_asked(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> ServeConfig:
+    """load(), of the daemon that a client here would ask: the unit's, or one's own."""
+    return load(flags, _environ_of_asked(flags, environ))
+
+
+def _environ_of_asked(
+    flags: Mapping[str, str | None], environ: Mapping[str, str]
+) -> Mapping[str, str]:
+    found = _read(flags, environ).parsed("socket")
+    asked = paths.client_socket(environ) if found is None else found.value
+    if asked != paths.SYSTEM_SOCKET or "STATE_DIRECTORY" in environ:
+        return environ
+    state, run = str(paths.SYSTEM_STATE_DIR), str(paths.SYSTEM_SOCKET.parent)
+    return {**environ, "STATE_DIRECTORY": state, "RUNTIME_DIRECTORY": run}
+
+
 def state_dir(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the request log is, as serve would choose it."""
+    """Where the request log is of the daemon that a client here would ask."""
+    environ = _environ_of_asked({}, environ)
     found = _read({"state_dir": flag}, environ).parsed("state_dir")
     return paths.default_state_dir(environ) if found is None else Path(found.value)
 
@@ -310,9 +348,9 @@ def log_path(folder: Path) -> Path:
 
 
 def socket_path(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the socket is; the daemon and its clients look in this same order.
+    """Where clients look for the daemon's socket.
 
-    --socket, PENSTOCK_SOCKET, the config file, then as paths.default_socket() says. The file is
+    --socket, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is
     not read unless needed.
 
     Raises:
@@ -320,45 +358,8 @@ def socket_path(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
     """
     if flag or environ.get("PENSTOCK_SOCKET"):
         return a_path(flag or environ["PENSTOCK_SOCKET"])
-    return Path(_socket(_read({}, environ)).value)
-
-
-def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Create the folders that the daemon writes to; those that exist stay as they are.
-
-    They are for their owner alone, but one that is named for the socket may be entered by the
-    group, as the socket itself may be.
-
-    Raises:
-        ConfigError: one cannot be created.
-    """
-    run_dir = config.socket.parent
-    is_private = run_dir in (paths.private_dir(environ), paths.own_temporary_dir())
-    modes = {run_dir: 0o700 if is_private else 0o750, config.state_dir: 0o700}
-    for folder, mode in modes.items():
-        try:
-            _make_folder(folder, mode)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create the folder: {error.strerror}",
-                where=str(folder),
-                hint="choose others with --socket and --state-dir",
-            ) from error
-    if run_dir == paths.own_temporary_dir():
-        paths.check_private(run_dir)
-
-
-def _make_folder(folder: Path, mode: int) -> None:
-    """Make a folder and those above it that are missing, whatever the umask."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent, mode)
-    try:
-        folder.mkdir(mode)
-        folder.chmod(mode)
-    except FileExistsError:
-        if not folder.is_dir():  # otherwise another process was faster
-            raise
+    found = _read({}, environ).parsed("socket")
+    return paths.client_socket(environ) if found is None else Path(found.value)
 
 
 def _socket(sources: _Sources) -> Found:

@@ -24,25 +24,22 @@ from appliance.address import TcpAddress
 from appliance.announcement import announcement
 from appliance.api.routes import build_app
 from appliance.boot import Plan, is_to_be_fetched, lock_state_dir, make_plan
-from appliance.config import (
-    ServeConfig,
-    changes,
-    prepare_directories,
-    take_over,
-    unknown_variables,
-)
+from appliance.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.fetching import Fetching
-from appliance.http.access import AccessPolicy
-from appliance.http.listeners import Closer, bind_socket, bind_tcp
+from appliance.folders import prepare_directories
+from appliance.http.access import AccessPolicy, credential_path
+from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
+from appliance.journal import Formatter
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
-from appliance.notify import notify
+from appliance.notify import notify, notify_watchdog
 from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.supervisor import Supervisor
+from appliance.watchdog import LOOK_INTERVAL_S
 from engine.blocks import Ledger
 from engine.errors import PenstockError
 from engine.messages import Report
@@ -68,9 +65,12 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     """
     if sys.platform != "linux":
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
-    logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Formatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    inherited = inherited_sockets(os.environ)
     config = load_config()
     for sentence in unknown_variables():
         log.warning("%s", sentence)
@@ -78,7 +78,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     try:
-        return asyncio.run(_Daemon(config, load_config, plan).run())
+        return asyncio.run(_Daemon(config, load_config, plan, inherited).run())
     finally:
         os.close(lock_fd)
 
@@ -107,13 +107,19 @@ class _Daemon:
     """One run; built in the order in which it starts."""
 
     def __init__(
-        self, config: ServeConfig, load_config: Callable[[], ServeConfig], plan: Plan | None
+        self,
+        config: ServeConfig,
+        load_config: Callable[[], ServeConfig],
+        plan: Plan | None,
+        inherited: list[socket.socket],
     ) -> None:
         """Take what was decided; without a plan the model is downloaded first."""
         self._config = config
         self._load_config = load_config
         self._first_plan = plan
         self._has_workers = False
+        self._inherited = inherited
+        """Listeners of a socket unit: they and who waits in them outlive us."""
         self._num_signals = 0
         self._has_terminal = _has_terminal()
         self._is_ready = False
@@ -130,15 +136,18 @@ class _Daemon:
             request_log = RequestLog(self._config.log_path, _log_limits(self._config))
             self._request_log = request_log
             stack.push_async_callback(asyncio.to_thread, request_log.close)
-            listeners = self._bind()
+            listeners = self._bind(policy)
             for listener in listeners:
-                stack.callback(Closer(listener).close)
+                is_inherited = listener in self._inherited
+                stack.callback(Closer(listener, is_inherited=is_inherited).close)
             stack.push_async_callback(self._stop_workers)
             fetching = None
             if self._first_plan is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
             app = build_app(fetching or self._start_model())
-            server = self._server = ApiServer(app, listeners, policy)
+            server = self._server = ApiServer(app, listeners, policy, inherited=self._inherited)
+            if fetching is not None:
+                server.open()  # that takes long: who asks meanwhile is told
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
             if fetching is not None:
@@ -146,17 +155,22 @@ class _Daemon:
                     return 0
                 app.state.appliance = self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-            frames = asyncio.create_task(self._make_frames())
-            stack.callback(frames.cancel)
+            for endless in (self._make_frames(), self._keep_watch()):
+                stack.callback(asyncio.create_task(endless).cancel)
             await self._serve()
             self._service.make_frame()  # with the energy of the last steps
             request_log.end_run("clean")
         return 0
 
-    def _bind(self) -> list[socket.socket]:
-        """The Unix socket, and TCP if it is wanted."""
-        listeners = [bind_socket(self._config.socket)]
-        if self._config.listen is not None:
+    def _bind(self, policy: AccessPolicy) -> list[socket.socket]:
+        """The Unix socket, and TCP if it is wanted: those of a socket unit, else our own."""
+        listeners = list(self._inherited)
+        families = {listener.family for listener in listeners}
+        if socket.AF_UNIX not in families:
+            listeners.append(bind_socket(self._config.socket))
+        if families - {socket.AF_UNIX}:
+            policy.check_tcp("the socket unit's ListenStream")
+        elif self._config.listen is not None:
             listeners += bind_tcp(*self._config.listen)
         self._addresses = [_address(listener) for listener in listeners]
         return listeners
@@ -208,6 +222,7 @@ class _Daemon:
             self._request_log,
             keeps_text=self._config.log_text,
         )
+        self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         return self._service
 
     async def _stop_workers(self) -> None:
@@ -224,6 +239,7 @@ class _Daemon:
             if not stopping.done():
                 about = loading.result()
                 self._service.make_frame()
+                self._server.open()
                 self._announce(about)
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
@@ -232,11 +248,19 @@ class _Daemon:
             for task in (loading, stopping):
                 task.cancel()
         notify(STOPPING="1", STATUS=self._service.drain_status)
-        self._service.stop_accepting()
+        self._server.open()
+        self._service.stop_accepting(takes_stragglers=bool(self._inherited))
+        await self._server.hand_over()
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)
+        limit_s = self._config.max_drain_s or None
+        await asyncio.wait(
+            {drained, stop_now}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if not drained.done():
+            if not stop_now.done():
+                about = f"not drained in {limit_s:g} s (max_drain): what is left ends now"
+                self._service.event("warning", "drain.timeout", about)
             self._service.abort_all()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
@@ -270,8 +294,10 @@ class _Daemon:
             policy = AccessPolicy.from_config(wanted)
         except PenstockError as error:
             self._service.event("error", "config.refused", f"nothing is reloaded: {error}")
-        else:
-            self._take_over(wanted, policy)
+            if self._is_ready:
+                notify(READY="1", STATUS=f"ready; the last reload was refused: {error}")
+            return
+        self._take_over(wanted, policy)
         if self._is_ready:
             notify(READY="1", STATUS="ready")
 
@@ -281,13 +307,17 @@ class _Daemon:
         if policy.keys != self._server.policy.keys:
             changed.append("keys")
         self._server.policy = policy
-        self._service.set_queue_limits(config.max_queued, config.max_queued_tokens)
+        self._service.deadlines.set_queue_limits(
+            config.max_queued, config.max_queued_tokens, config.max_queue_wait_s
+        )
         self._service.keeps_text = config.log_text
         if {"slo_ttft_ms", "slo_itl_ms"} & set(changed):  # else what was set live stays
             self._service.set_roles(self._targets(), None)
         self._request_log.set_limits(_log_limits(config))
         about = f"configuration reloaded ({', '.join(changed) or 'nothing changed'})"
         self._service.event("info", "config.reloaded", about)
+        if config.api_keys is None and credential_path() is not None:
+            fixed.append("the API keys, which are systemd's credential")
         if fixed:
             about = f"{', '.join(fixed)}: only a restart changes this"
             self._service.event("warning", "config.needs_restart", about)
@@ -304,6 +334,17 @@ class _Daemon:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
             self._service.make_frame()
+
+    async def _keep_watch(self) -> None:
+        """Keep the deadlines, and tell systemd that this loop turns, and this task with it."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            try:
+                self._service.deadlines.keep()
+            except Exception:
+                log.exception("deadlines are not kept")
+            else:
+                notify_watchdog()
 
     def _make_router(self) -> Router:
         placement = self._plan.placement

@@ -18,14 +18,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from appliance import config
+from appliance import cgroups, config
 from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.devices.machine import Devices
 from appliance.finding import Finding
 from appliance.gpu_doctor import GpuHost, gpu_findings
 from appliance.models.names import HubName
-from appliance.placement import available_cores, available_memory_bytes, cgroup_cpu_quota
+from appliance.placement import available_cores, available_memory_bytes
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.errors import PenstockError
@@ -49,7 +49,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield from _devices(Devices.of_machine())
     yield _open_files()
     try:
-        found = config.load(settings)
+        found = config.load_asked(settings)
     except PenstockError as error:
         yield from gpu_findings(GpuHost.of_machine())
         yield _bad("configuration", error)
@@ -109,7 +109,7 @@ def _kernels() -> Finding:
 
 
 def _cores() -> Finding:
-    cores, quota = available_cores(), cgroup_cpu_quota()
+    cores, quota = available_cores(), cgroups.cpu_quota()
     memory = f"{available_memory_bytes() / 2**30:.1f} GiB of memory free"
     limited = "" if quota is None else f", a quota of {quota:g}"
     found = f"{len(cores)} physical cores{limited}; {memory}"

@@ -10,8 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Mapping
 
 _LOG = logging.getLogger("penstock.notify")
+
+
+def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell systemd that all is well, where the unit has WatchdogSec=; silence kills the daemon."""
+    is_for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return bool(is_for_us and environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
 
 
 def notify(**fields: str | int) -> bool:

@@ -1,7 +1,8 @@
 """Where things are when nobody says: sockets, state, cache, configuration.
 
 Owns: the order in which folders are looked for, and the check that one in /tmp is ours alone.
-Called by: config. Invariant: daemon and clients look in the same places.
+Called by: config. Invariant: daemon and clients look in the same places; where the unit is stopped
+clients name its socket.
 Never: reads a setting, or makes a folder.
 """
 
@@ -16,6 +17,10 @@ from engine.errors import ConfigError
 
 SYSTEM_CONFIG = Path("/etc/penstock/penstock.toml")
 SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
+SYSTEM_STATE_DIR = Path("/var/lib/penstock")
+UNIT_NAME = "penstock.service"
+SOCKET_UNIT_NAME = "penstock.socket"
+UNIT_DIRS = (Path("/etc/systemd/system"), Path("/usr/lib/systemd/system"))
 SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")
 
@@ -40,6 +45,23 @@ def default_socket(environ: Mapping[str, str]) -> Path:
     if folder == own_temporary_dir() and os.path.lexists(folder):
         check_private(folder)
     return folder / SOCKET_NAME
+
+
+def client_socket(environ: Mapping[str, str]) -> Path:
+    """Where clients look: as default_socket(), and where nobody listens there, the unit's place.
+
+    Raises:
+        ConfigError: as default_socket().
+    """
+    path = default_socket(environ)
+    if not os.path.lexists(path) and has_unit():
+        return SYSTEM_SOCKET
+    return path
+
+
+def has_unit() -> bool:
+    """Whether the daemon is installed as a service here, running or not."""
+    return any((folder / UNIT_NAME).exists() for folder in UNIT_DIRS)
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

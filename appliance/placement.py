@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from appliance import cgroups
 from appliance.devices.listing import Gpu
 from appliance.wanted_workers import WantedWorkers
 from engine.blocks import BlockPool
@@ -86,7 +87,7 @@ def available_cores(
             core = str(cpu)
         cores.setdefault(core, cpu)
     chosen = list(cores.values())
-    quota = cgroup_cpu_quota() if quota_cpus is None else quota_cpus
+    quota = cgroups.cpu_quota() if quota_cpus is None else quota_cpus
     return chosen if quota is None else chosen[: max(1, int(quota))]
 
 
@@ -114,43 +115,11 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     return cores[:-num_decode], cores[-num_decode:]
 
 
-def _cgroup_values(name: str) -> list[str]:
-    """The file's content in our cgroup (v2) and each of its parents."""
-    try:
-        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-    except (OSError, IndexError):
-        return []
-    folder = Path("/sys/fs/cgroup") / line.rpartition(":")[2].lstrip("/")
-    values = []
-    for parent in (folder, *folder.parents):
-        if not parent.is_relative_to("/sys/fs/cgroup"):
-            break
-        try:
-            values.append((parent / name).read_text().strip())
-        except OSError:
-            continue
-    return values
-
-
-def cgroup_cpu_quota() -> float | None:
-    """Cores that the cgroup's quota amounts to; None without a quota."""
-    quotas = []
-    for value in _cgroup_values("cpu.max"):
-        quota, _, period = value.partition(" ")
-        if quota != "max" and period:
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
 def available_memory_bytes() -> int:
-    """Memory that can be used without swapping, respecting cgroup limits."""
-    limits: list[int] = [psutil.virtual_memory().available]
-    for limit, used in zip(
-        _cgroup_values("memory.max"), _cgroup_values("memory.current"), strict=False
-    ):
-        if limit != "max":
-            limits.append(max(int(limit) - int(used), 0))
-    return min(limits)
+    """Memory that can be used without swapping, respecting control groups."""
+    free: int = psutil.virtual_memory().available
+    allowed = cgroups.free_memory_bytes()
+    return free if allowed is None else min(free, allowed)
 
 
 def place(

@@ -20,6 +20,7 @@ from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.protocol import Frame
 from appliance.roles import RolesChange
+from engine.errors import RequestError
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
@@ -148,6 +149,8 @@ class Request:
     http_status: int = 200
     cancelled_by: str | None = None
     """HUNG_UP, `drain`, or the name of the peer that asked for it."""
+    failure: RequestError | None = None
+    """What its client is told where the daemon has ended it; None: what its sequences say."""
 
     @property
     def prefill_j(self) -> float | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from appliance.boot import Plan, model_info
 from appliance.closed import ClosedRequests
+from appliance.deadlines import Deadlines
 from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
 from appliance.log.request_log import RequestLog
@@ -26,7 +27,6 @@ from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitt
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
-from appliance.watchdog import Watchdog
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.router import Router
@@ -36,7 +36,6 @@ from engine.tokenizer import Tokenizer
 log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
-_LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class Service:
@@ -70,14 +69,14 @@ class Service:
         self._frames = Frames(
             plan, model, router, supervisor, self._telemetry, devices, request_log.frame
         )
-        self._watchdog = Watchdog()
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
+        most = plan.placement.max_step_tokens
+        self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id = 0
-        self._is_draining = False
-        self._is_stopping = False
+        self._is_draining = self._is_stopping = self._takes_stragglers = False
         self._violation: str | None = None
         self._num_checked = -1
         self._idle = asyncio.Event()
@@ -106,13 +105,9 @@ class Service:
         """Prompt tokens that a request of several sequences may bring."""
         return self._router.queue.max_tokens_per_request
 
-    def set_queue_limits(self, max_queued: int, max_queued_tokens: int) -> None:
-        """Change what may wait from now on; what waits already stays."""
-        self._router.queue.set_limits(max_queued, max_queued_tokens)
-
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
-        if self._is_draining:
+        if self._is_draining and not self._takes_stragglers:
             end = "it was told to stop" if self._is_stopping else "an operator's resume ends that"
             what = f"the appliance is draining and takes no new work; {end}"
             raise Unavailable(what, code="draining")
@@ -131,7 +126,7 @@ class Service:
         down = [n for n, w in self._supervisor.workers.items() if w.state != "ready"]
         if down:
             return f"worker {', '.join(down)} is restarting"
-        return self._violation
+        return self.deadlines.reason or self._violation
 
     def next_seq_id(self) -> int:
         """A new sequence id."""
@@ -326,7 +321,7 @@ class Service:
 
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
         """Tell the operator: journal, console and log, which also keeps whose doing it was."""
-        log.log(_LOG_LEVELS[severity], "%s", message)
+        log.log(logging.getLevelNamesMapping()[severity.upper()], "%s", message)
         event = EventFrame(utc_now(), severity, code, message)
         self._telemetry.events.append(event)
         self._log.event(severity, code, message, actor, at=event.at)
@@ -336,9 +331,16 @@ class Service:
         """What a drain waits for."""
         return f"draining {len(self._live)} request{'s' if len(self._live) != 1 else ''}"
 
-    def stop_accepting(self) -> None:
-        """Drain for good: the daemon ends when it has drained."""
+    def stop_accepting(self, *, takes_stragglers: bool = False) -> None:
+        """Drain for good: the daemon ends when it has drained.
+
+        Args:
+            takes_stragglers: what comes on connections that are open is still taken. Where another
+                daemon goes on with the listeners, new connections wait for that one, and a request
+                that crosses the signal on its way is not refused either.
+        """
         self._is_stopping = self._is_draining = True
+        self._takes_stragglers = takes_stragglers
         self._tell_of_drain("a signal to stop")
 
     def _tell_of_drain(self, by: str) -> None:
@@ -373,8 +375,6 @@ class Service:
         else:
             for change in changes:
                 self.event(*change)
-            for name, about in self._watchdog.hung(self.frame).items():
-                self._supervisor.end_hung(name, about)
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:

@@ -15,6 +15,8 @@ from pathlib import Path
 LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
+_SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GPUS = re.compile(r"gpu\d{1,3}(?:,gpu\d{1,3})*")
 _MIN_BYTES = 1 << 20
 
@@ -30,6 +32,14 @@ def parse_bytes(text: object) -> int:
     if num_bytes < _MIN_BYTES:
         raise ValueError("a size of 1MiB or more")
     return num_bytes
+
+
+def a_duration(value: object) -> float:
+    """`90s`, `2m`, `1h`, `500ms` or plain seconds, in seconds."""
+    match = _DURATION.fullmatch(str(value).strip())
+    if match is None or isinstance(value, bool):
+        raise ValueError("a time such as 90s, 2m or 1h")
+    return float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:

@@ -247,6 +247,7 @@ class Supervisor:
         try:
             while True:
                 report = await channel.receive()
+                worker.num_reports += 1
                 match report:
                     case LoadingProgress(loaded_bytes, total_bytes):
                         worker.loaded_bytes, worker.total_bytes = loaded_bytes, total_bytes
@@ -312,7 +313,7 @@ class Supervisor:
     def end_hung(self, name: str, about: str) -> None:
         """End a worker that will not end by itself; it is started again like any that has died."""
         worker = self.workers[name]
-        if worker.state == "ready" and worker.process is not None:
+        if worker.state in ("ready", "loading") and worker.process is not None:
             worker.failure = WorkerFailed(about)
             worker.process.kill()
 

@@ -1,43 +1,107 @@
-"""Which workers hang: they have work or owe an answer, end no step, and use no CPU time.
+"""Whether every worker makes progress: who does not is avoided, then ended.
 
-A step may take minutes on a slow machine, but it takes CPU time, also one that waits for a GPU. A
-process that was stopped, or that waits for itself, takes none.
-Owns: for how many readings each worker has been still. Called by: service, with each frame.
-Invariant: a worker is never named that computes, that has nothing to do, or whose cores another
-computes on.
-Never: ends a process.
+Progress is a message from a worker; silence is time without one while the worker has something to
+do. A device that hangs looks busy, so CPU time proves nothing, and a deadline decides: five times
+what the worker's longest step is predicted to take, at least ten seconds. Only where no step of
+its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
+while.
+
+Owns: how long each worker has been silent. Called by: the daemon's loop, twice a second, whatever
+else happens: neither frames nor the placing of sequences has a part in it.
+Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
+never named that has nothing to do, or whose cores another computes on.
+Never: ends a process, or changes what it looks at.
 """
 
 from __future__ import annotations
 
-from appliance.protocol import Frame, WorkerFrame
-from appliance.signals import is_parked
+from collections.abc import Mapping
+from typing import NamedTuple
 
-HUNG_AFTER_FRAMES = 20
-"""Readings, about a second apart: a daemon that was stopped itself has seen none meanwhile."""
+LOOK_INTERVAL_S = 0.5
+MIN_PATIENCE_S = 10.0
+STEP_PATIENCE = 5.0
+"""Times the predicted time of a step."""
+STALLED_SHARE = 0.5
+"""Of its patience, after which a worker gets no more sequences and /ready says so."""
+UNKNOWN_PATIENCE_S = 300.0
+"""For a step of which nothing is known, while the worker uses CPU time."""
+LOADING_PATIENCE_S = 300.0
+"""Without a word from a worker that comes back."""
+MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
+
+
+class Reading(NamedTuple):
+    """One worker as it stands."""
+
+    pid: int | None
+    num_reports: int
+    """Messages from all its processes so far."""
+    has_work: bool
+    """It has something to compute, to load, to let go of, or a start to finish."""
+    step_ms: float | None
+    """The longest step it may be in, as predicted; None: nothing is known of such steps."""
+    cpu_s: float | None = None
+    """CPU time of its process so far; asked for only where `step_ms` is None."""
+    is_loading: bool = False
+
+
+class Silence:
+    """How long one worker has been silent, and how long it may be."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.last = reading
+        self.silent_s = 0.0
+        self.patience_s = MIN_PATIENCE_S
+
+    def look(self, reading: Reading, elapsed_s: float) -> None:
+        """Take in the next reading."""
+        last, self.last = self.last, reading
+        is_same = (last.pid, last.num_reports) == (reading.pid, reading.num_reports)
+        if not is_same or not reading.has_work:
+            self.silent_s, self.patience_s = 0.0, MIN_PATIENCE_S
+            return
+        # of what it has been given since its last word, the longest: which step it is in
+        # nobody knows but itself
+        self.patience_s = max(self.patience_s, _patience_s(reading))
+        has_computed = reading.cpu_s is not None and reading.cpu_s != last.cpu_s
+        if reading.step_ms is None and has_computed and not reading.is_loading:
+            self.patience_s = max(self.patience_s, UNKNOWN_PATIENCE_S)
+        self.silent_s += min(elapsed_s, MAX_ELAPSED_S)
 
 
 class Watchdog:
-    """Looks at one frame after the other."""
+    """Looks at all workers, again and again."""
 
     def __init__(self) -> None:
-        self._num_still: dict[tuple[str, int | None], int] = {}
+        self._silences: dict[str, Silence] = {}
 
-    def hung(self, frame: Frame) -> dict[str, str]:
-        """Names of workers that hang, and what there is to say about each."""
-        still = {
-            (worker.name, worker.pid): self._num_still.get((worker.name, worker.pid), 0) + 1
-            for worker in frame.workers
-            if _is_still(worker) and not is_parked(worker, frame)
-        }
-        self._num_still = still
+    def look(self, readings: Mapping[str, Reading], elapsed_s: float) -> None:
+        """Take in a reading of every worker, `elapsed_s` after the last ones."""
+        for name, reading in readings.items():
+            self._silences.setdefault(name, Silence(reading)).look(reading, elapsed_s)
+
+    @property
+    def stalled(self) -> dict[str, str]:
+        """Workers without progress for so long that they should get nothing more, and why."""
+        return self._silent_for(STALLED_SHARE)
+
+    @property
+    def hung(self) -> dict[str, str]:
+        """Workers whose time is up, and what there is to say about each."""
+        return self._silent_for(1.0)
+
+    def _silent_for(self, share: float) -> dict[str, str]:
         return {
-            name: f"it hangs: no step and no CPU time in {count} s, with something to do"
-            for (name, _), count in still.items()
-            if count >= HUNG_AFTER_FRAMES
+            name: f"no progress for {each.silent_s:.0f} s of at most {each.patience_s:.0f} s"
+            for name, each in self._silences.items()
+            if each.silent_s >= share * each.patience_s
         }
 
 
-def _is_still(worker: WorkerFrame) -> bool:
-    has_work = worker.state == "ready" and worker.last_step_age_ms is not None
-    return has_work and not worker.steps_per_s and worker.cpu_percent == 0
+def _patience_s(reading: Reading) -> float:
+    if reading.is_loading:
+        return LOADING_PATIENCE_S
+    if reading.step_ms is None:
+        return MIN_PATIENCE_S
+    return max(MIN_PATIENCE_S, STEP_PATIENCE * reading.step_ms / 1e3)

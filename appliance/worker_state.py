@@ -32,6 +32,8 @@ class WorkerState:
     num_restarts: int = 0
     num_failed_starts: int = 0
     """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
+    num_reports: int = 0
+    """Messages from all its processes: each is a sign of progress."""
     loaded_bytes: int = 0
     total_bytes: int = 0
     has_loaded: bool = False

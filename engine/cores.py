@@ -54,6 +54,11 @@ class Cores:
         """True if it was told something that it has not answered."""
         return bool(self._told[worker])
 
+    def is_parked(self, worker: str) -> bool:
+        """True if another still computes on its cores: then it waits, and that one is to blame."""
+        others = (self._used[name] for name in self.own if name != worker)
+        return self.can_lend and any(self.own[worker] & used for used in others)
+
     def worker_ready(self, worker: str) -> None:
         """It takes commands, starts on its own cores, and computes nothing before the first.
 

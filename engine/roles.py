@@ -58,6 +58,8 @@ class Roles:
         self.counts: Counter[str] = Counter()
         """Sequences placed, by route and reason."""
         self.ready_workers: set[str] = set()
+        self.stalled: frozenset[str] = frozenset()
+        """Ready, but without progress: they get nothing new until they are heard of again."""
         self._roles = "colocated" if places.is_colocated else roles
         self._max_step_tokens = max_step_tokens
         self._times: dict[tuple[str, int], StepTimes] = {}
@@ -68,6 +70,11 @@ class Roles:
     def roles(self) -> str:
         """Those in force."""
         return self._roles
+
+    @property
+    def open_workers(self) -> set[str]:
+        """Those that may be given something new."""
+        return self.ready_workers - self.stalled
 
     @property
     def acts_static(self) -> bool:
@@ -178,6 +185,7 @@ class Roles:
             return
         busy = {sequence.worker for sequence in running if sequence.worker is not None}
         idle = [name for name in cores.own if name not in busy]
+        busy |= self.stalled  # nobody waits for cores that these will not let go of
         is_whole = self.ready_workers == set(cores.own)
         if self._roles == "colocated" and is_whole:
             idle = [name for name in self.places.parked_when_colocated if name in idle] or idle
@@ -201,9 +209,7 @@ class Roles:
             batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
         return {
-            name: WorkerLoad(
-                tokens[name], batches[name], contexts[name], name in self.ready_workers
-            )
+            name: WorkerLoad(tokens[name], batches[name], contexts[name], name in self.open_workers)
             for name in self.places.names
         }
 
@@ -228,6 +234,13 @@ class Roles:
         """Steps made of its size on the cores that it uses."""
         likes = self._times_like(way.worker, way.has_all)
         return sum(times.num_prompt_steps(way.size) for times in likes)
+
+    def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
+        """A step on the worker, by the cores with which it takes longest; None: unknown."""
+        every = [
+            times.predict_ms(load) for (name, _), times in self._times.items() if name == worker
+        ]
+        return max((known_ms for known_ms in every if known_ms is not None), default=None)
 
     def _num_cores(self, cpus: Cpus) -> int:
         return len(cpus) if self.cores.can_lend else 0

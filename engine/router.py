@@ -236,7 +236,7 @@ class Router:
         """
         limit = 2 * self._max_step_tokens
         open_workers = {
-            name for name in self.roles.ready_workers if ahead.num_tokens(sequence, name) < limit
+            name for name in self.roles.open_workers if ahead.num_tokens(sequence, name) < limit
         }
         if not open_workers or not self.ways.fits_now(sequence):
             return False

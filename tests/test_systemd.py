@@ -1,4 +1,4 @@
-"""The unit and its helpers are accepted by systemd without a word."""
+"""The units and their helpers are accepted by systemd without a word."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from appliance.config import ServeConfig
+from appliance.http.listeners import SOCKET_MODE
+from appliance.paths import SYSTEM_SOCKET
+from appliance.watchdog import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
-UNITS = Path(__file__).parents[1] / "systemd"
+UNITS = Path(__file__).parents[1] / "appliance" / "systemd"
+PROGRAM = "@PENSTOCK@"
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -20,13 +25,12 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
 
 
-def test_systemd_accepts_the_unit_without_a_word(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units_without_a_word(tmp_path: Path) -> None:
     # verify wants ExecStart to exist, and exits 0 on unknown keys: only silence is approval.
-    text = (UNITS / "penstock.service").read_text()
-    assert "ExecStart=/opt/penstock/.venv/bin/penstock serve\n" in text
-    unit = tmp_path / "penstock.service"
-    unit.write_text(text.replace("/opt/penstock/.venv/bin/penstock", shutil.which("true") or ""))
-    checked = run("systemd-analyze", "verify", "--man=no", unit)
+    for name in ("penstock.service", "penstock.socket"):
+        text = (UNITS / name).read_text()
+        (tmp_path / name).write_text(text.replace(PROGRAM, shutil.which("true") or ""))
+    checked = run("systemd-analyze", "verify", "--man=no", tmp_path / "penstock.service")
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
@@ -38,7 +42,7 @@ def test_verify_would_speak_of_a_misspelt_key(tmp_path: Path) -> None:
 
 def test_the_unit_is_well_confined() -> None:
     unit = UNITS / "penstock.service"
-    rated = run("systemd-analyze", "security", "--offline=yes", "--threshold=25", unit)
+    rated = run("systemd-analyze", "security", "--offline=yes", "--threshold=15", unit)
     assert rated.returncode == 0, rated.stdout
 
 
@@ -50,9 +54,19 @@ def test_the_unit_agrees_with_the_program() -> None:
     assert service["Type"] == "notify"
     assert service["RestartPreventExitStatus"] == str(ConfigError.exit_code)
     assert service["KillMode"] == "mixed"
-    assert service["RuntimeDirectory"] == "penstock"  # the socket's /run/penstock
+    assert "RuntimeDirectory" not in service  # it would be removed with the socket in it
     assert "PrivateUsers" not in service
-    assert "WatchdogSec" not in service  # nothing sends WATCHDOG=1
+    assert float(service["WatchdogSec"]) >= 10 * LOOK_INTERVAL_S
+    assert float(service["TimeoutStopSec"]) > ServeConfig(Path(), Path()).max_drain_s + 10
+    assert unit["Unit"]["Requires"] == "penstock.socket"
+
+
+def test_the_socket_is_where_everybody_looks() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(UNITS / "penstock.socket")
+    assert unit["Socket"]["ListenStream"] == str(SYSTEM_SOCKET)
+    assert int(unit["Socket"]["SocketMode"], 8) == SOCKET_MODE
 
 
 def test_the_users_and_folders_can_be_made(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ class Generation:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
         reasons = {delta.finish_reason for delta in deltas}
         if FinishReason.ERROR in reasons:
+            if self._request.failure is not None:
+                return self._request.failure
             failed = [d.sequence.error for d in deltas if d.finish_reason is FinishReason.ERROR]
             return _internal(failed[0] or "generation failed")
         if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":

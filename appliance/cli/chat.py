@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from appliance import config
+from appliance import paths
 from appliance.cli import terminal
 from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
@@ -75,7 +75,7 @@ def chat(
         return
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with _history(config.state_dir(None) / "chat_history"):
+    with _history(paths.default_state_dir(os.environ) / "chat_history"):
         _converse(session)
 
 

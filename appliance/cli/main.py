@@ -47,6 +47,7 @@ VERBS: Mapping[str, str] = {
     "config": "settings",
     "keys": "control",
     "whoami": "look",
+    "install-service": "install",
     "doctor": "doctor",
     "devices": "doctor",
     "version": "look",

@@ -9,6 +9,7 @@ Never: decides what an answer says.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from appliance import journal
 from appliance.address import find
 from appliance.cli import tables
 from appliance.cli.tables import Column, Format, Listing, Row
@@ -103,9 +105,11 @@ def note(text: str) -> None:
 
 def report(error: PenstockError) -> int:
     """Print an error and its hint; returns the exit code."""
-    note(f"penstock: {printable(error)}")
+    to_journal = journal.is_journal()
+    note(journal.lines(printable(error), logging.ERROR, to_journal=to_journal))
     if error.hint:
-        note(f"hint: {printable(error.hint)}")
+        hint = f"hint: {printable(error.hint)}"
+        note(journal.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
     return error.exit_code
 
 

@@ -104,11 +104,7 @@ class AccessPolicy:
         """
         path = _keys_path(config, environ)
         if path is None and config.listen is not None:
-            raise ConfigError(
-                "TCP clients need API keys, and there is no file of them",
-                where="listen",
-                hint="`penstock keys new NAME` makes a key; name its file with --api-keys",
-            )
+            raise _no_keys("listen")
         return cls(
             operators=People.named(config.operators, "operators"),
             viewers=People.named(config.viewers, "viewers"),
@@ -117,6 +113,11 @@ class AccessPolicy:
             max_body_bytes=config.max_body_bytes,
             cors_origins=config.cors_origins,
         )
+
+    def check_tcp(self, where: str) -> None:
+        """Raise ConfigError if TCP is served, as `where` says, and nobody has a key."""
+        if not self.keys:
+            raise _no_keys(where)
 
     def peer_of(self, who: Credentials) -> Peer:
         """A process with its role."""
@@ -164,12 +165,40 @@ def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]
     return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
+def _no_keys(where: str) -> ConfigError:
+    return ConfigError(
+        "TCP clients need API keys, and there is no file of them",
+        where=where,
+        hint="`penstock keys new NAME` makes a key; name its file with --api-keys",
+    )
+
+
 def _keys_path(config: ServeConfig, environ: Mapping[str, str]) -> Path | None:
     if config.api_keys is not None:
         return config.api_keys
+    return credential_path(environ)
+
+
+def credential_path(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where systemd has put the keys, by LoadCredential=api-keys:FILE; None if it has not.
+
+    They stay as they were at the start: only a restart copies the file again.
+
+    Raises:
+        ConfigError: the folder of credentials may not be entered.
+    """
     folder = environ.get("CREDENTIALS_DIRECTORY")
-    path = Path(folder, CREDENTIAL_NAME) if folder else None
-    return path if path is not None and path.exists() else None
+    if not folder:
+        return None
+    path = Path(folder, CREDENTIAL_NAME)
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        what = f"cannot look for the keys among the credentials: {error.strerror}"
+        raise ConfigError(what, where=str(path)) from error
+    return path
 
 
 @functools.lru_cache(maxsize=256)

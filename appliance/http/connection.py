@@ -151,6 +151,17 @@ class ClientProtocol(H11Protocol):
         if not self.transport.is_closing():
             super().shutdown()
 
+    def retire(self) -> bool:
+        """End with the reply that is due; False while there may come one more request.
+
+        A close that crosses a request on its way would be a refusal. So who is between two
+        requests, or has connected and not asked yet, may ask once more and is told then.
+        """
+        if self._mark is None or self._phase() in (Phase.HEAD, Phase.BODY, Phase.IDLE):
+            return False
+        self.shutdown()
+        return True
+
     def look(self, now: float) -> None:
         """Cut the connection off if its client is gone or takes too long."""
         if (mark := self._mark) is None:

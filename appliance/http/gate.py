@@ -14,6 +14,7 @@ read. The Host header is: a page whose name was rebound to this machine sends it
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections import Counter
@@ -64,6 +65,8 @@ class Gate:
         self.policy = policy
         self.arriving_bytes: Counter[str] = Counter()
         """Of bodies that are not complete, by the name of whose they are."""
+        self.is_open = asyncio.Event()
+        """Until it is set, what would change something waits; looking is always possible."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +92,8 @@ class Gate:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
+        if scope["method"] == "POST":
+            await self.is_open.wait()
         body = _Body(self, scope, receive, arrival.peer.name)
         try:
             await self._app(scope, body.receive, send)

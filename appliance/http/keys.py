@@ -65,7 +65,12 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
             _check_owner(path, os.fstat(file.fileno()))
             text = file.read(MAX_FILE_BYTES + 1).decode()
     except OSError as error:
-        raise ConfigError(f"cannot read the keys: {error.strerror}", where=str(path)) from error
+        hint = f"for the unit: chown root:penstock {path}; chmod 640 {path}"
+        raise ConfigError(
+            f"cannot read the keys: {error.strerror}",
+            where=str(path),
+            hint=hint if isinstance(error, PermissionError) else "",
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("not UTF-8", where=str(path), hint=_FORMAT) from error
     if len(text) > MAX_FILE_BYTES:

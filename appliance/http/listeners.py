@@ -13,12 +13,13 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import logging
 import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
 from engine.errors import ConfigError, PenstockError
@@ -31,6 +32,8 @@ LOCK_PATIENCE_S = 5.0
 ACCEPTS_PER_TURN = 32
 """So that a flood of connections leaves the loop time for those that are open."""
 ACCEPT_PAUSE_S = 1.0
+FIRST_INHERITED_FD = 3
+"""SD_LISTEN_FDS_START."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HINT = "choose another with --socket or PENSTOCK_SOCKET"
 
@@ -105,12 +108,54 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-class Closer:
-    """Closes a listener, and removes the file of a Unix socket unless it is another's by now."""
+def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
+    """Listening sockets that systemd has opened for us (sd_listen_fds), by a socket unit.
 
-    def __init__(self, listener: socket.socket) -> None:
+    Their variables are taken out of `environ`, so that no child takes them for its own.
+
+    Raises:
+        ConfigError: one of them is no stream socket that listens here, or not on loopback.
+    """
+    is_ours = environ.pop("LISTEN_PID", "") == str(os.getpid())
+    count = environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if not is_ours or not count.isdigit():
+        return []
+    found = []
+    for fd in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
+        os.set_inheritable(fd, False)
+        listener = socket.socket(fileno=fd)
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listener.type != socket.SOCK_STREAM or not is_listening:
+            raise ConfigError(
+                "not a stream socket that listens", where=f"descriptor {fd} of the socket unit"
+            )
+        if listener.family != socket.AF_UNIX and not _is_loopback(listener):
+            raise ConfigError(
+                "TCP is served on loopback addresses only",
+                where=f"{listener.getsockname()[0]}, of the socket unit",
+                hint="ListenStream=127.0.0.1:8000, and a proxy in front of it",
+            )
+        listener.setblocking(False)
+        found.append(listener)
+    return found
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+class Closer:
+    """Closes a listener, and removes the file of a Unix socket unless it is another's by now.
+
+    Args:
+        listener: bound by us, or inherited.
+        is_inherited: its file stays, and so does what waits to be accepted, for the next daemon.
+    """
+
+    def __init__(self, listener: socket.socket, *, is_inherited: bool = False) -> None:
         self._listener = listener
-        is_unix = listener.family == socket.AF_UNIX
+        is_unix = listener.family == socket.AF_UNIX and not is_inherited
         self._path = Path(listener.getsockname()) if is_unix else None
         self._inode = None if self._path is None else _inode(self._path)
 

@@ -34,6 +34,9 @@ NUM_RESERVED = 16
 SHARE_OF_ONE = 0.75
 """Of the connections, that one user may hold, or all TCP clients together; of theirs, one key."""
 RETRY_AFTER_MS = 1000
+STRAGGLER_S = 2.0
+"""For one more request on a connection that was open before a stop."""
+STRAGGLER_CHECK_S = 0.02
 
 
 class ApiServer:
@@ -45,6 +48,8 @@ class ApiServer:
         listeners: Sequence[socket.socket],
         policy: AccessPolicy | None = None,
         limits: Limits | None = None,
+        *,
+        inherited: Sequence[socket.socket] = (),
     ) -> None:
         """Take the listeners over; nothing is accepted before start().
 
@@ -53,10 +58,14 @@ class ApiServer:
             listeners: of the Unix socket and TCP.
             policy: without one only root and the daemon's user are known.
             limits: tests have no time for the usual ones.
+            inherited: those of the listeners that another daemon will go on with.
         """
         self._app = app
         self._listeners = listeners
-        self._closers = [Closer(listener) for listener in listeners]
+        self._inherited = inherited
+        self._closers = [
+            Closer(listener, is_inherited=listener in inherited) for listener in listeners
+        ]
         self._gate = Gate(app, policy or AccessPolicy())
         self._limits = limits or Limits()
         self._config = uvicorn.Config(
@@ -72,7 +81,7 @@ class ApiServer:
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._server = _Server(self._config, on_tick=self._look_at_all)
-        self._acceptors: list[Acceptor] = []
+        self._acceptors: dict[socket.socket, Acceptor] = {}
         self._arriving: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -85,8 +94,18 @@ class ApiServer:
     def policy(self, policy: AccessPolicy) -> None:
         self._gate.policy = policy
 
+    def open(self) -> None:
+        """Let those in who wait for the model to be loaded."""
+        self._gate.is_open.set()
+
     async def start(self) -> None:
-        """Return when connections are accepted."""
+        """Return when connections are accepted.
+
+        On inherited listeners whoever posts waits for open(): a restart is to be noticed by nobody.
+        Elsewhere the api tells them to come back.
+        """
+        if not self._inherited:
+            self.open()
         # Uvicorn gets no sockets: its accepting knows no limits.
         self._task = asyncio.create_task(self._server.serve(sockets=[]))
         started = asyncio.create_task(self._server.has_started.wait())
@@ -94,11 +113,35 @@ class ApiServer:
         started.cancel()
         if self._task.done():
             self._task.result()
-        self._acceptors = [Acceptor(each, self._on_connection) for each in self._listeners]
+        self._acceptors = {each: Acceptor(each, self._on_connection) for each in self._listeners}
+
+    async def hand_over(self) -> None:
+        """Leave who comes from now on to the daemon that goes on with our listeners.
+
+        Open connections are closed with the reply that is due, or after the next request's if it
+        comes within STRAGGLER_S. Without inherited listeners nothing happens: nobody would answer
+        in our place.
+        """
+        if not self._inherited:
+            return
+        for listener in self._inherited:
+            self._acceptors.pop(listener).close()
+        if self._arriving:
+            await asyncio.wait(self._arriving)
+        close = (b"connection", b"close")
+        self._config.encoded_headers.append(close)  # of which uvicorn makes the next, once a second
+        self._server.server_state.default_headers.append(close)
+        deadline = time.monotonic() + STRAGGLER_S
+        while stragglers := [one for one in self._connections if not one.retire()]:
+            if time.monotonic() >= deadline:
+                for straggler in stragglers:
+                    straggler.shutdown()
+                return
+            await asyncio.sleep(STRAGGLER_CHECK_S)
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new, end the frame streams, let replies end, cut what is left."""
-        for acceptor in self._acceptors:
+        for acceptor in self._acceptors.values():
             acceptor.close()
         for closer in self._closers:
             closer.close()

@@ -17,10 +17,10 @@ from appliance.config import (
     changes,
     explain,
     load,
-    prepare_directories,
     socket_path,
     take_over,
 )
+from appliance.folders import prepare_directories
 from appliance.setting_kinds import parse_bytes
 from engine.errors import ConfigError
 

@@ -134,10 +134,10 @@ def test_refusals_are_counted_and_leave_nothing_behind(machine):
 
 def test_limits_change_while_requests_wait(machine):
     machine.submit("her", num_sequences=4)
-    machine.service.set_queue_limits(4, 1000)
+    machine.service.deadlines.set_queue_limits(4, 1000, 0)
     with pytest.raises(QueueFull):
         machine.submit("him")
-    machine.service.set_queue_limits(20, 1000)
+    machine.service.deadlines.set_queue_limits(20, 1000, 0)
     machine.submit("him")
     assert machine.frame["num_requests"] == 2
     assert machine.service.max_per_request == 15

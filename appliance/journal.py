@@ -1,0 +1,64 @@
+"""Lines on stderr: as people read them, or as the journal does, with a priority.
+
+Owns: what a line on stderr begins with. Called by: the daemon, cli.
+Invariant: a line has systemd's `<N>` in front only where the journal itself reads stderr, and then
+each line of a message of several has it.
+Never: opens a journal, or chooses what is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+_ERROR, _WARNING, _INFO, _DEBUG = 3, 4, 6, 7
+"""Priorities of syslog(3)."""
+PREFIX = "penstock: "
+"""Where there is no journal, which names the unit by itself."""
+
+
+def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the journal reads what is written to the descriptor.
+
+    systemd names its stream by device and inode; a redirected stderr is another file.
+    """
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+def lines(text: str, level: int, *, to_journal: bool) -> str:
+    """A message as it is written to stderr.
+
+    Args:
+        text: one line or several.
+        level: logging's.
+        to_journal: as is_journal() says.
+    """
+    if not to_journal:
+        return PREFIX + text
+    mark = f"<{_priority(level)}>"
+    return "\n".join(mark + line for line in text.split("\n"))
+
+
+class Formatter(logging.Formatter):
+    """Records of logging as lines on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+        self._to_journal = is_journal()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, with its traceback if it has one."""
+        return lines(super().format(record), record.levelno, to_journal=self._to_journal)
+
+
+def _priority(level: int) -> int:
+    if level >= logging.ERROR:
+        return _ERROR
+    if level >= logging.WARNING:
+        return _WARNING
+    return _INFO if level >= logging.INFO else _DEBUG
