@@ -103,7 +103,8 @@ def limit(
             return f"{stage}: {1 - ratio:.0%} of the {what} are later than their target"
     for worker in busy:
         if worker.busy_ratio >= BUSY_RATIO:
-            is_prefill = worker.prefill_tokens_per_s > worker.decode_tokens_per_s
+            is_prefill = worker.prefill_tokens_per_s >= worker.decode_tokens_per_s
+            is_prefill = is_prefill and bool(worker.prefill_tokens_per_s or worker.num_prefilling)
             load = _sequences(worker.num_sequences)
             stage = "prefill" if is_prefill else "decode"
             return f"{stage}: worker {worker.name} has no idle time, with {load}"

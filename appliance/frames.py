@@ -23,7 +23,7 @@ from appliance.boot import Plan
 from appliance.devices.machine import Devices
 from appliance.energy import Energy
 from appliance.explain import limit, slow_because
-from appliance.parts import pool_frames, queue_frame, request_frame, waiting
+from appliance.parts import pool_frames, queue_frame, request_frame, waiting, way_frames
 from appliance.placement import num_machine_cores
 from appliance.protocol import (
     FRAME_VERSION,
@@ -184,4 +184,5 @@ class Frames:
             recovered_sequences=counters.recovered_sequences,
             log_rows_lost=standing.log_rows_lost,
             routes=dict(self._router.roles.counts),
+            ways=way_frames(self._router.roles),
         )

@@ -7,6 +7,7 @@ Never: changes anything that it reads.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,13 +20,35 @@ from appliance.protocol import (
     PoolFrame,
     QueueFrame,
     RequestFrame,
+    WayFrame,
 )
 from appliance.request import Request
 from engine.blocks import BlockPool
+from engine.roles import Roles
 from engine.router import Router
 from engine.sequence import Phase
 
 _PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODING)
+
+
+def way_frames(roles: Roles) -> list[WayFrame]:
+    """Each way that elastic roles have predicted, with what came of it."""
+    closed = roles.outcomes.closed()
+    return [
+        WayFrame(
+            route=str(way.route),
+            worker=way.worker,
+            is_beside=way.is_beside,
+            has_all=way.has_all,
+            step_tokens=1 << max(way.size - 1, 0),
+            num_judged=record.num_judged,
+            num_missed=record.num_missed,
+            num_gave_way=record.num_gave_way,
+            error_ratio=math.exp(record.error) if record.num_judged else None,
+            is_closed=way in closed,
+        )
+        for way, record in sorted(roles.outcomes.records.items())
+    ]
 
 
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:

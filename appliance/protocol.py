@@ -111,6 +111,8 @@ class WorkerFrame(msgspec.Struct):
     """Sequences in a step, mean of the last second's steps."""
     last_step_age_ms: float | None = None
     """Since its last step ended, while it has work or an answer to give; None: it has neither."""
+    num_prefilling: int = 0
+    """Of its sequences, those whose prompt is not complete."""
 
 
 class OwnerFrame(msgspec.Struct):
@@ -228,6 +230,30 @@ class AlertFrame(msgspec.Struct):
     """What it is about where there are several: a pool, a worker, a device."""
 
 
+class WayFrame(msgspec.Struct):
+    """What came of elastic roles' predictions on one way, since the daemon started."""
+
+    route: str
+    worker: str
+    """Who computes the prompt."""
+    is_beside: bool
+    """Somebody decodes beside it."""
+    has_all: bool
+    """It is computed on all cores."""
+    step_tokens: int
+    """The fewest of the sizes of step that it is about; they go up to twice that."""
+    num_judged: int
+    """Prompts whose outcome could be compared with what was predicted."""
+    num_missed: int
+    """Twice as bad as predicted, or worse."""
+    num_gave_way: int
+    """Prompts that left the worker in the middle, since gaps there exceeded the promise."""
+    error_ratio: float | None
+    """How far outcomes are from predictions, either way, as a factor; None: none was judged."""
+    is_closed: bool
+    """Not taken until steps of its size have been measured anew."""
+
+
 class TotalsFrame(msgspec.Struct):
     """Counters since the daemon started; accepted = finished + aborted + failed + live."""
 
@@ -245,6 +271,8 @@ class TotalsFrame(msgspec.Struct):
     log_rows_lost: int
     routes: dict[str, int] = {}
     """Sequences placed, by route and reason, as `move cheapest`."""
+    ways: list[WayFrame] = []
+    """Those that elastic roles have predicted."""
 
 
 class DeviceFrame(msgspec.Struct):

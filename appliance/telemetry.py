@@ -29,7 +29,7 @@ from appliance.windows import Windows
 from appliance.worker_state import WorkerState
 from engine.messages import Stepped
 from engine.router import Router
-from engine.sequence import Sequence
+from engine.sequence import Phase, Sequence
 
 
 def owes_something(router: Router, worker: str) -> bool:
@@ -37,12 +37,18 @@ def owes_something(router: Router, worker: str) -> bool:
     return router.roles.cores.awaits(worker) or bool(router.ledger.unanswered(worker))
 
 
+_UNDER_WAY_NS = 50_000_000
+"""A step that has taken less so far is counted when it has ended."""
+
+
 @dataclass(slots=True)
 class _Steps:
     """One worker's steps since the last frame."""
 
     step_ms: list[float] = field(default_factory=list)
-    num_prefill_tokens: int = 0
+    busy_ns: int = 0
+    """Of their time what lies after that frame."""
+    num_prefill_tokens: float = 0.0
     num_decode_tokens: int = 0
     num_sequences: int = 0
     """In each step, added up."""
@@ -60,6 +66,10 @@ class Telemetry:
         self._last_token_ns: dict[int, int] = {}
         self._steps: dict[str, _Steps] = {}
         self._since_ns = time.monotonic_ns()
+        self._prefill_tokens_per_ns: dict[str, float] = {}
+        """Of each worker's last step with a prompt."""
+        self._credited: dict[str, float] = {}
+        """Prompt tokens of the step that each worker is in, that frames have shown already."""
         self._active_ns: dict[str, int] = {}
         """When each worker last ended a step, or had nothing to do."""
         self._handoffs = (0, 0)
@@ -74,7 +84,12 @@ class Telemetry:
         steps = self._steps.setdefault(worker, _Steps())
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
         if num_tokens:
-            steps.step_ms.append((step.ended_ns - step.started_ns) / 1e6)
+            elapsed_ns = max(step.ended_ns - step.started_ns, 1)
+            steps.step_ms.append(elapsed_ns / 1e6)
+            steps.busy_ns += max(0, step.ended_ns - max(step.started_ns, self._since_ns))
+            steps.num_prefill_tokens -= self._credited.pop(worker, 0.0)
+            if step.num_prefill_tokens:
+                self._prefill_tokens_per_ns[worker] = step.num_prefill_tokens / elapsed_ns
             steps.num_sequences += sum(entry.num_scheduled_tokens > 0 for entry in step.entries)
             self.histograms.step_tokens.observe(num_tokens)
             self._active_ns[worker] = step.ended_ns
@@ -144,11 +159,15 @@ class Telemetry:
         self, state: WorkerState, steps: _Steps, router: Router, now_ns: int, elapsed_s: float
     ) -> WorkerFrame:
         name = state.plan.name
-        num_sequences = sum(s.worker == name for s in router.running.values())
+        own = [sequence for sequence in router.running.values() if sequence.worker == name]
+        num_sequences = len(own)
+        num_prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in own)
         owes = owes_something(router, name)
         if not owes:
             self._active_ns[name] = now_ns
         num_steps = len(steps.step_ms)
+        since_ns = now_ns - int(elapsed_s * 1e9)
+        self._count_step_under_way(name, steps, router, since_ns, now_ns)
         cpu_percent, rss_bytes = self._process(state.pid)
         return WorkerFrame(
             name=name,
@@ -158,12 +177,13 @@ class Telemetry:
             cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
             num_sequences=num_sequences,
-            prefill_tokens_per_s=steps.num_prefill_tokens / elapsed_s,
+            num_prefilling=num_prefilling,
+            prefill_tokens_per_s=max(0.0, steps.num_prefill_tokens) / elapsed_s,
             decode_tokens_per_s=steps.num_decode_tokens / elapsed_s,
             steps_per_s=num_steps / elapsed_s,
             step_ms_p50=statistics.median(steps.step_ms) if steps.step_ms else None,
             step_ms_max=max(steps.step_ms, default=None),
-            busy_ratio=min(sum(steps.step_ms) / 1e3 / elapsed_s, 1.0),
+            busy_ratio=min(steps.busy_ns / 1e9 / elapsed_s, 1.0),
             cpu_percent=cpu_percent,
             rss_bytes=rss_bytes,
             num_restarts=state.num_restarts,
@@ -173,6 +193,31 @@ class Telemetry:
             batch_size_mean=steps.num_sequences / num_steps if num_steps else None,
             last_step_age_ms=self._step_age_ms(name, now_ns) if owes else None,
         )
+
+    def _count_step_under_way(
+        self, name: str, steps: _Steps, router: Router, since_ns: int, now_ns: int
+    ) -> None:
+        """Add what a worker's step has taken and done so far; its end takes that off again.
+
+        A chunk of a long prompt can take seconds. Its tokens are taken to come at the rate of the
+        last one, and to be no more than a step has.
+        """
+        own = [sequence for sequence in router.running.values() if sequence.worker == name]
+        cores = router.roles.cores
+        if not own or (cores.can_lend and not cores.used(name)):
+            return
+        began_ns = max(self._active_ns.get(name, since_ns), min(s.stamps.arrived_ns for s in own))
+        if now_ns - began_ns < _UNDER_WAY_NS:
+            return
+        steps.busy_ns += max(0, now_ns - max(began_ns, since_ns))
+        most = sum(
+            s.num_prompt_tokens - s.num_computed_tokens for s in own if s.phase is Phase.PREFILLING
+        )
+        so_far = self._prefill_tokens_per_ns.get(name, 0.0) * max(0, now_ns - began_ns)
+        shown = self._credited.get(name, 0.0)
+        credited = max(shown, min(so_far, most, router.max_step_tokens))
+        steps.num_prefill_tokens += credited - shown
+        self._credited[name] = credited
 
     def _step_age_ms(self, worker: str, now_ns: int) -> float:
         """Since its last step; of one that has had work since the last frame, since that."""

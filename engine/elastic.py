@@ -10,10 +10,10 @@ what was predicted of it, is no candidate; with none left it is as with static r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
 from engine.sequence import Route
@@ -207,19 +207,28 @@ class _Forecaster:
         self._prefill_has_all = situation.lends_cores and decode.is_idle
         self._decode_has_all = situation.lends_cores and prefill.is_idle
         self._context = situation.num_prompt_tokens + situation.max_tokens // 2
-        # undisturbed: what the targets are relative to
-        alone = self._prompt_ms("decode", situation.lends_cores, situation.max_step_tokens)
+        self._ttft_target_ms: float | None = situation.slo.ttft_ms
+        if self._ttft_target_ms is None:
+            # relative to what it would take undisturbed, which may not have been measured
+            with suppress(_Unknown):
+                chunk, has_all = situation.max_step_tokens, situation.lends_cores
+                self._ttft_target_ms = DEFAULT_TTFT_RATIO * self._prompt_ms(
+                    "decode", has_all, chunk
+                )
         own_step = self._decode_ms("decode", decode, 1, has_all=False)
-        self._ttft_target_ms = situation.slo.ttft_ms or alone * DEFAULT_TTFT_RATIO
         self._itl_target_ms = situation.slo.itl_ms or own_step * DEFAULT_ITL_RATIO
 
     def all(self, routes: list[Route]) -> list[Forecast]:
         """Every way that can be predicted, with each size of chunk that makes a difference.
 
+        Without a target there is nothing to compare by, and the static way is all there is.
+
         Raises:
-            _Unknown: the static way cannot, so that there is nothing to compare with.
+            _Unknown: the static way cannot be predicted.
         """
         forecasts = [self._moved()]
+        if self._ttft_target_ms is None:
+            return forecasts
         if Route.DECODE in routes:
             for chunk in self._chunks():
                 with suppress(_Unknown):
@@ -240,7 +249,7 @@ class _Forecaster:
         decode, has_all = self._s.decode, self._decode_has_all
         beside_ms = self._decode_ms("decode", decode, 0, has_all=has_all) if decode.batch else 0.0
         tokens = self._s.num_prompt_tokens
-        steps = ceil(tokens / chunk)
+        steps = math.ceil(tokens / chunk)
         own_ms = self._prompt_ms("decode", has_all, chunk, decode)
         # what is there already goes at the chunk it was given, which is taken to be the same
         ahead_ms = own_ms * decode.num_prefill_tokens / tokens
@@ -271,7 +280,7 @@ class _Forecaster:
         itl_ms = self._decode_ms("prefill", prefill, 1, has_all=self._prefill_has_all)
         is_beside = not prefill.is_idle
         if is_beside:
-            steps = ceil(self._s.num_prompt_tokens / self._s.max_step_tokens)
+            steps = math.ceil(self._s.num_prompt_tokens / self._s.max_step_tokens)
             itl_ms = max(itl_ms, own_ms / steps)
         cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
         way = self._way(Route.PREFILL, self._prefill_has_all, is_beside=is_beside)
@@ -300,7 +309,8 @@ class _Forecaster:
         chunk: int | None = None,
     ) -> Forecast:
         ttft_ms = ahead_ms + own_ms
-        miss = max(ttft_ms / self._ttft_target_ms, itl_ms / self._itl_target_ms)
+        target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
+        miss = max(ttft_ms / target_ms, itl_ms / self._itl_target_ms)
         promise_ms = max(itl_ms, self._itl_target_ms)
         return Forecast(way, ttft_ms, own_ms, itl_ms, cost_ms, miss, promise_ms, chunk)
 

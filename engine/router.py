@@ -75,7 +75,7 @@ class Router:
         """Between two workers; by seq_id."""
         self._send = send
         self._emit = emit
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
 
     # What clients cause
 
@@ -234,7 +234,7 @@ class Router:
         A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
         overtaken by a shorter one and cancelled without a message.
         """
-        limit = 2 * self._max_step_tokens
+        limit = 2 * self.max_step_tokens
         open_workers = {
             name for name in self.roles.open_workers if ahead.num_tokens(sequence, name) < limit
         }

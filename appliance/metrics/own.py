@@ -8,11 +8,12 @@ Never: renames what it has once shown.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.metrics.family import Family, counter, gauge, histogram
-from appliance.protocol import DeviceFrame, Frame
+from appliance.protocol import DeviceFrame, Frame, WayFrame
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "reserved", "active", "draining")
@@ -86,8 +87,34 @@ def _requests(frame: Frame) -> Iterator[Family]:
             for route, _, reason in placed
         ],
     )
+    yield from _predictions(totals.ways)
     recovered = totals.recovered_sequences
     yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
+
+
+def _predictions(ways: list[WayFrame]) -> Iterator[Family]:
+    """Of elastic roles, by way; sizes of step are left together."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    closed: Counter[tuple[str, str]] = Counter()
+    for way in ways:
+        labels = way.route, "yes" if way.is_beside else "no"
+        counts[*labels, "as predicted"] += way.num_judged - way.num_missed
+        counts[*labels, "twice as bad"] += way.num_missed
+        counts[*labels, "gave way"] += way.num_gave_way
+        closed[labels] += way.is_closed
+    yield counter(
+        "penstock_route_outcomes_total",
+        "Prompts that elastic roles placed by a prediction, by what came of it.",
+        [
+            ({"route": route, "beside_decodes": beside, "outcome": outcome}, count)
+            for (route, beside, outcome), count in counts.items()
+        ],
+    )
+    yield gauge(
+        "penstock_routes_closed",
+        "Ways that were twice as bad as predicted and have not been measured anew.",
+        [({"route": r, "beside_decodes": beside}, n) for (r, beside), n in closed.items()],
+    )
 
 
 def _latency(frame: Frame, histograms: Histograms) -> Iterator[Family]:

@@ -15,7 +15,7 @@ from engine.messages import RehearsalStep, Rehearse, Rehearsed, RehearsedStep
 from engine.workers.runner import Runner
 from engine.workers.running import Running
 
-_REPEATED_MS = 10.0
+_REPEATED_MS = 5.0
 """A step that took longer is not made again: what a first one adds is little of it."""
 
 

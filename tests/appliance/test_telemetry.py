@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from appliance.telemetry import owes_something
+from appliance.protocol import WorkerFrame
+from appliance.telemetry import Telemetry, owes_something
 from engine.messages import SequenceStep, Stepped
 from engine.sequence import FinishReason, Phase
 from tests.appliance.machine import Machine, make_machine
@@ -183,3 +186,58 @@ def test_blocks_that_have_come_to_the_ring_are_owed_by_who_takes_them_from_there
     assert sequence.phase is Phase.HANDING_OFF
     assert not owes_something(world.router, "prefill")
     assert owes_something(world.router, "decode")
+
+
+class Watched:
+    """Telemetry of a prefill worker that has a prompt of 64 tokens, by a clock of the test's."""
+
+    def __init__(self) -> None:
+        self.world = World("alias")
+        self.world.submit(self.world.sequence(64, 4))
+        self.now_ns = self.world.now_ns
+        self.telemetry = Telemetry(4096)
+        self.telemetry.interval_s(self.now_ns)
+        plan = SimpleNamespace(name="prefill", cpus=(0,), gpu=None)
+        self.state = SimpleNamespace(
+            plan=plan, state="ready", pid=None, device="cpu 0", attention=None, num_restarts=0,
+            loaded_bytes=0, total_bytes=0,
+        )  # fmt: skip
+
+    def frame(self, after_s: float) -> WorkerFrame:
+        self.now_ns += int(after_s * 1e9)
+        elapsed_s = self.telemetry.interval_s(self.now_ns)
+        states: Any = [self.state]
+        (shown,) = self.telemetry.workers(states, self.world.router, self.now_ns, elapsed_s)
+        return shown
+
+    def step_ended(self, took_s: float, num_tokens: int) -> None:
+        started_ns = self.now_ns - int(took_s * 1e9)
+        self.telemetry.stepped("prefill", Stepped(started_ns, self.now_ns, num_tokens, 0, []))
+
+
+def test_a_step_that_takes_seconds_counts_as_busy_while_it_is_made():
+    watched = Watched()
+    assert [watched.frame(1).busy_ratio for _ in range(3)] == [pytest.approx(1)] * 3
+    watched.step_ended(3, 8)
+    assert watched.frame(1).busy_ratio == pytest.approx(1), "and no more when it has ended"
+
+
+def test_its_tokens_are_shown_as_they_come_and_once():
+    watched = Watched()
+    watched.now_ns += 2_000_000_000
+    watched.step_ended(2, 8)
+    assert watched.frame(0.5).prefill_tokens_per_s > 0
+    shown = [watched.frame(0.5).prefill_tokens_per_s * 0.5 for _ in range(3)]
+    assert shown == [pytest.approx(2)] * 3, "four a second, as in the last step"
+    long = [watched.frame(1).prefill_tokens_per_s for _ in range(3)]
+    assert long == [0, 0, 0], "a step has no more than it can have"
+    watched.step_ended(5, 8)
+    assert watched.frame(0.25).prefill_tokens_per_s == pytest.approx(8 / 5)
+
+
+def test_a_worker_with_nothing_to_do_is_not_busy():
+    watched = Watched()
+    for sequence in list(watched.world.router.running.values()):
+        watched.world.router.abort(sequence, FinishReason.ABORT, watched.now_ns)
+    watched.world.run()
+    assert watched.frame(1).busy_ratio == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.protocol import PHASES, LatencyFrame, RequestFrame
+from appliance.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of, width_of
 from tui.listing import Listing
@@ -171,6 +171,25 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     assert "3  move    steps of its size were not measured yet: as static roles do" in shown
     assert "1  decode  some new reason" in shown
     assert "3 move not measured" in text(lanes.handoff(View().after(frame), 40, 20))
+
+
+def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_closed():
+    frame = frames.busy()
+    assert "PREDICTIONS" not in text(handoff.page(View().after(frame), 120, 40))
+    frame.totals.ways = [
+        WayFrame("move", "prefill", True, False, 512, 7, 0, 0, 1.12, False),
+        WayFrame("decode", "decode", True, True, 64, 3, 2, 1, 2.6, True),
+    ]
+    shown = text(handoff.page(View().after(frame), 140, 40))
+    assert (
+        "7  move    on prefill, own cores, beside decodes, from 512 tokens a step, off by 1.1x"
+        in shown
+    )
+    closed = "off by 2.6x, 2 twice as bad or worse, 1 gave way, closed until measured anew"
+    assert (
+        f"3  decode  on decode, all cores, beside decodes, from 64 tokens a step, {closed}" in shown
+    )
+    assert shown.index("closed until") < shown.index("off by 1.1x"), "what is wrong comes first"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("recovered", "sequences that went on after a worker's death", "router",
                   "growing: read the log"),
             Entry("routes", "which way sequences went, and why", "router", "roles: r"),
+            Entry("predictions", "of elastic roles: how far off, by way and size of step",
+                  "steps measured at start and since", "closed: not taken until measured anew"),
         ),
         "log": (
             Entry("alert", "a reading beyond its threshold for long enough",

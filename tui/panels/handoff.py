@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from appliance.protocol import Frame, HandoffFrame, PoolFrame, RequestFrame
+from appliance.protocol import Frame, HandoffFrame, PoolFrame, RequestFrame, WayFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar
@@ -43,13 +43,19 @@ def page(view: View, width: int, height: int) -> list[Line]:
         return []
     if frame.transport is None:
         note = "one worker does both: nothing is handed over"
-        return [rule("PATH", width), [Span(note, Tone.MUTED)], *_routes(frame, width)]
+        return [
+            rule("PATH", width),
+            [Span(note, Tone.MUTED)],
+            *_routes(frame, width),
+            *_predictions(frame, width),
+        ]
     return [
         *_path(frame, width),
         *_rates(view, frame, width),
         *_latency(frame, width),
         *_in_flight(frame, width),
         *_routes(frame, width),
+        *_predictions(frame, width),
     ]
 
 
@@ -157,3 +163,29 @@ def _routes(frame: Frame, width: int) -> list[Line]:
             ]
         )
     return lines if len(lines) > 1 else [*lines, [Span("no sequence placed yet", Tone.MUTED)]]
+
+
+def _predictions(frame: Frame, width: int) -> list[Line]:
+    """What came of what elastic roles predicted, a line for each way; the worst first."""
+    ways = sorted(frame.totals.ways, key=lambda way: (-way.is_closed, -way.num_missed))
+    if not ways:
+        return []
+    return [rule("PREDICTIONS", width, "prompts, by way and size of step"), *map(_way, ways)]
+
+
+def _way(way: WayFrame) -> Line:
+    where = f"{way.worker}, {'all' if way.has_all else 'own'} cores"
+    beside = "beside decodes" if way.is_beside else "alone"
+    error = "" if way.error_ratio is None else f", off by {way.error_ratio:.1f}x"
+    line = [
+        Span(fmt.pad(fmt.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
+        Span(f"  {fmt.pad(way.route, _ROUTE_WIDTH)}"),
+        Span(f"on {where}, {beside}, from {fmt.count(way.step_tokens)} tokens a step{error}"),
+    ]
+    if way.num_missed:
+        line.append(Span(f", {fmt.count(way.num_missed)} twice as bad or worse", Tone.WARN))
+    if way.num_gave_way:
+        line.append(Span(f", {fmt.count(way.num_gave_way)} gave way"))
+    if way.is_closed:
+        line.append(Span(", closed until measured anew", Tone.WARN))
+    return line

@@ -12,7 +12,14 @@ from appliance.api.metrics import HttpCounts
 from appliance.histograms import Histograms
 from appliance.latency import stages
 from appliance.metrics.exposition import exposition
-from appliance.protocol import AlertFrame, DeviceFrame, EnergyFrame, HandoffFrame, LatencyFrame
+from appliance.protocol import (
+    AlertFrame,
+    DeviceFrame,
+    EnergyFrame,
+    HandoffFrame,
+    LatencyFrame,
+    WayFrame,
+)
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
 from tests.tui.frames import busy, idle, loading, pool, three_pools, worker
 
@@ -265,3 +272,15 @@ def test_http_labels_are_of_a_fixed_set_and_probes_do_not_count():
         ({"handler": "none", "method": "other", "status": "4xx"}, 1),
     ]
     assert [value for _, value in samples["http_request_duration_seconds_sum"]] == [0.25] * 3
+
+
+def test_what_came_of_predictions_is_counted_by_way() -> None:
+    frame = busy()
+    frame.totals.ways = [
+        WayFrame("decode", "decode", True, True, 64, 3, 2, 1, 2.6, True),
+        WayFrame("decode", "decode", True, False, 512, 4, 0, 0, 1.1, False),
+    ]
+    found = scraped(frame)
+    outcomes = {labels["outcome"]: n for labels, n in found["penstock_route_outcomes_total"]}
+    assert outcomes == {"as predicted": 5, "twice as bad": 2, "gave way": 1}
+    assert found["penstock_routes_closed"] == [({"route": "decode", "beside_decodes": "yes"}, 1)]
