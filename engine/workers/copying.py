@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -166,13 +166,25 @@ def copy_blocks(
     """
     num_bytes = target.stride(0) * target.element_size()
     if device is None:
-        for from_id, to_id in pairs:  # one thread, without Python's lock
-            ctypes.memmove(target[to_id].data_ptr(), source[from_id].data_ptr(), num_bytes)
+        # without Python's lock, in few calls: after each the thread has to wait for it again
+        for from_id, to_id, count in _runs(pairs):
+            at, to = source[from_id].data_ptr(), target[to_id].data_ptr()
+            ctypes.memmove(to, at, count * num_bytes)
         return len(pairs) * num_bytes
     with device.beside():
         for from_id, to_id in pairs:
             target[to_id].copy_(source[from_id], non_blocking=True)
     return len(pairs) * num_bytes
+
+
+def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Pairs that follow each other in both pools, as the first of them and their number."""
+    start = 0
+    for i in range(1, len(pairs) + 1):
+        from_id, to_id = pairs[start]
+        if i == len(pairs) or pairs[i] != (from_id + i - start, to_id + i - start):
+            yield from_id, to_id, i - start
+            start = i
 
 
 def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None) -> float:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
 from engine.workers import copying
@@ -22,6 +24,16 @@ def test_copy_blocks_copies_whole_blocks_in_order():
     assert target[2].equal(source[1])
     assert num_bytes == 2 * source[0].numel() * 4
     assert not target[[0, 1, 3, 4]].any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
+def test_blocks_that_follow_each_other_are_copied_as_each_would_be(pairs):
+    source, target = torch.rand(6, *SHAPE), torch.zeros(6, *SHAPE)
+    expected = target.clone()
+    for from_id, to_id in pairs:
+        expected[to_id] = source[from_id]
+    assert copy_blocks(source, target, pairs) == len(pairs) * source[0].nbytes
+    assert target.equal(expected)
 
 
 def test_copied_blocks_are_there_with_all_layers_also_on_a_device():
