@@ -51,7 +51,7 @@ class Silence:
 
     def __init__(self, reading: Reading) -> None:
         self.last = reading
-        self.silent_s = 0.0
+        self.silent_s = self.unknown_s = 0.0
         self.patience_s = MIN_PATIENCE_S
 
     def look(self, reading: Reading, elapsed_s: float) -> None:
@@ -59,15 +59,20 @@ class Silence:
         last, self.last = self.last, reading
         is_same = (last.pid, last.num_reports) == (reading.pid, reading.num_reports)
         if not is_same or not reading.has_work:
-            self.silent_s, self.patience_s = 0.0, MIN_PATIENCE_S
+            self.silent_s = self.unknown_s = 0.0
+            self.patience_s = MIN_PATIENCE_S
             return
         # of what it has been given since its last word, the longest: which step it is in
         # nobody knows but itself
         self.patience_s = max(self.patience_s, _patience_s(reading))
-        has_computed = reading.cpu_s is not None and reading.cpu_s != last.cpu_s
-        if reading.step_ms is None and has_computed and not reading.is_loading:
-            self.patience_s = max(self.patience_s, UNKNOWN_PATIENCE_S)
-        self.silent_s += min(elapsed_s, MAX_ELAPSED_S)
+        elapsed_s = min(elapsed_s, MAX_ELAPSED_S)
+        self.unknown_s += elapsed_s
+        known = (reading.cpu_s, last.cpu_s)
+        has_computed = None not in known and reading.cpu_s != last.cpu_s
+        if has_computed and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s:
+            self.silent_s = 0.0
+        else:
+            self.silent_s += elapsed_s
 
 
 class Watchdog:

@@ -62,6 +62,11 @@ def test_a_busy_process_is_trusted_for_a_while_only_where_no_step_was_ever_seen(
     assert computing(40.0, MIN_PATIENCE_S).hung  # a device hangs while its process spins
     assert not computing(None, UNKNOWN_PATIENCE_S - 1).hung
     assert computing(None, UNKNOWN_PATIENCE_S).hung
+    # it computed at first, and stands still since: CPU time of before proves nothing
+    stopped = silent_for(
+        STILL._replace(step_ms=None, cpu_s=9e9), MIN_PATIENCE_S, computing(None, 9)
+    )
+    assert stopped.hung
     assert silent_for(STILL._replace(step_ms=None, cpu_s=3.0), MIN_PATIENCE_S).hung
 
 
