@@ -2,9 +2,9 @@
 
 usage: python -m tests.peers FOLDER URL KEY [pytest's arguments]
 
-FOLDER is tools/server/tests of llama.cpp's sources, which the source archive of llama-cpp-python has
-under vendor/llama.cpp (pip download --no-binary :all: --no-deps llama-cpp-python). The daemon listens
-on URL, as http://127.0.0.1:8000, with a key. Needs requests, filelock, wget and openai beside pytest.
+FOLDER is tools/server/tests of llama.cpp's sources; the source archive of llama-cpp-python has them
+under vendor/llama.cpp. The daemon listens on URL, as http://127.0.0.1:8000, with a key. Needs
+requests, filelock, wget and openai beside pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES = (
     *("test_compat_oai_responses", "test_tool_call", "test_template", "test_tokenize"),
     *("test_security", "test_infill", "test_ignore_eos", "test_metrics"),
 )
-"""Those about an API that is spoken here; the others are about embeddings, slots, adapters, images."""
+"""Those about APIs that are spoken here; others are about embeddings, slots, adapters, images."""
 
 
 def main(folder: str, url: str, key: str, *arguments: str) -> int:

@@ -1,6 +1,6 @@
 """A pytest plugin that lets llama.cpp's server tests ask a server that is there already.
 
-Their own launcher is replaced: it starts and stops nothing, loads no presets, and knows the address.
+Their own launcher is replaced: it starts and stops nothing, loads nothing, and knows the address.
 Set by the command in tests.peers: PENSTOCK_URL and PENSTOCK_KEY.
 """
 
