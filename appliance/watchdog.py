@@ -69,7 +69,11 @@ class Silence:
         self.unknown_s += elapsed_s
         known = (reading.cpu_s, last.cpu_s)
         has_computed = None not in known and reading.cpu_s != last.cpu_s
-        if has_computed and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s:
+        if (
+            reading.step_ms is None
+            and has_computed
+            and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s
+        ):
             self.silent_s = 0.0
         else:
             self.silent_s += elapsed_s
