@@ -69,7 +69,7 @@ class ServeConfig:
     viewers: tuple[str, ...] = ()
     max_queued: int = 512
     max_queued_tokens: int = 1 << 20
-    max_connections: int = 512
+    max_connections: int = 1024
     max_body_bytes: int = 8 << 20
     model_aliases: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()

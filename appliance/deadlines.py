@@ -86,6 +86,7 @@ class Deadlines:
 
     def keep(self) -> None:
         """End what stands still, workers and requests."""
+        self._router.queue.max_wait_ms = self._max_wait_ms()
         now_ns, was_stalled = time.monotonic_ns(), self.reason
         self.look_at_workers(now_ns)
         if was_stalled is None and self.reason is not None:
@@ -107,6 +108,11 @@ class Deadlines:
             self._router.dispatch(now_ns)
         for name, about in self._watchdog.hung.items():
             self._supervisor.end_hung(name, f"it hangs: {about}")
+
+    def _max_wait_ms(self) -> float:
+        """For a turn: that of the setting, and less where the first token is due before."""
+        limits = (1e3 * self.max_queue_wait_s, self._router.roles.slo.ttft_ms)
+        return min((limit for limit in limits if limit), default=0.0)
 
     def _reading(self, name: str, state: WorkerState) -> Reading:
         router = self._router

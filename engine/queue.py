@@ -36,6 +36,8 @@ class FairQueue:
         self._placed: set[int] = set()
         """What these were charged may be more than they use."""
         self._pushed_ns = -1
+        self.max_wait_ms = 0.0
+        """Who would wait longer, as predicted, is refused; 0: nobody is."""
 
     def __len__(self) -> int:
         return self._sequences.total
@@ -91,6 +93,9 @@ class FairQueue:
         self._advance(now_ns)
         self._sequences.check(owner, len(sequences), is_single=is_single)
         self._tokens.check(owner, num_tokens, is_single=is_single)
+        if self.max_wait_ms:
+            self._sequences.check_wait(owner, len(sequences), self.max_wait_ms)
+            self._tokens.check_wait(owner, num_tokens, self.max_wait_ms)
         if owner not in self._waiting:
             level = min((self._charged[other] for other in self._waiting), default=0)
             self._charged[owner] = max(self._charged.get(owner, 0), level)

@@ -105,6 +105,31 @@ class Room:
                 retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
             )
 
+    def ahead_of(self, owner: str, wanted: int) -> int:
+        """What leaves before the last of so much more of an owner's, if nothing else comes.
+
+        Owners take turns, so others' queues count only as far as its own is long.
+        """
+        num_owners = self.num_owners + (owner not in self._held)
+        own = self.held(owner) + wanted
+        return min(own * num_owners, self.total + wanted) - wanted
+
+    def check_wait(self, owner: str, wanted: int, max_wait_ms: float) -> None:
+        """Refuse what would wait too long at the pace at which the queue has been going down.
+
+        Raises:
+            QueueFull: with the time after which it would wait no longer than that.
+        """
+        wait_ms = self.pace.wait_ms(self.ahead_of(owner, wanted))
+        if wait_ms is None or wait_ms <= max_wait_ms or not self.total:
+            return
+        excess = math.ceil(self.ahead_of(owner, wanted) * (1 - max_wait_ms / wait_ms))
+        raise QueueFull(
+            f"it would wait about {wait_ms / 1e3:.0f} s for its turn, longer than the "
+            f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",
+            retry_after_ms=self.pace.retry_ms(excess),
+        )
+
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless the owners' parts add up."""
         if self.total != sum(self._held.values()) or any(n <= 0 for n in self._held.values()):
@@ -133,9 +158,15 @@ class Pace:
         """So much has left after it has waited."""
         self._amount += amount
 
-    def retry_ms(self, amount: int) -> int:
-        """When so much will have left, within what clients keep to."""
+    def wait_ms(self, amount: int) -> float | None:
+        """How long it takes until so much has left; None while nothing has left yet."""
         if not self._amount or not self._waited_s:
+            return None
+        return 1e3 * amount * self._waited_s / self._amount
+
+    def retry_ms(self, amount: int) -> int:
+        """The same, within what clients keep to."""
+        estimate_ms = self.wait_ms(amount)
+        if estimate_ms is None:
             return UNKNOWN_RETRY_MS
-        estimate_ms = 1e3 * amount * self._waited_s / self._amount
         return math.ceil(min(max(estimate_ms, MIN_RETRY_MS), MAX_RETRY_MS))

@@ -88,7 +88,7 @@ class AccessPolicy:
     """Besides root and the daemon's own user."""
     viewers: People = People()
     keys: tuple[ApiKey, ...] = ()
-    max_connections: int = 512
+    max_connections: int = 1024
     max_body_bytes: int = 8 << 20
     cors_origins: tuple[str, ...] = ()
     """Web pages that may use the API from a browser."""
