@@ -61,6 +61,14 @@ def test_the_unit_agrees_with_the_program() -> None:
     assert unit["Unit"]["Requires"] == "penstock.socket"
 
 
+def test_the_unit_lets_cuda_and_mps_in() -> None:
+    lines = (UNITS / "penstock.service").read_text().splitlines()
+    # Without capabilities libcuda cannot make /dev/nvidia-uvm itself: root does, and may fail.
+    assert "ExecStartPre=+-/usr/bin/nvidia-modprobe -u -c 0" in lines
+    # PrivateTmp would hide the pipe of MPS; where there is none, that is no error.
+    assert "PrivateTmp=yes" not in lines or "BindPaths=-/tmp/nvidia-mps" in lines
+
+
 def test_the_socket_is_where_everybody_looks() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]

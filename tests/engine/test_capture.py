@@ -19,10 +19,18 @@ class FakeCuda:
         self.main = self.current = SimpleNamespace(wait_stream=lambda other: None)
         self.warmed, self.captured = [], []
         """Streams of steps run, and of steps captured."""
+        self.events = []
 
     def Stream(self):  # noqa: N802
         self.streams.append(SimpleNamespace(wait_stream=lambda other: None))
         return self.streams[-1]
+
+    def Event(self, enable_timing=False, blocking=False):  # noqa: N802
+        event = SimpleNamespace(is_blocking=blocking, calls=[])
+        event.record = lambda: event.calls.append(("record", self.current))
+        event.synchronize = lambda: event.calls.append(("synchronize", self.current))
+        self.events.append(event)
+        return event
 
     def current_stream(self):
         return self.current
@@ -73,7 +81,7 @@ class _Graph:
 @pytest.fixture
 def cuda(monkeypatch):
     cuda = FakeCuda()
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in ("Stream", "Event", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr("engine.workers.device._index_of", lambda uuid: 0)
@@ -98,3 +106,13 @@ def test_a_graph_outlives_whoever_has_dropped_its_replay_and_the_pool_goes_on(cu
         device.capture(cuda.step)
         gc.collect()
     assert all(ref() is not None for ref in cuda.graphs)
+
+
+def test_who_waits_for_a_step_sleeps_until_an_event_behind_it(cuda):
+    # an event that is not blocking spins: a hung device would look like a worker that computes
+    wait = CudaDevice("GPU-0").mark()
+    (event,) = cuda.events
+    assert event.is_blocking
+    assert event.calls == [("record", cuda.main)]
+    wait()
+    assert event.calls[1:] == [("synchronize", cuda.main)]
