@@ -19,14 +19,14 @@ from engine.roles import Roles
 
 BUDGET_MS = 500.0
 """Of all turns together."""
-MAX_BLOCKS = 128
+MAX_BLOCKS = 32
 """That a worker's steps read and write; deeper positions lie in the same blocks again."""
 _PROMPTS = (
     (16, 0), (64, 0), (0, 0), (0, 2048), (128, 0), (32, 0), (16, 4096), (0, 4096), (256, 0),
     (64, 2048), (0, 1024), (0, 8192),
 )  # fmt: skip
 """Tokens of a chunk, 0 for as many as a step has, and positions before it: what says most first."""
-_DECODES = ((1, 64), (4, 64), (4, 2048), (16, 64), (2, 64), (8, 1024), (1, 8192), (16, 2048))
+_DECODES = ((1, 64), (4, 512), (2, 64), (4, 2048), (16, 64), (8, 1024), (1, 8192), (16, 2048))
 """Sequences, and positions before each."""
 
 

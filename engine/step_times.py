@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 from engine.messages import RehearsedStep, SequenceStep
 
-MIN_STEPS = 5
-"""Of a kind, before it is predicted."""
+MIN_STEPS = 3
+"""Of a kind, before it is predicted: as many as a fit has weights."""
 MEMORY_STEPS = 200.0
 """After so many more steps, one counts for a third of the newest."""
 MAX_ERROR = math.log(1.5)
-"""Of the natural logarithm of a step's time, on average: half as long again, or two thirds."""
-_ERROR_SHARE = 0.1
+"""Of the natural logarithm of a step's time, on average: half as long again, or two thirds. Jitter
+to both sides averages out; what stays is what a line cannot follow."""
+_ERROR_SHARE = 0.05
 """That the newest step has in the average error."""
 _SLACK = 1.1
 """A step this much deeper than the deepest that was measured still counts as measured."""
@@ -133,12 +134,12 @@ class _Ground:
         """By class of size, since the start."""
 
     def observe(self, size: int, depth: float, error: float | None) -> None:
-        """Take in a step, and by how much its logarithm was mispredicted if that can be said."""
+        """Take in a step, and its time's logarithm less the predicted one's, if there was one."""
         extent, cls = _extent(size), size_class(size)
         if error is not None and self.covers(size, depth):
             self._num_errors[cls] += 1
             share = max(_ERROR_SHARE, 1 / self._num_errors[cls])
-            error = min(error, 2 * MAX_ERROR)  # a stall is one step, whatever it took
+            error = max(-2 * MAX_ERROR, min(error, 2 * MAX_ERROR))  # a stall is one step
             self._errors[cls] = share * error + (1 - share) * self._errors.get(cls, 0.0)
         self._deepest[extent] = max(depth, self._deepest.get(extent, 0.0))
         self.num_steps[cls] += 1
@@ -152,7 +153,7 @@ class _Ground:
 
     def is_reliable(self, size: int) -> bool:
         """True if steps of this size have gone about as predicted."""
-        return self._errors.get(size_class(size), 0.0) <= MAX_ERROR
+        return abs(self._errors.get(size_class(size), 0.0)) <= MAX_ERROR
 
 
 def size_class(size: int) -> int:
@@ -177,7 +178,7 @@ class StepTimes:
         expected_ms = self._value_ms(load)
         error = None
         if expected_ms is not None:
-            error = abs(math.log(max(elapsed_ms, _MIN_MS) / expected_ms))
+            error = math.log(max(elapsed_ms, _MIN_MS) / expected_ms)
         if load.num_prefill_tokens:
             own_ms = max(elapsed_ms - self._decode_extra_ms(load), elapsed_ms / 4)
             self._prefill.observe(load.num_prefill_tokens, load.num_attended, own_ms)

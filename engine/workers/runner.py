@@ -256,6 +256,10 @@ class Runner:
             start += count
         return slots
 
+    def clear(self, block_ids: list[int]) -> None:
+        """Forget what is in some blocks of the pool; their memory is there from now on."""
+        self._pool[block_ids] = 0
+
     def warm_up(self, max_step_tokens: int, max_model_len: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow.
 

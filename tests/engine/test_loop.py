@@ -44,6 +44,9 @@ class FakeRunner:
         self.compilations.append(Future())
         return self.compilations[-1]
 
+    def clear(self, block_ids):
+        self.pool[block_ids] = 0
+
     def launch(self, planned):
         return planned
 

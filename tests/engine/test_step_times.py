@@ -100,13 +100,22 @@ def test_a_step_larger_than_any_that_was_measured_is_not_predicted():
 def test_a_size_whose_steps_keep_taking_another_time_is_not_predicted_until_they_do_not():
     times = learnt()
     assert times.predict_ms(prefill(400)) is not None
-    for factor in (1, 3, 1, 3) * 10:
-        times.observe(prefill(400), factor * truth_ms(prefill(400)))
+    for _ in range(60):  # slower than a line through the other sizes can say
+        times.observe(prefill(400), 6 * truth_ms(prefill(400)))
+        for tokens in (200, 150, 100, 512, 600, 30):
+            times.observe(prefill(tokens), truth_ms(prefill(tokens)))
     assert times.predict_ms(prefill(400)) is None
     assert times.predict_ms(prefill(30)) is not None, "others are as good as before"
-    for _ in range(40):
+    for _ in range(150):
         times.observe(prefill(400), truth_ms(prefill(400)))
     assert times.predict_ms(prefill(400)) is not None
+
+
+def test_jitter_to_both_sides_does_not_make_a_size_unpredictable():
+    times = learnt()
+    for factor in (0.6, 1.6, 0.5, 2.2) * 50:
+        times.observe(decode(2, 600), factor * truth_ms(decode(2, 600)))
+    assert times.predict_ms(decode(2, 600)) is not None
 
 
 def test_steps_are_counted_by_their_size():
