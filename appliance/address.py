@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
 
-from appliance import config
+from appliance import paths
+from appliance.setting_kinds import a_path
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import subprocess
 
 DEFAULT_PORT = 8000
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
@@ -37,6 +38,8 @@ class Line(NamedTuple):
         """End both; the process ends by itself when its input does."""
         self.socket.close()
         if self.process is not None:
+            import subprocess  # most lines need none, and every client verb passes here
+
             try:
                 self.process.wait(1)
             except subprocess.TimeoutExpired:
@@ -102,6 +105,8 @@ class SshAddress:
 
     def command(self, *verb: str, options: tuple[str, ...] = ()) -> list[str]:
         """The ssh command that runs a verb there, on that machine's socket."""
+        import shlex
+
         port = [] if self.port is None else ["-p", str(self.port)]
         there = [*verb, *(["--host", self.path] if self.path else [])]
         quoted = [shlex.quote(word) for word in there]  # ssh hands them to a shell
@@ -109,6 +114,8 @@ class SshAddress:
 
     def dial(self, timeout_s: float | None) -> Line:
         """Start ssh with one end of a socket pair as its input and output."""
+        import subprocess
+
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -127,8 +134,8 @@ Address = UnixAddress | TcpAddress | SshAddress
 def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
     """The daemon that a client verb speaks to.
 
-    --host, PENSTOCK_HOST, and then the socket as config.socket_path() finds it. What is no URL is
-    the path of a socket, or `host:port`.
+    --host, PENSTOCK_HOST, and then as socket_path() finds it. What is no URL is the path of a
+    socket, or `host:port`.
 
     Raises:
         ConfigError: it cannot be an address, or the configuration file is wrong.
@@ -137,8 +144,27 @@ def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
     if text is not None and _HOST_AND_PORT.fullmatch(text):
         text = f"http://{text}"
     if text is None or "://" not in text:
-        return UnixAddress(config.socket_path(text, environ))
+        return UnixAddress(socket_path(text, environ))
     return parse(text, where="--host" if host else "PENSTOCK_HOST")
+
+
+def socket_path(given: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where clients look for the daemon's socket.
+
+    --host, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is not
+    read unless needed.
+
+    Raises:
+        ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
+    """
+    if given or environ.get("PENSTOCK_SOCKET"):
+        return a_path(given or environ["PENSTOCK_SOCKET"])
+    configured = None
+    if environ.get("PENSTOCK_CONFIG") or paths.config_file(environ) is not None:
+        from appliance import config  # all settings, where most client verbs need none
+
+        configured = config.configured_socket(environ)
+    return configured or paths.client_socket(environ)
 
 
 def parse(text: str, *, where: str) -> Address:
@@ -152,6 +178,8 @@ def parse(text: str, *, where: str) -> Address:
     Raises:
         ConfigError: it is none of these.
     """
+    from urllib.parse import unquote, urlsplit
+
     try:
         url = urlsplit(text)
         port, path = url.port, unquote(url.path)

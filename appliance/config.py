@@ -347,19 +347,14 @@ def log_path(folder: Path) -> Path:
     return folder / "requests.db"
 
 
-def socket_path(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where clients look for the daemon's socket.
-
-    --socket, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is
-    not read unless needed.
+def configured_socket(environ: Mapping[str, str]) -> Path | None:
+    """The socket that the config file names; None if it names none.
 
     Raises:
-        ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
+        ConfigError: the config file is wrong.
     """
-    if flag or environ.get("PENSTOCK_SOCKET"):
-        return a_path(flag or environ["PENSTOCK_SOCKET"])
     found = _read({}, environ).parsed("socket")
-    return paths.client_socket(environ) if found is None else Path(found.value)
+    return None if found is None else Path(found.value)
 
 
 def _socket(sources: _Sources) -> Found:

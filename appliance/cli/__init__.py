@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 
 def main() -> None:
     """Run one verb."""
+    gc.disable()  # while modules load: they make thousands of objects, and no garbage
     from appliance.cli.main import main as run_verb  # so that the files below can import each other
 
     run_verb()

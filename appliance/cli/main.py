@@ -12,6 +12,7 @@ configuration or model · 124 time is up · 130, 143 signalled · 141 broken pip
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -80,7 +81,9 @@ def main() -> None:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
-        build(words[0] if words else "")(words, prog_name="penstock")
+        command = build(words[0] if words else "")
+        gc.enable()
+        command(words, prog_name="penstock")
     except PenstockError as error:
         sys.exit(terminal.report(error))
 

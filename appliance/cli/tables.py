@@ -8,8 +8,6 @@ Never: cuts a value off, or formats a number for a program.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -83,6 +81,9 @@ class Listing:
         return self._csv(rows) if self._form is Format.CSV else self._table(rows)
 
     def _csv(self, rows: Sequence[Row]) -> str:
+        import csv  # which the other formats, and so most verbs, do not need
+        import io
+
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         if self._needs_header():

@@ -9,7 +9,6 @@ Never: decides what an answer says.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import shutil
 import signal
@@ -20,7 +19,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from appliance import journal
 from appliance.address import find
 from appliance.cli import tables
 from appliance.cli.tables import Column, Format, Listing, Row
@@ -105,6 +103,10 @@ def note(text: str) -> None:
 
 def report(error: PenstockError) -> int:
     """Print an error and its hint; returns the exit code."""
+    import logging  # most verbs have nothing to report
+
+    from appliance import journal
+
     to_journal = journal.is_journal()
     note(journal.lines(printable(error), logging.ERROR, to_journal=to_journal))
     if error.hint:

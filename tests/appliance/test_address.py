@@ -168,7 +168,7 @@ def test_ssh_carries_a_call_and_a_stream(tmp_path, ssh_environ):
         assert penstock(ssh_environ, "ps", "-o", "csv").returncode == 0
         daemon.script.events = [text_event("a"), text_event("b", "stop"), b"data: [DONE]"]
         ended = penstock(ssh_environ, "run", "p")
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ab", "")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ab\n", "")
     assert (tmp_path / "ssh.log").read_text().splitlines() == [
         "-T -- ann@box penstock dial-stdio"
     ] * 2

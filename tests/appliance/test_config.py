@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance import config, paths
+from appliance.address import socket_path
 from appliance.config import (
     ServeConfig,
     changes,
     explain,
     load,
-    socket_path,
     take_over,
 )
 from appliance.folders import prepare_directories
