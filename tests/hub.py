@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -65,6 +65,10 @@ class Hub:
     has_ranges: bool = True
     failing: int = 0
     """Files asked for that are answered 503."""
+    endless_bytes: int = 0
+    """Weights are followed by so many more, without a length."""
+    sent_beyond: list[int] = field(default_factory=list)
+    """How many of those went out, by reply."""
     chunk_pause: threading.Event | None = None
     """Weights wait in the middle until it is set."""
     asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
@@ -169,7 +173,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     return self.say(416, {"error": "beyond its end"})
             body = bytes(content[start:])
             self.send_response(206 if start else 200)
-            self.send_header("content-length", str(len(body)))
+            is_endless = bool(hub.endless_bytes) and path.endswith(".safetensors")
+            if not is_endless:
+                self.send_header("content-length", str(len(body)))
             if start:
                 self.send_header("content-range", f"bytes {start}-{total - 1}/{total}")
             self.end_headers()
@@ -185,7 +191,18 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body[half:length])
             if length < len(body):
                 self.close_connection = True
+            if is_endless:
+                self.send_more()
             return None
+
+        def send_more(self) -> None:
+            self.close_connection = True
+            piece, sent = bytes(1 << 16), 0
+            with suppress(OSError):
+                while sent < hub.endless_bytes:
+                    self.wfile.write(piece)
+                    sent += len(piece)
+            hub.sent_beyond.append(sent)
 
         def say(
             self, status: int, content: dict[str, Any], code: str = "", location: str = ""

@@ -113,7 +113,7 @@ def weight_names(folder: Path) -> list[str]:
         return [SINGLE]
     try:
         listed = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [INDEX]
     return sorted(name for name in listed if isinstance(name, str))
 

@@ -4,7 +4,8 @@ HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and HF_HUB
 library's own, and hold here. It starts a broken download again from nothing when the process has
 ended, and compares only sizes: so bytes are fetched here, by ranges, and their sums compared.
 Owns: requests to the hub, and their errors in words. Called by: pull, the CLI.
-Invariant: a blob that is in place has the sum that it is named by.
+Invariant: a blob that is in place has the sum that it is named by; what a hub lists leads to no
+place outside the cache, and no reply is longer on the disk than it was listed.
 Never: runs in the daemon's process or writes to a terminal.
 """
 
@@ -13,17 +14,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import httpx2
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -46,6 +49,8 @@ MAX_FRUITLESS_TRIES = 5
 """In a row, without a single byte."""
 RETRY_PAUSE_S = 0.5
 _READ_BYTES = 1 << 20
+_SUM = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+"""Git's name of a commit or a file, or SHA-256."""
 
 
 class HubError(PenstockError):
@@ -58,21 +63,44 @@ def look_up(name: HubName) -> Repository:
     Raises:
         HubError: it cannot be reached, does not have it, or does not give it to this user.
     """
-    with _in_words(name):
-        info = HfApi().model_info(
-            name.repository,
-            revision=name.revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
+    try:
+        with _in_words(name):
+            info = HfApi().model_info(
+                name.repository,
+                revision=name.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            )
+    except HFValidationError as error:
+        raise HubError(str(error), where=str(name)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = "the hub's reply is no list of a model's files"
+        raise HubError(what, where=str(name), hint=_endpoint_hint()) from error
+    if not _is_sum(info.sha):
+        raise HubError("the hub names no commit", where=str(name), hint=_endpoint_hint())
     files = {}
     for each in info.siblings or ():
         sha256 = None if each.lfs is None else each.lfs.sha256
         size = each.size if each.size is not None else (each.lfs.size if each.lfs else 0)
-        files[each.rfilename] = RemoteFile(each.rfilename, size, sha256, each.blob_id or "")
-    if info.sha is None:
-        raise HubError("the hub names no commit", where=str(name), hint=_endpoint_hint())
-    return Repository(name, info.sha, files)
+        file = RemoteFile(each.rfilename, size, sha256, each.blob_id or "")
+        if not _is_file(file):
+            what = f"the hub lists a file that cannot be one: {str(file.path)[:200]!r}"
+            raise HubError(what, where=str(name), hint=_endpoint_hint())
+        files[file.path] = file
+    return Repository(name, str(info.sha), files)
+
+
+def _is_sum(given: Any) -> bool:
+    return isinstance(given, str) and _SUM.fullmatch(given) is not None
+
+
+def _is_file(file: RemoteFile) -> bool:
+    """True if path and sum may become names on this disk: they stay where they belong."""
+    if not isinstance(file.path, str) or not isinstance(file.size_bytes, int):
+        return False
+    path = PurePosixPath(file.path)
+    is_inside = str(path) == file.path and not path.is_absolute() and ".." not in path.parts
+    return is_inside and file.path.isprintable() and file.size_bytes >= 0 and _is_sum(file.blob)
 
 
 def fetch(
@@ -187,6 +215,8 @@ def _read_on(
             for chunk in reply.iter_bytes():  # as they come: a cut loses none
                 part.write(chunk)
                 on_bytes(len(chunk))
+                if part.tell() > file.size_bytes:
+                    break  # it may have no end, and the disk has one
     except HfHubHTTPError as error:
         is_beyond = error.response.status_code == httpx2.codes.REQUESTED_RANGE_NOT_SATISFIABLE
         if not is_beyond:
@@ -201,6 +231,7 @@ def _read_on(
     if part.tell() < file.size_bytes:
         raise _Cut("the connection ended early")
     if part.tell() > file.size_bytes:
+        on_bytes(-part.tell())
         part.truncate(0)
         raise _Cut("more bytes came than the hub lists")
 
@@ -241,6 +272,9 @@ def _in_words(name: HubName) -> Iterator[None]:
         status = error.response.status_code
         hint = _token_hint() if status in (401, 403) else "try again later"
         raise HubError(f"the hub answers {status}", where=str(name), hint=hint) from error
+    except (httpx2.TooManyRedirects, httpx2.DecodingError) as error:
+        about = f"the hub's reply cannot be read ({error or type(error).__name__})"
+        raise HubError(about, where=str(name), hint=_endpoint_hint()) from error
     except httpx2.TransportError as error:
         about = f"{constants.ENDPOINT} cannot be reached ({error or type(error).__name__})"
         raise _unreachable(name, about) from error

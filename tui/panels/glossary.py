@@ -84,6 +84,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "probed at start", "nothing to tune"),
             Entry("shm", "blocks are copied through a ring in shared memory",
                   "probed at start with a checksum", "rate below the probe's: memory bus is busy"),
+            Entry("peer", "each worker has a pool; blocks are copied as they fill",
+                  "probed at start", "rate below the probe's: memory bus is busy"),
             Entry("stale", "messages about what had moved on meanwhile", "router", "harmless"),
             Entry("recovered", "sequences that went on after a worker's death", "router",
                   "growing: read the log"),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,58 @@ def test_wrong_bytes_are_thrown_away_and_named(
     hub.wrong.clear()
     assert penstock(environ, "models", "pull", "owner/name").returncode == 0
     assert_whole(tmp_path, source)
+
+
+@pytest.mark.parametrize("way", ["absolute", "up", "commit", "sum", "size"])
+def test_nothing_that_a_hub_lists_leads_out_of_the_cache(
+    tmp_path: Path, hub: Hub, environ: dict[str, str], way: str
+) -> None:
+    there, outside = hub.repositories["owner/name"], tmp_path / "outside"
+    listing = there.listing
+    paths = {"absolute": str(outside), "up": "../" * 7 + "outside"}
+    if way in paths:
+        there.files["model.safetensors.index.json"] = json.dumps(
+            {"weight_map": {"a": paths[way]}}
+        ).encode()
+        there.files[paths[way]] = there.files.pop(WEIGHTS)
+    if way == "commit":
+        there.commit = "../" * 6 + "outside"
+    changes = {"sum": {"blobId": "../" * 6 + "outside"}, "size": {"size": -1}}
+    there.listing = lambda: _changed(listing(), changes.get(way, {}))  # type: ignore[method-assign]
+    ended = penstock(environ, "models", "pull", "owner/name")
+    assert ended.returncode == 1
+    assert "the hub " in ended.stderr
+    assert "Traceback" not in ended.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file() or path.is_symlink()]
+    assert not left
+
+
+def _changed(listing: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    for row in listing["siblings"]:
+        row |= change
+    return listing
+
+
+@pytest.mark.parametrize("siblings", [5, [5], [{"size": 1}]])
+def test_a_reply_that_is_no_listing_is_said(
+    hub: Hub, environ: dict[str, str], siblings: object
+) -> None:
+    there = hub.repositories["owner/name"]
+    listed = there.listing() | {"siblings": siblings}
+    there.listing = lambda: listed  # type: ignore[method-assign]
+    ended = penstock(environ, "models", "pull", "owner/name")
+    assert ended.returncode == 1
+    assert "no list of a model's files" in ended.stderr
+
+
+def test_a_file_without_end_is_cut_at_its_size(
+    tmp_path: Path, hub: Hub, environ: dict[str, str]
+) -> None:
+    hub.endless_bytes = 100_000_000
+    ended = penstock(environ, "models", "pull", "owner/name")
+    assert ended.returncode == 1
+    assert "came with the sum" in ended.stderr or "more bytes came" in ended.stderr
+    assert max(hub.sent_beyond) < hub.endless_bytes // 2
 
 
 def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
