@@ -138,7 +138,7 @@ SETTINGS: Mapping[str, Setting] = {
     "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
     "slo_ttft_ms": Setting(
         at_least(0, "milliseconds"),
-        "target for the first token, for elastic roles; 0 is relative to the prompt's own time",
+        "target for the first token, and for a turn; 0 is relative to the prompt's own time",
         True,
     ),
     "slo_itl_ms": Setting(

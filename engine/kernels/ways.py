@@ -115,7 +115,8 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
     ways = Ways(tuple(times_s), tuple(best))
     shown = ", ".join(f"{gain:.2f}x at {n}" for n, gain in zip(times_s, gains, strict=True))
     if gains[-1] < GAIN or min(gains) < LOSS:
-        return Found(None, f"read as stored; packed would be {shown} inputs{said}")
+        asked = f"{GAIN}x at {max(times_s)} and {LOSS}x elsewhere are asked of it"
+        return Found(None, f"read as stored; packed would be {shown} inputs, and {asked}{said}")
     return Found(ways, f"packed: {ways} inputs; {shown}{said}")
 
 
