@@ -143,8 +143,8 @@ class Daemon:
 
         self.wait_for(is_free, 20)
         self.fresh_state()
-        assert self.http.get("/ready").json().get("reason") is None
-        assert self.get_status("/ready") == 200
+        # a worker that was killed may still be loading: ready is what comes next, never a violation
+        self.wait_for(lambda: self.get_status("/ready") == 200, 20)
         assert "invariant.violated" not in self.stderr
 
     def log_rows(self, limit: int = 1000) -> list[dict]:

@@ -75,7 +75,8 @@ def chat(
         return
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with _history(paths.default_state_dir(os.environ) / "chat_history"):
+    own = os.environ.get("PENSTOCK_STATE_DIR") or paths.default_state_dir(os.environ)
+    with _history(Path(own) / "chat_history"):
         _converse(session)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.protocol import Frame
+from appliance.protocol import Frame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
@@ -21,6 +21,7 @@ INTERNAL = {
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "devices.parent": "places a slice under its GPU",
+    "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""
@@ -40,8 +41,10 @@ def rich() -> Frame:
         msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)
         for worker in frames.busy().workers
     ]
+    way = WayFrame("deflected", "decode", True, False, 256, 14, 3, 2, 1.7, False)
     return msgspec.structs.replace(
         frame,
+        totals=msgspec.structs.replace(frame.totals, ways=[way]),
         devices=[device],
         requests=[request],
         num_requests=1,
