@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,11 +93,12 @@ class Chats:
     def _talk(self, number: int) -> None:
         while not self._is_over.is_set():
             last_s = None
-            for _ in _pieces(self._client, QUESTIONS[number % len(QUESTIONS)])[1]:
-                now_s = time.perf_counter()
-                if last_s is not None:
-                    self._gaps.append((now_s, (now_s - last_s) * 1e3))
-                last_s = now_s
+            with suppress(ClientError):  # the daemon may end first
+                for _ in _pieces(self._client, QUESTIONS[number % len(QUESTIONS)])[1]:
+                    now_s = time.perf_counter()
+                    if last_s is not None:
+                        self._gaps.append((now_s, (now_s - last_s) * 1e3))
+                    last_s = now_s
             number += 1
 
 
@@ -159,7 +160,9 @@ def one_daemon(
     prompts = []
     with daemon(tree[1], options) as (client, start_s):
         chats = Chats(client)
-        time.sleep(0.5)
+        began_s = time.perf_counter()
+        while not chats.between(began_s, time.perf_counter()):
+            time.sleep(0.05)
         began_s = time.perf_counter()
         time.sleep(QUIET_S)
         usual_ms = statistics.median(chats.between(began_s, time.perf_counter()))
