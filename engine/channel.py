@@ -59,12 +59,12 @@ class WorkerChannel:
         """Send one report; waits while the daemon is slow to read. Any thread may.
 
         Raises:
-            ChannelClosed: the daemon is gone.
+            ChannelClosed: the daemon is gone, or another thread has closed this end.
         """
         try:
             with self._is_sending:
                 self._socket.sendall(_frame(self._encode(report)))
-        except (BrokenPipeError, ConnectionResetError) as error:
+        except OSError as error:
             raise ChannelClosed("the daemon is gone") from error
 
     def receive(self, *, wait: bool) -> list[Command]:

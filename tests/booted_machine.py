@@ -51,6 +51,9 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"
+    for folder in needed_folders():
+        if folder.is_relative_to("/tmp") or folder.is_relative_to("/var/tmp"):
+            return f"the unit has a /tmp of its own, and would not see {folder}"
     if cgroup2_folder() is None:
         return "no cgroup2 hierarchy is mounted here that we may write"
     tried = subprocess.run(

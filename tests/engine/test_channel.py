@@ -96,3 +96,11 @@ def test_a_waiting_receive_wakes_up_for_a_command(pair):
     ours.sendall(len(body).to_bytes(4, "little") + body)
     thread.join(5)
     assert received == [Go()]
+
+
+def test_a_thread_that_sends_on_an_end_that_another_has_closed_is_told_as_of_a_dead_daemon(pair):
+    _, theirs = pair
+    worker = WorkerChannel(theirs)
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        worker.send(LoadingProgress(0, 1))
