@@ -134,7 +134,7 @@ def test_a_second_daemon_on_the_same_state_directory_is_refused(start_daemon, ti
     first = start_daemon(model=tiny_llama).wait_ready()
     second = start_daemon("--state-dir", str(first.folder / "state"), model=tiny_llama)
     assert second.process.wait(30) == 9
-    assert "another penstock daemon" in second.stderr
+    assert "a daemon runs already" in second.stderr
     assert first.get_status("/ready") == 200
 
 
