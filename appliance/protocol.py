@@ -136,6 +136,15 @@ class PoolFrame(msgspec.Struct):
     draining: int
     owners: list[OwnerFrame] = []
     """Most blocks first; at most MAX_POOL_OWNERS."""
+    cached: int = 0
+    """In use by nobody, and kept as long as nothing else needs the room."""
+
+    @property
+    def used_ratio(self) -> float | None:
+        """Share of blocks that new work cannot have; None: it has none at all."""
+        if self.num_blocks <= 0:
+            return None
+        return 1 - (self.free + self.cached) / self.num_blocks
 
 
 class QueueFrame(msgspec.Struct):

@@ -100,9 +100,7 @@ def _decode_rate(frame: Frame) -> float | None:
 
 def used_ratio(pool: PoolFrame) -> float | None:
     """Blocks that new work cannot have; None of the ring, which has none for it."""
-    if not pool.num_blocks or pool.name == RING:
-        return None
-    return 1 - pool.free / pool.num_blocks
+    return None if pool.name == RING else pool.used_ratio
 
 
 def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:

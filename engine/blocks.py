@@ -1,10 +1,12 @@
 """The ledger: who refers to every KV block of every pool, and which commands may still touch it.
 
-Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools. A
-block's state is not kept anywhere: it follows from the two.
+Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools, and
+with the index of each pool the hashes of full blocks. A block's state is not kept anywhere: it
+follows from the three.
 Called by: the router and copies, on the daemon's loop; telemetry reads the counts.
 Invariants: a block has as many references as tables that it is in, and as many commands as name
-it; it is in the free list exactly if it has neither; block 0 is padding and is never allocated.
+it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
+allocated. A block that has a hash is full, and nobody writes it.
 Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
 """
 
@@ -14,8 +16,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from engine.errors import InvariantViolated
+from engine.prefix_hashes import PrefixChain
+from engine.prefix_index import PrefixIndex
 
 Owner = int
 """A sequence's id."""
@@ -25,16 +30,18 @@ CommandKey = tuple[str, int, int]
 
 
 class BlockState(StrEnum):
-    """What references and unanswered commands make of a block."""
+    """What references, unanswered commands and a hash make of a block."""
 
     FREE = "free"
-    """Neither: it can be allocated."""
+    """None of them: it can be allocated."""
+    CACHED = "cached"
+    """A hash and nothing else: who needs what is in it finds it, and it can be allocated, too."""
     RESERVED = "reserved"
     """Referenced, and named by no command: kept for what will be written later."""
     ACTIVE = "active"
     """Referenced, and named by a command: a worker may read and write it."""
     DRAINING = "draining"
-    """Named by commands only: nobody needs it, but a worker may still touch it."""
+    """Named by commands, and no reference: nobody needs it, but a worker may still touch it."""
 
 
 class BlockPool:
@@ -51,6 +58,7 @@ class BlockPool:
         """Tables that the block is in."""
         self.num_commands = [0] * num_blocks
         """Unanswered commands that name the block."""
+        self.index = PrefixIndex(name)
         self.counts = dict.fromkeys(BlockState, 0)
         self.counts[BlockState.FREE] = self.capacity
 
@@ -61,18 +69,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self.free_block_ids)
+        """Blocks that can be allocated now: the free ones, and the cached ones after them."""
+        return len(self.free_block_ids) + self.counts[BlockState.CACHED]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def state(self, block_id: int) -> BlockState:
-        """What its references and commands make of it."""
+        """What its references, commands and hash make of it."""
         if self.num_references[block_id]:
             return BlockState.ACTIVE if self.num_commands[block_id] else BlockState.RESERVED
-        return BlockState.DRAINING if self.num_commands[block_id] else BlockState.FREE
+        if self.num_commands[block_id]:
+            return BlockState.DRAINING
+        return BlockState.CACHED if block_id in self.index else BlockState.FREE
 
     def count(self, block_id: int, *, references: int = 0, commands: int = 0) -> None:
         """Add to a block's references and commands; the only place where either changes.
@@ -84,10 +94,37 @@ class BlockPool:
         self.num_commands[block_id] += commands
         after = self.state(block_id)
         if after is not before:
-            self.counts[before] -= 1
-            self.counts[after] += 1
-            if after is BlockState.FREE:
-                self.free_block_ids.append(block_id)
+            self._move(block_id, before, after)
+
+    def _move(self, block_id: int, before: BlockState, after: BlockState) -> None:
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if before is BlockState.CACHED:
+            self.index.taken(block_id)
+        if after is BlockState.CACHED:
+            self.index.released(block_id)
+        elif after is BlockState.FREE:
+            self.free_block_ids.append(block_id)
+
+    def take(self, count: int) -> list[int]:
+        """Free blocks, then cached ones, which lose their hashes; there have to be enough."""
+        while len(self.free_block_ids) < count:
+            self.index.num_evicted += 1
+            self._forget(self.index.choose())
+        # in order, so that blocks that lie side by side are copied in one call
+        return sorted(self.free_block_ids.popleft() for _ in range(count))
+
+    def forget_hashes(self) -> None:
+        """What is in the blocks is lost: nobody finds it any more."""
+        for block_id in range(1, self.num_blocks):
+            if block_id in self.index:
+                self._forget(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        before = self.state(block_id)
+        if before is BlockState.CACHED:
+            self._move(block_id, before, BlockState.FREE)
+        self.index.forget(block_id)
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
@@ -97,6 +134,8 @@ class BlockPool:
         free = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.FREE}
         if len(self.free_block_ids) != len(free) or free != set(self.free_block_ids):
             raise InvariantViolated("the free list does not equal the free blocks", where=self.name)
+        cached = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.CACHED}
+        self.index.check_invariants(cached)
 
 
 @dataclass(slots=True)
@@ -129,18 +168,28 @@ class Ledger:
         """The owner's blocks in a pool, in order; empty if it has none. Do not modify."""
         return self._tables.get((owner, pool), [])
 
-    def reserve(self, owner: Owner, wants: Mapping[str, int]) -> bool:
-        """Take free blocks in every named pool, or in none; True if taken.
+    def reserve(
+        self,
+        owner: Owner,
+        wants: Mapping[str, int],
+        found: Mapping[str, list[int]] = MappingProxyType({}),
+    ) -> bool:
+        """Take blocks in every named pool, or in none; True if taken.
 
         Args:
             owner: whose tables they are added to.
-            wants: number of blocks by pool.
+            wants: number of blocks by pool, those found included.
+            found: by pool, hashed blocks that the tables begin with.
         """
-        if any(self.pools[pool].num_free < count for pool, count in wants.items()):
-            return False
         for name, count in wants.items():
-            free = self.pools[name].free_block_ids
-            self.refer(owner, name, [free.popleft() for _ in range(count)])
+            books, there = self.pools[name], found.get(name, [])
+            num_evictable = sum(books.state(b) is BlockState.CACHED for b in there)
+            if books.num_free - num_evictable < count - len(there):
+                return False
+        for name, count in wants.items():
+            there = found.get(name, [])
+            self.refer(owner, name, there)
+            self.refer(owner, name, self.pools[name].take(max(count - len(there), 0)))
         return True
 
     def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
@@ -160,8 +209,26 @@ class Ledger:
                 table.remove(block_id)
             if not table:
                 del self._tables[owner, pool]
-        for block_id in leaving:
+        for block_id in reversed(leaving):  # of what is cached then, a tail is the older
             self.pools[pool].count(block_id, references=-1)
+
+    def publish(
+        self, owner: Owner, pool: str, chain: PrefixChain, places: range, user: str
+    ) -> None:
+        """Blocks of the owner's table are full and computed, and can be found from now on.
+
+        The first block with a hash keeps it; another of the same content gets none.
+
+        Args:
+            owner: whose table.
+            pool: where it is.
+            chain: the hashes of its blocks.
+            places: in the table.
+            user: whose it counts as.
+        """
+        table, index = self.table(owner, pool), self.pools[pool].index
+        for place in places:
+            index.publish(table[place], chain.hashes[place], chain.parent(place), user)
 
     def release_all(self, owner: Owner) -> None:
         """The owner is done with its blocks in every pool."""

@@ -10,7 +10,6 @@ Never: reads tensor data, imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -41,8 +40,6 @@ class Checkpoint:
     """The tensors that the config expects, in the model's order; others are left out."""
     stored_dtype: str
     """The dtype of most of the weights' bytes."""
-    fingerprint: str
-    """Changes when config, headers, file sizes or times do; names KV that outlives a run."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -57,18 +54,14 @@ class Checkpoint:
             raise CheckpointError(what, where=str(folder), hint=hint)
         config = ModelConfig.from_folder(folder)
         found: dict[str, TensorInfo] = {}
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
         source, paths = _weight_files(folder)
         for path in paths:
-            header, tensors = read_header(path)
-            stat = path.stat()
-            digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-            digest.update(header)
+            _, tensors = read_header(path)
             found.update((tensor.name, tensor) for tensor in tensors)
         expected = {
             name: _checked(source, found, name, shape) for name, shape in expected_shapes(config)
         }
-        return cls(folder, config, expected, _main_dtype(expected), digest.hexdigest())
+        return cls(folder, config, expected, _main_dtype(expected))
 
     @property
     def num_bytes(self) -> int:

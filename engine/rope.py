@@ -43,6 +43,11 @@ class RopeConfig:
     """One per pair of dimensions, as long_factors; longrope."""
     long_factors: tuple[float, ...] = ()
 
+    def factors(self, max_model_len: int) -> tuple[float, ...]:
+        """Longrope's factors in force where the longest request has so many tokens; else none."""
+        is_long = max_model_len > self.original_max_position_embeddings
+        return self.long_factors if is_long else self.short_factors
+
     @classmethod
     def from_keys(cls, keys: JsonKeys, family: Family, head_dim: int) -> RopeConfig:
         """Read the old `rope_scaling` and `rope_theta` keys or the newer `rope_parameters`."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from appliance.protocol import Frame, PoolFrame
+from appliance.protocol import Frame
 
 HISTORY_FRAMES = 300
 DROPPED_FRAMES = 60
@@ -50,7 +50,7 @@ class History:
         handoffs, handoff_bytes = _handoff_rates(last, frame)
         decode_tokens_per_s = sum(worker.decode_tokens_per_s for worker in frame.workers)
         kv_used_ratio = {
-            pool.name: _push(self.kv_used_ratio.get(pool.name, ()), pool_used_ratio(pool))
+            pool.name: _push(self.kv_used_ratio.get(pool.name, ()), pool.used_ratio)
             for pool in frame.pools
         }
         return History(
@@ -86,13 +86,6 @@ def total_power_w(frame: Frame) -> float | None:
     readings = [device.power_w for device in frame.devices if device.parent is None]
     known = [power_w for power_w in readings if power_w is not None]
     return sum(known) if known else None
-
-
-def pool_used_ratio(pool: PoolFrame) -> float | None:
-    """Share of blocks that new work cannot take."""
-    if pool.num_blocks <= 0:
-        return None
-    return 1 - pool.free / pool.num_blocks
 
 
 def spread(samples: Sequence[float | None], num_samples: int, num_cells: int) -> Samples:

@@ -89,9 +89,7 @@ def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
     if config.kind == "yarn":
         return _yarn_frequencies(config, wavelengths)
     if config.kind == "longrope":
-        is_long = max_model_len > config.original_max_position_embeddings
-        factors = config.long_factors if is_long else config.short_factors
-        return 1.0 / (torch.tensor(factors) * wavelengths)
+        return 1.0 / (torch.tensor(config.factors(max_model_len)) * wavelengths)
     return frequencies
 
 

@@ -5,6 +5,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.blocks import BlockPool, BlockState, Ledger
 from engine.errors import InvariantViolated
+from engine.prefix_hashes import PrefixHasher
+
+HASHER = PrefixHasher(bytes(32), b"", 4)
 
 
 def make_ledger(num_blocks=9):
@@ -98,6 +101,88 @@ def test_a_command_can_grow_and_be_answered_in_parts():
     ledger.check_invariants()
 
 
+def published(ledger, owner, count, salt=""):
+    """The owner's blocks of a chain of so many, full and computed."""
+    chain = HASHER.chain(range(4 * count), salt)
+    assert ledger.reserve(owner, {"kv": count + 1})
+    ledger.publish(owner, "kv", chain, range(count), "ana")
+    return chain
+
+
+def test_what_nobody_needs_is_cached_and_taken_last():
+    ledger = make_ledger()
+    chain, pool = published(ledger, 1, 3), ledger.pools["kv"]
+    table = list(ledger.table(1, "kv"))
+    ledger.release_all(1)
+    cached, free = BlockState.CACHED, BlockState.FREE
+    assert [pool.state(b) for b in table] == [cached, cached, cached, free]
+    assert pool.num_free == 8
+    ledger.check_invariants()
+    assert ledger.reserve(2, {"kv": 6})
+    assert pool.index.blocks(chain.hashes) == table[:2]  # one was needed, the tail
+    assert pool.index.num_evicted == 1
+    ledger.check_invariants()
+
+
+def test_what_is_found_is_shared_and_only_the_rest_is_new():
+    ledger = make_ledger()
+    chain, pool = published(ledger, 1, 3), ledger.pools["kv"]
+    there = pool.index.blocks(chain.hashes)
+    assert ledger.reserve(2, {"kv": 5}, {"kv": there})
+    assert ledger.table(2, "kv")[:3] == ledger.table(1, "kv")[:3]
+    assert pool.num_free == 8 - 4 - 2
+    ledger.check_invariants()
+    ledger.release_all(1)
+    assert pool.index.blocks(chain.hashes) == there
+    ledger.release_all(2)
+    assert pool.counts[BlockState.CACHED] == 3
+
+
+def test_a_hit_does_not_count_as_room_for_the_rest_of_its_sequence():
+    ledger = make_ledger()
+    chain, pool = published(ledger, 1, 3), ledger.pools["kv"]
+    ledger.release_all(1)
+    there = pool.index.blocks(chain.hashes)
+    assert not ledger.reserve(2, {"kv": 9}, {"kv": there})
+    assert pool.counts[BlockState.CACHED] == 3, "nothing is kept of what did not fit"
+    assert ledger.reserve(2, {"kv": 8}, {"kv": there})
+    assert ledger.table(2, "kv")[:3] == there
+    ledger.check_invariants()
+
+
+def test_a_hashed_block_that_a_worker_may_read_is_found_and_not_evicted():
+    ledger = make_ledger()
+    chain, pool = published(ledger, 1, 2), ledger.pools["kv"]
+    there = pool.index.blocks(chain.hashes)
+    ledger.open_command(("copy", 1, 0), "decode", {"kv": there})
+    ledger.release_all(1)
+    assert not ledger.reserve(2, {"kv": 7})
+    assert ledger.reserve(2, {"kv": 8}, {"kv": there})
+    ledger.check_invariants()
+
+
+def test_a_twin_gets_no_hash():
+    ledger = make_ledger()
+    published(ledger, 1, 2)
+    published(ledger, 2, 2)
+    ledger.release_all(2)
+    ledger.check_invariants()
+    assert ledger.pools["kv"].counts[BlockState.CACHED] == 0
+    ledger.release_all(1)
+    assert ledger.pools["kv"].counts[BlockState.CACHED] == 2
+
+
+def test_lost_memory_has_no_hashes():
+    ledger = make_ledger()
+    chain, pool = published(ledger, 1, 2), ledger.pools["kv"]
+    other = published(ledger, 2, 1, "salt")
+    ledger.release_all(1)
+    pool.forget_hashes()
+    ledger.check_invariants()
+    assert pool.index.num_hit(chain.hashes) == pool.index.num_hit(other.hashes) == 0
+    assert pool.counts[BlockState.FREE] == 6
+
+
 @pytest.mark.parametrize("damage", ["references", "counts", "free", "commands"])
 def test_check_invariants_finds_damage(damage):
     ledger = make_ledger()
@@ -134,11 +219,30 @@ class LedgerWalk(RuleBasedStateMachine):
         self.commands = []
         self.next_id = 1
 
-    @rule(kv=st.integers(0, 6), ring=st.integers(0, 2))
-    def reserve(self, kv, ring):
+    @rule(
+        kv=st.integers(0, 6),
+        ring=st.integers(0, 2),
+        salt=st.sampled_from("abc"),
+        user=st.sampled_from(["ana", "ben"]),
+    )
+    def reserve(self, kv, ring, salt, user):
+        """With what is found of a chain; the rest of it is computed, but for the last block."""
         owner, self.next_id = self.next_id, self.next_id + 1
-        if self.ledger.reserve(owner, {"kv": kv, "ring": ring}):
+        chain = HASHER.chain(range(4 * max(kv - 1, 0)), salt)
+        pool = self.ledger.pools["kv"]
+        found = pool.index.blocks(chain.hashes)
+        assert len(found) <= pool.index.num_hit(chain.hashes)
+        if self.ledger.reserve(owner, {"kv": kv, "ring": ring}, {"kv": found}):
             self.owners.add(owner)
+            assert self.ledger.table(owner, "kv")[: len(found)] == found
+            new = self.ledger.table(owner, "kv")[len(found) :]
+            assert not any(block_id in pool.index for block_id in new)
+            self.ledger.publish(owner, "kv", chain, range(len(found), len(chain)), user)
+
+    @rule()
+    def lose(self):
+        """The memory of a pool is lost with what was in it."""
+        self.ledger.pools["kv"].forget_hashes()
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), worker=st.sampled_from(["prefill", "decode"]))

@@ -219,17 +219,6 @@ def test_a_garbage_header_is_an_error_not_a_crash(tmp_path_factory, garbage):
         assert read_header(path)[1] == []
 
 
-def test_the_fingerprint_follows_files_and_config(folder, shapes):
-    path = folder / "model.safetensors"
-    shard(path, shapes)
-    before = Checkpoint.open(folder).fingerprint
-    assert Checkpoint.open(folder).fingerprint == before
-    os.utime(path, ns=(1, 1))
-    touched = Checkpoint.open(folder).fingerprint
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
-    assert len({before, touched, Checkpoint.open(folder).fingerprint}) == 3
-
-
 @pytest.mark.parametrize(
     ("stored", "flags", "chosen"),
     [

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tui import frames
-from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, pool_used_ratio, spread
+from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, spread
 from tui.view import Caller, Link, View, alert_of, worker_for
 
 
@@ -48,7 +48,7 @@ def test_a_colocated_worker_plays_both_roles():
 
 
 def test_reserved_blocks_are_in_use():
-    assert pool_used_ratio(frames.pool(active=256, reserved=256)) == 0.5
+    assert frames.pool(active=256, reserved=256).used_ratio == 0.5
 
 
 def test_rates_that_the_daemon_tells_come_before_the_difference():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from appliance.protocol import DeviceFrame, Frame, PoolFrame
 from tui import format as fmt
-from tui.history import pool_used_ratio, total_power_w
+from tui.history import total_power_w
 from tui.lines import STATE_CELLS, Line, Span, Tone, gauge, pairs, state_bar, width_of
 from tui.panels.header import mark_of
 from tui.view import View, alert_of, pool_counts
@@ -63,7 +63,7 @@ def used_spans(frame: Frame, pool: PoolFrame) -> Line:
     """`93%▲`: occupancy with the mark and the tone of its alert."""
     mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
     tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-    return [Span(fmt.pad(fmt.ratio(pool_used_ratio(pool)), 4, right=True), tone), mark]
+    return [Span(fmt.pad(fmt.ratio(pool.used_ratio), 4, right=True), tone), mark]
 
 
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from appliance.protocol import FRAME_VERSION, AlertFrame, Frame
 from tui import format as fmt
-from tui.history import pool_used_ratio
 from tui.lines import Line, Span, Tone, width_of
 from tui.view import REPLAY, View
 
@@ -210,7 +209,7 @@ def summary(view: View) -> str:
         f"queued {frame.queue.queued}",
         f"prefill {fmt.rate(view.history.prefill_tokens_per_s[-1])} tok/s",
         f"decode {fmt.rate(view.history.decode_tokens_per_s[-1])} tok/s",
-        *(f"kv {pool.name} {fmt.ratio(pool_used_ratio(pool))}" for pool in frame.pools),
+        *(f"kv {pool.name} {fmt.ratio(pool.used_ratio)}" for pool in frame.pools),
         f"ttft p50 {fmt.millis_unit(frame.latency.ttft_ms_p50)}",
         f"gap p50 {fmt.millis_unit(frame.latency.itl_ms_p50)}",
         *(f"{SEVERITIES[alert.severity][0]} {alert.text}" for alert in alerts(view)[:1]),
