@@ -256,7 +256,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob] = []
     """Of the prompt tokens that follow the positions computed in this step, if asked for."""
     error: str | None = None
-    """What the client should read if it ended by `error`; then no token was sampled."""
+    """Why what was asked cannot be gone on with, if it ended by `error`; no token was sampled."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

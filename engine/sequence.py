@@ -107,6 +107,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     """No end-of-text or stop id is sampled before so many output tokens."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are sampled; None: all are."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids that may not follow each other in the output."""
     grammar: str | None = None
     """What the output must match, as engine.grammar compiles it; None is free text."""
     logprobs: int | None = None
@@ -124,6 +128,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int | None = None
+    """How many tokens were at least as likely, the token itself included, ties aside: 1 is the
+    likeliest. None: not counted."""
 
 
 @dataclass(slots=True)
@@ -196,6 +203,8 @@ class Sequence:
     """Of prompt tokens 1, 2, ... as far as they are computed; empty unless asked for."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_refused: bool = False
+    """The error is in what was asked: its client can mend it, and nobody here."""
     num_recoveries: int = 0
     num_suspicions: int = 0
     """Deaths of a worker for which it may be to blame."""

@@ -63,6 +63,10 @@ class FakeAppliance:
         self.gate.set()
         self.fail_after: int | None = None
         """Sequences fail after so many tokens."""
+        self.refuse_after: int | None = None
+        """Sequences fail after so many tokens, for what was asked cannot be followed."""
+        self.confidence: Callable[[int], float] = lambda index: -0.5
+        """Log-probability of each token of a sequence, by its index."""
         self.live: dict[str, Request] = {}
         self.submitted: list[Request] = []
         self.closed: list[tuple[str, int]] = []
@@ -185,7 +189,8 @@ class FakeAppliance:
         sequence.where = On(Leg("decode", sequence.sampling.max_tokens))
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         if (width := sequence.sampling.prompt_logprobs) is not None:
-            sequence.prompt_logprobs = self._some_logprobs(width, sequence.num_prompt_tokens - 1)
+            size = sequence.num_prompt_tokens - 1
+            sequence.prompt_logprobs = self._some_logprobs(width, size, -0.5)
         output = self._output(sequence)
         for start in range(0, len(output), self.burst):
             await asyncio.sleep(self.interval_s)
@@ -194,6 +199,10 @@ class FakeAppliance:
             is_last = start + self.burst >= len(output)
             if self.fail_after is not None and sequence.num_output_tokens >= self.fail_after:
                 sequence.error = "the worker died too often"
+                self._finish(sequence, FinishReason.ERROR)
+                is_last = True
+            elif self.refuse_after is not None and sequence.num_output_tokens >= self.refuse_after:
+                sequence.error, sequence.is_refused = "no way on", True
                 self._finish(sequence, FinishReason.ERROR)
                 is_last = True
             elif is_last:
@@ -212,11 +221,12 @@ class FakeAppliance:
 
     def _logprobs(self, sequence: Sequence, ids: list[int]) -> list[TokenLogprob]:
         width = sequence.sampling.logprobs
-        return [] if width is None else self._some_logprobs(width, len(ids))
+        logprob = self.confidence(sequence.index)
+        return [] if width is None else self._some_logprobs(width, len(ids), logprob)
 
-    def _some_logprobs(self, width: int, size: int) -> list[TokenLogprob]:
+    def _some_logprobs(self, width: int, size: int, logprob: float) -> list[TokenLogprob]:
         alternatives = list(range(width)), [-1.0 - i for i in range(width)]
-        return [TokenLogprob(-0.5, *alternatives) for _ in range(size)]
+        return [TokenLogprob(logprob, *alternatives, rank=7) for _ in range(size)]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason

@@ -3,7 +3,8 @@
 Each is asked for on the socket and on TCP, whole and streamed: presence_penalty, frequency_penalty,
 repetition_penalty, logit_bias, n, echo, min_tokens, logprobs in both forms, max_completion_tokens,
 content in parts and all roles, response_format (json_object, json_schema), tools and tool_choice
-(auto, none, required, a named function), stream_options (include_usage, continuous_usage_stats).
+(auto, none, required, a named function), stream_options (include_usage, continuous_usage_stats),
+best_of; vLLM's prompt_logprobs, allowed_token_ids, bad_words.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import openai
@@ -149,6 +151,24 @@ def test_no_output_ends_before_the_minimum(client, stream):
     assert held.finish_reason == "stop"
 
 
+def test_only_allowed_tokens_and_no_bad_words_come(client, stream):
+    free = {"ignore_eos": True}
+    (few,) = complete(client, extra_body={**free, "allowed_token_ids": [65, 66]}, stream=stream)
+    assert {*few.token_ids} <= {65, 66}
+    (plain,) = complete(client, extra_body=free)
+    word = plain.text[3]
+    (without,) = complete(client, extra_body={**free, "bad_words": [word]}, stream=stream)
+    assert without.text[:3] == plain.text[:3]
+    assert word not in without.text
+
+
+def test_the_best_of_several_is_the_likeliest(client):
+    drawn = {"seed": 1, "temperature": 2, "max_tokens": 6, "logprobs": 0}
+    every = complete(client, n=4, **drawn, extra_body={"ignore_eos": True})
+    (best,) = complete(client, best_of=4, **drawn, extra_body={"ignore_eos": True})
+    assert best == max(every, key=lambda said: sum(said.logprobs))
+
+
 # Log-probabilities, usage
 
 
@@ -179,6 +199,22 @@ def test_logprobs_of_a_chat_are_the_models_own(client, folder, stream):
     assert said.finish_reason == "length"
 
 
+def test_logprobs_of_a_prompt_are_the_models_own(client, folder):
+    asked = {"model": MODEL, "max_tokens": 2, "extra_body": {"prompt_logprobs": 2}}
+    completion = client.completions.create(prompt="To be, or not", **asked).choices[0]
+    chat = client.chat.completions.create(messages=[USER], **asked)
+    for first, *others in (completion.prompt_logprobs, chat.prompt_logprobs):
+        assert first is None
+        assert all(len(one) in (2, 3) for one in others)
+    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode("To be, or not").ids
+    wanted = oracle_logprobs(folder, ids)
+    told = [one[str(i)] for one, i in zip(completion.prompt_logprobs[1:], ids[1:], strict=True)]
+    assert [one["logprob"] for one in told] == pytest.approx(wanted, abs=1e-3)
+    for one, likeliest in zip(told, completion.prompt_logprobs[1:], strict=True):
+        better = [other for other in likeliest.values() if other["logprob"] > one["logprob"]]
+        assert one["rank"] == len(better) + 1 or one["rank"] > 2
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_usage_runs_along_and_comes_at_the_end(client, is_chat):
     create = client.chat.completions.create if is_chat else client.completions.create
@@ -197,6 +233,21 @@ def test_usage_runs_along_and_comes_at_the_end(client, is_chat):
 
 
 # Messages and forms
+
+
+def test_a_grammar_that_explodes_on_the_way_ends_its_own_request_alone(client, stream):
+    later = " | ".join(f'"{i}" "x"' for i in range(3500))  # more than one step may look at
+    forms = {"structured_outputs": {"grammar": f'start: "a" rest\nrest: {later}'}}
+    with ThreadPoolExecutor() as pool:
+        others = [
+            pool.submit(complete, client, max_tokens=60, extra_body={"ignore_eos": True})
+            for _ in range(2)
+        ]
+        with pytest.raises(openai.APIError, match="grammar` cannot be followed") as got:
+            complete(client, extra_body=forms, stream=stream)
+        assert [len(one.result()[0].token_ids) for one in others] == [60, 60]
+    assert stream or got.value.status_code == 400
+    assert got.value.param == "structured_outputs.grammar"
 
 
 def test_parts_and_all_roles_make_the_same_prompt_as_text(client, stream):

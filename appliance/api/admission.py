@@ -74,6 +74,7 @@ class _Prepared:
     prompts: list[list[int]]
     echoes: list[Echo]
     grammar: str | None
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 async def accept(http: HttpRequest, read: Callable[[Fields], Ask]) -> Accepted:
@@ -120,7 +121,7 @@ async def _read(
     if len(body) > MAX_INLINE_BYTES:
         return await turns.large.run(http, do_all)
     fields, ask = validate()
-    is_quick = not ask.is_chat and not ask.constraint
+    is_quick = not (ask.is_chat or ask.constraint or ask.bad_words)
     if is_quick and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS:
         return fields, ask, _prepare(ask, tokenizer, model)
     return fields, ask, await turns.small.run(http, lambda: _prepare(ask, tokenizer, model))
@@ -155,7 +156,11 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
             index=index * ask.num_choices + choice,
             prompt_token_ids=token_ids,
             sampling=ask.sampling(
-                len(token_ids), model.max_model_len, choice=choice, grammar=prepared.grammar
+                len(token_ids),
+                model.max_model_len,
+                choice=choice,
+                grammar=prepared.grammar,
+                bad_words=prepared.bad_words,
             ),
             stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
             owner=peer.name,
@@ -195,7 +200,30 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
     grammar = _grammar(ask, output_format, tokenizer, model)
-    return _Prepared("\n".join(texts) or None, ids, echoes, grammar)
+    bad_words = _bad_words(ask, tokenizer, model)
+    return _Prepared("\n".join(texts) or None, ids, echoes, grammar, bad_words)
+
+
+def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
+    """The tokens of texts that may not come, as vLLM finds them.
+
+    Each as it is, and with a space before it, as it stands within a text, where that makes other
+    tokens of the same number.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in ask.bad_words:
+        bare, spaced = (
+            tuple(tokenizer.encode(before + word.lstrip(), add_special_tokens=False))
+            for before in ("", " ")
+        )
+        if not bare:
+            raise invalid_value("bad_words", f"has a word without tokens: {word!r}")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    if max(map(max, found), default=0) >= model.vocab_size:
+        raise invalid_value("bad_words", "has tokens that the model does not have")
+    return tuple(found)
 
 
 def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str:
@@ -230,7 +258,9 @@ def _grammar(
 
 
 def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> Echo:
-    """A text comes back as it was; token ids as what they say."""
+    """A text comes back as it was, token ids as what they say; of a chat its last message."""
+    if ask.chat:
+        return Echo(ask.chat.echo, [])
     if isinstance(prompt, str):
         starts = [start for start, _end in tokenizer.spans(prompt)] if ask.wants_tokens else []
         return Echo(prompt, starts)

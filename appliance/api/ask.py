@@ -38,6 +38,13 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    @property
+    def echo(self) -> str:
+        """What an answer begins with that repeats the message it goes on from; empty if none is."""
+        last = self.messages[-1]
+        is_continued = last["role"] == "assistant" or not self.add_generation_prompt
+        return str(last["content"]) if is_continued else ""
+
     def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> str:
         """The prompt; a template may be slow, so call it in a thread.
 
@@ -78,12 +85,20 @@ class Ask:
     suffix: str | None = None
     """What is to stand behind the output of a completion."""
     num_choices: int
-    """Answers to each prompt."""
+    """Sequences for each prompt."""
+    num_best: int | None = None
+    """Only so many of them, the likeliest, are told; None: all are."""
     max_tokens: int | None
-    """0 only with `is_echo`: the prompt is read and nothing written."""
+    """0 only for a completion with `is_echo`: the prompt is read and nothing written."""
     seed: int | None
     base: SamplingParams
-    """Complete but for max_tokens, seed and grammar."""
+    """Complete but for max_tokens, seed, bad words and grammar."""
+    logprobs: int | None = None
+    """How many alternatives to each token of the output are told; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt, apart from an echo; None: none."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that may not be in the output."""
     stop: tuple[str, ...]
     constraint: Constraint | None
     is_echo: bool
@@ -119,7 +134,7 @@ class Ask:
     @property
     def wants_tokens(self) -> bool:
         """True if each token is to be reported, also one whose text comes later or never."""
-        return self.base.logprobs is not None or self.return_token_ids
+        return self.logprobs is not None or self.return_token_ids
 
     def check_length(
         self, prompt: str | list[int], max_token_chars: int, max_model_len: int
@@ -140,6 +155,7 @@ class Ask:
         *,
         choice: int = 0,
         grammar: str | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         """Sampling for one choice; max_tokens fitted to what the prompt's length leaves.
 
@@ -157,8 +173,22 @@ class Ask:
             raise invalid_value("min_tokens", f"is more than max_tokens, which is {max_tokens}")
         seed = secrets.randbits(63) if self.seed is None else self.seed + choice
         return msgspec.structs.replace(
-            self.base, max_tokens=max_tokens, seed=seed & INT64_MAX, grammar=grammar
+            self.base,
+            max_tokens=max_tokens,
+            seed=seed & INT64_MAX,
+            grammar=grammar,
+            bad_words=bad_words,
         )
+
+    def cannot_follow(self, why: str) -> RequestError:
+        """What was asked cannot be gone on with, as was found while the answer was written."""
+        if self.constraint is not None:
+            param = self.constraint.param
+        elif self.tools:
+            param = "tools"
+        else:
+            param = "bad_words" if self.bad_words else "allowed_token_ids"
+        return invalid_value(param, f"cannot be followed to an end: {why}")
 
     @property
     def _prompt_param(self) -> str:

@@ -62,6 +62,8 @@ def _response_format(fields: Fields) -> list[Constraint]:
     if wanted is None or kind == "text":
         return []
     if kind == "json_object":
+        if wanted.get("schema") is not None:  # llama.cpp's, and of several hosted services
+            return [_made("json", wanted.get("schema"), wanted.path("schema"))]
         return [_made("json_object", True, "response_format")]
     if kind != "json_schema":
         raise unsupported("response_format.type", "must be text, json_object or json_schema")

@@ -97,7 +97,7 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Generation:
         accepted = await accept(http, lambda fields: endpoint.read(fields, http))
     except RequestError as error:
         raise endpoint.refusal(error) from error
-    reply = Generation(http, accepted, endpoint.shape(accepted, http))
+    reply = Generation(http, accepted, endpoint)
     appliance.submit(accepted.request)
     return reply
 
@@ -110,16 +110,17 @@ class Generation:
     Args:
         http: what it answers.
         accepted: what was asked, and the request.
-        shape: how the reply looks.
+        endpoint: how the reply looks, and in which words it fails.
     """
 
-    def __init__(self, http: HttpRequest, accepted: Accepted, shape: Shape) -> None:
+    def __init__(self, http: HttpRequest, accepted: Accepted, endpoint: Endpoint) -> None:
         self._http = http
         self._appliance = appliance_of(http)
         self._ask = accepted.ask
         self._request = accepted.request
         self._reply = Reply(self._appliance, accepted.request, accepted.ask, accepted.echoes)
-        self._shape = shape
+        self._shape = endpoint.shape(accepted, http)
+        self._in_its_words = endpoint.refusal
         self._has_hung_up = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,8 +202,12 @@ class Generation:
 
     async def _written(self, write: Callable[[list[Delta]], bytes], deltas: list[Delta]) -> bytes:
         """What a client reads of deltas; where that is much, other replies go on meanwhile."""
-        has_logprobs = self._ask.base.logprobs is not None
-        if not has_logprobs or sum(one.num_logprobs for one in deltas) <= MAX_INLINE_LOGPROBS:
+        of_prompt = self._ask.prompt_logprobs is not None
+        if of_prompt or self._ask.logprobs is not None:
+            num_logprobs = sum(one.num_logprobs(has_prompt=of_prompt) for one in deltas)
+        else:
+            num_logprobs = 0
+        if num_logprobs <= MAX_INLINE_LOGPROBS:
             return write(deltas)
         return await asyncio.to_thread(write, deltas)
 
@@ -226,8 +231,11 @@ class Generation:
         if FinishReason.ERROR in reasons:
             if self._request.failure is not None:
                 return self._request.failure
-            failed = [d.sequence.error for d in deltas if d.finish_reason is FinishReason.ERROR]
-            return _internal(failed[0] or "generation failed")
+            failed = next(d.sequence for d in deltas if d.finish_reason is FinishReason.ERROR)
+            why = failed.error or "generation failed"
+            if failed.is_refused:
+                return self._in_its_words(self._ask.cannot_follow(why))
+            return _internal(why)
         if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":
             return Unavailable("the appliance is stopping", code="draining")
         return None

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: columns for completions, entries for chats.
+"""Log-probabilities: OpenAI's columns for completions and entries for chats, vLLM's of prompts.
 
 Owns: how tokens are spelled in replies. Called by: replies.
 Invariant: every token has a spelling, also one that is only part of a character.
@@ -17,14 +17,14 @@ from functools import cache, partial
 import msgspec
 
 from appliance.api.stream import Delta
-from engine.sequence import TokenLogprob
+from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
 Json = dict[str, object]
 
 
-def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
-    """Columns, alternatives by their text; an echoed prompt's tokens come first."""
+def completion_logprobs(tokenizer: Tokenizer, delta: Delta, most: int) -> Json:
+    """Columns, at most so many alternatives by their text; an echoed prompt's tokens come first."""
     token_ids, offsets = delta.token_ids, delta.text_offsets
     entries: list[TokenLogprob | None] = [*delta.logprobs]
     if delta.echo:
@@ -37,13 +37,13 @@ def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
         "text_offset": offsets,
         "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
         "tokens": [key(token_id) for token_id in token_ids],
-        "top_logprobs": [entry and _top(key, token_id, entry) for token_id, entry in pairs],
+        "top_logprobs": [entry and _top(key, token_id, entry, most) for token_id, entry in pairs],
     }
 
 
-def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob) -> msgspec.Raw:
+def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob, most: int) -> msgspec.Raw:
     """The likeliest tokens, and the one that came."""
-    alternatives = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    alternatives = zip(entry.top_ids[:most], entry.top_logprobs, strict=False)
     every = [*alternatives, (token_id, entry.logprob)]
     return _encoded({key(other): finite(logprob) for other, logprob in every})
 
@@ -63,6 +63,29 @@ def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> 
     alternatives = [spell(other) | {"logprob": finite(logprob)} for other, logprob in top]
     told: Json = {"logprob": finite(entry.logprob), "top_logprobs": alternatives}
     return _encoded(spell(token_id) | told)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, sequence: Sequence, most: int
+) -> list[msgspec.Raw | None]:
+    """Of each prompt token: itself and at most so many alternatives, by their ids."""
+    spell = cache(tokenizer.token_text)
+    later = zip(sequence.prompt_token_ids[1:], sequence.prompt_logprobs, strict=False)
+    # nothing precedes the first
+    return [None, *(_ranked(spell, token_id, entry, most) for token_id, entry in later)]
+
+
+def _ranked(
+    spell: Callable[[int], str], token_id: int, entry: TokenLogprob, most: int
+) -> msgspec.Raw:
+    likeliest = zip(entry.top_ids[:most], entry.top_logprobs, range(1, most + 1), strict=False)
+    every = [(token_id, entry.logprob, entry.rank), *likeliest]
+    return _encoded(
+        {
+            str(other): {"logprob": finite(value), "rank": rank, "decoded_token": spell(other)}
+            for other, value, rank in every
+        }
+    )
 
 
 def _encoded(told: Json) -> msgspec.Raw:

@@ -36,6 +36,7 @@ MAX_STOP_IDS = 128
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_DOCUMENTS = 256
+MAX_BAD_WORDS = 128
 
 Neutral = dict[str, tuple[object, ...]]
 
@@ -43,9 +44,6 @@ NEUTRAL: Neutral = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "priority": (0,),
     "typical_p": (1,),
     "mirostat": (0,),
@@ -69,7 +67,6 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "echo": (False,),
     "chat_template": (),
 }
 
@@ -91,7 +88,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
         fields,
         model,
         num_logprobs,
-        num_prompt_logprobs=num_logprobs if is_echo else None,
+        num_echo_logprobs=num_logprobs if is_echo else None,
         chat=None,
         prompts=_prompts(fields.required("prompt"), model, max_prompts),
         suffix=fields.text("suffix") or None,
@@ -116,7 +113,7 @@ def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
         chat=read_chat(fields),
         prompts=[],
         max_tokens=max_tokens if newer is None else newer,
-        is_echo=False,
+        is_echo=fields.boolean("echo"),
     )
 
 
@@ -162,17 +159,26 @@ def _ask(
     model: ModelInfo,
     num_logprobs: int | None,
     *,
-    num_prompt_logprobs: int | None = None,
+    num_echo_logprobs: int | None = None,
     **own: Any,
 ) -> Ask:
     """The fields that both endpoints have, checked, together with an endpoint's `own`."""
     check_model(fields.get("model"), model)
     is_stream = fields.boolean("stream")
     include_usage, has_running_usage = _stream_options(fields, is_stream)
+    num_choices, num_best = _num_choices(fields, is_stream)
+    prompt_logprobs = _prompt_logprobs(fields, is_stream)
+    # the likeliest are found by their tokens' probabilities
+    sampled = 0 if num_logprobs is None and num_best is not None else num_logprobs
+    of_prompt = [n for n in (prompt_logprobs, num_echo_logprobs) if n is not None]
     common: dict[str, Any] = {
-        "num_choices": _num_choices(fields),
+        "num_choices": num_choices,
+        "num_best": num_best,
         "seed": fields.integer("seed", -INT64_MAX - 1),
-        "base": _base(fields, model, num_logprobs, num_prompt_logprobs),
+        "base": _base(fields, model, sampled, max(of_prompt, default=None)),
+        "logprobs": num_logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "bad_words": _bad_words(fields),
         "stop": _stops(fields.get("stop")),
         "constraint": read_constraint(fields),
         "is_stream": is_stream,
@@ -218,6 +224,7 @@ def _base(
         stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), model.vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
         min_tokens=fields.integer("min_tokens", 0) or 0,
+        allowed_token_ids=_allowed_token_ids(fields.get("allowed_token_ids"), model.vocab_size),
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
@@ -249,12 +256,47 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _num_choices(fields: Fields) -> int:
-    num_choices = fields.integer("n", 1, MAX_CHOICES) or 1
-    best_of = fields.integer("best_of", 1)
-    if best_of not in (None, num_choices):
-        raise unsupported("best_of", "is not supported unless it equals `n`")
-    return num_choices
+def _num_choices(fields: Fields, is_stream: bool) -> tuple[int, int | None]:
+    """How many answers are written to each prompt, and how many of them are told if not all are."""
+    num_told = fields.integer("n", 1, MAX_CHOICES) or 1
+    best_of = fields.integer("best_of", 1, MAX_CHOICES)
+    if best_of is None or best_of == num_told:
+        return num_told, None
+    if best_of < num_told:
+        raise invalid_value("best_of", f"is less than `n`, which is {num_told}")
+    if is_stream:
+        raise invalid_value("best_of", "cannot be streamed: which are best is known at the end")
+    return best_of, num_told
+
+
+def _prompt_logprobs(fields: Fields, is_stream: bool) -> int | None:
+    wanted = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if wanted and is_stream:
+        raise invalid_value("prompt_logprobs", "cannot be streamed")
+    return None if is_stream else wanted
+
+
+def _bad_words(fields: Fields) -> tuple[str, ...]:
+    words = fields.items("bad_words", MAX_BAD_WORDS)
+    for word in words:
+        if not isinstance(word, str):
+            raise invalid_type("bad_words", "a list of strings", word)
+        if not word.strip() or len(word) > MAX_STOP_CHARS:
+            raise invalid_value("bad_words", f"must be texts of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(dict.fromkeys(words))
+
+
+def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise invalid_type("allowed_token_ids", "a list of token ids", value)
+    if not value:
+        raise invalid_value("allowed_token_ids", "is empty: no token could be sampled")
+    if set(map(type, value)) != {int} or not 0 <= min(value) <= max(value) < vocab_size:
+        for token_id in value:  # to say what is wrong
+            integer(token_id, "allowed_token_ids", 0, vocab_size - 1)
+    return tuple(sorted(set(value)))
 
 
 def _stream_options(fields: Fields, is_stream: bool) -> tuple[bool, bool]:

@@ -8,13 +8,14 @@ Never: waits, or knows HTTP.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from appliance.api.ask import Ask
-from appliance.api.logprobs import chat_logprobs, completion_logprobs
+from appliance.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from appliance.api.reading import CallDelta
 from appliance.api.stream import Delta
 from appliance.protocol import iso_time
@@ -51,18 +52,39 @@ class ReplyShape:
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """The reply in one piece; one delta per sequence."""
-        choices = []
-        for delta in deltas:
+        written = list(deltas)
+        for delta in written:
             self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
-            choice = self._choice(delta)
+        told = self._best(written)
+        choices = [self._choice(delta) | {"index": index} for index, delta in enumerate(told)]
+        for choice, delta in zip(choices, told, strict=True):
             if self.ask.is_chat:
                 choice["message"] = _message(delta)
             else:
                 choice["text"] = delta.text
             if self.ask.return_token_ids:
                 choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
-            choices.append(choice)
-        return self._object("chat.completion", choices) | {"usage": self._usage()}
+        reply = self._object("chat.completion", choices) | {"usage": self._usage()}
+        if self.ask.prompt_logprobs is not None:
+            of_prompts = [
+                prompt_logprobs(self.tokenizer, one.sequence, self.ask.prompt_logprobs)
+                for one in told
+            ]
+            if self.ask.is_chat:
+                reply["prompt_logprobs"] = of_prompts[0]
+            else:
+                for choice, one in zip(choices, of_prompts, strict=True):
+                    choice["prompt_logprobs"] = one
+        return reply
+
+    def _best(self, deltas: list[Delta]) -> list[Delta]:
+        """Those that are told: of each prompt's the likeliest by token, where not all are."""
+        if self.ask.num_best is None:
+            return deltas
+        size = self.ask.num_choices
+        groups = [deltas[start : start + size] for start in range(0, len(deltas), size)]
+        ranked = [sorted(one, key=_mean_logprob, reverse=True) for one in groups]
+        return [delta for one in ranked for delta in one[: self.ask.num_best]]
 
     def opening(self) -> bytes:
         """What a stream begins with, before anything is generated."""
@@ -152,10 +174,11 @@ class ReplyShape:
         return choice
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        if self.ask.base.logprobs is None or not (delta.token_ids or delta.echo):
+        if self.ask.logprobs is None or not (delta.token_ids or delta.echo):
             return None
-        spell = chat_logprobs if self.ask.is_chat else completion_logprobs
-        return spell(self.tokenizer, delta)
+        if self.ask.is_chat:
+            return chat_logprobs(self.tokenizer, delta)
+        return completion_logprobs(self.tokenizer, delta, self.ask.logprobs)
 
     def _usage(self) -> Json:
         """Each prompt counts once, also where it has several choices."""
@@ -168,6 +191,12 @@ class ReplyShape:
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return used
+
+
+def _mean_logprob(delta: Delta) -> float:
+    """How likely an answer is, by token, so that a long one is not the worse for it."""
+    entries = delta.logprobs
+    return sum(one.logprob for one in entries) / len(entries) if entries else -math.inf
 
 
 def _message(delta: Delta) -> Json:

@@ -9,6 +9,7 @@ Never: checks anything; what a field may be is decided where it is read.
 from __future__ import annotations
 
 from appliance.api.openai import (
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -80,6 +81,12 @@ _SAMPLING: Json = {
     "skip_special_tokens": BOOLEAN,
     "include_stop_str_in_output": BOOLEAN,
     "truncate_prompt_tokens": whole(1),
+    "prompt_logprobs": whole(0, MAX_LOGPROBS),
+    "allowed_token_ids": items(COUNT, minItems=1),
+    "bad_words": items(
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, maxItems=MAX_BAD_WORDS
+    ),
+    "echo": BOOLEAN,
     "n_predict": whole(-1),
     "repeat_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
 }
@@ -88,7 +95,8 @@ _SAMPLING: Json = {
 _NOT_OF_RESPONSES = {
     *("max_tokens", "n", "best_of", "stream_options", "return_token_ids"),
     *("response_format", "structured_outputs", "skip_special_tokens", "n_predict"),
-    *("include_stop_str_in_output", "truncate_prompt_tokens", "repeat_penalty"),
+    *("include_stop_str_in_output", "truncate_prompt_tokens", "repeat_penalty", "echo"),
+    *("prompt_logprobs", "allowed_token_ids", "bad_words"),
 }
 _ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
 _FUNCTION: Json = shape(
@@ -139,7 +147,6 @@ REQUESTS: Json = {
         {
             **_SAMPLING,
             "logprobs": whole(0, MAX_LOGPROBS),
-            "echo": BOOLEAN,
             "suffix": {"type": "string", "maxLength": 0},  # more, where the model can
         },
     ),
@@ -165,7 +172,8 @@ REQUESTS: Json = {
     },
     "ResponseFormat": {
         "anyOf": [
-            shape({"type": one_of("text", "json_object")}),
+            shape({"type": {"const": "text"}}),
+            shape({"type": {"const": "json_object"}}, {"schema": OBJECT}),
             shape(
                 {
                     "type": {"const": "json_schema"},

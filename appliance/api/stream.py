@@ -59,10 +59,14 @@ class Delta:
     stop_text: str | None = None
     """The stop string that has ended the sequence."""
 
-    @property
-    def num_logprobs(self) -> int:
-        """Log-probabilities in it, those of alternatives included."""
-        told = [*self.logprobs, *(self.sequence.prompt_logprobs if self.echo else ())]
+    def num_logprobs(self, *, has_prompt: bool = False) -> int:
+        """Log-probabilities that it tells, those of alternatives included.
+
+        Args:
+            has_prompt: those of the prompt, too, as an echo has them.
+        """
+        has_prompt = has_prompt or self.echo is not None
+        told = [*self.logprobs, *(self.sequence.prompt_logprobs if has_prompt else ())]
         return sum(1 + len(entry.top_ids) for entry in told)
 
     def add(self, later: Delta) -> None:

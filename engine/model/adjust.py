@@ -1,7 +1,8 @@
 """What a request says about its logits, before one is drawn: bias, minimum, grammar, penalties.
 
-The order and the formulas are vLLM's. Bias first; then what may not come at all: ids that would end
-the output too early, and what the grammar does not allow. Penalties last.
+The order and the formulas are vLLM's. Bias first; then what may not come at all: what the grammar
+or the list of allowed tokens leaves out, the ends of bad words, and ids that would end the output
+too early. Penalties last.
 Owns: SamplingParams' fields that look at tokens rather than at the distribution.
 Called by: engine.workers.runner, for the rows that ask for it; other rows cost nothing.
 Invariant: a row's result is a function of its own logits, parameters and tokens.
@@ -23,10 +24,16 @@ def is_adjusted(params: SamplingParams) -> bool:
         params.logit_bias
         or params.min_tokens
         or params.grammar is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
     )
+
+
+class NothingAllowedError(ValueError):
+    """What was asked leaves no token that could come next; the message is for the client."""
 
 
 def adjust(
@@ -36,6 +43,7 @@ def adjust(
     output_ids: Sequence[int],
     ending_ids: Collection[int],
     allowed: bytes | None,
+    allowed_ids: torch.Tensor | None = None,
 ) -> None:
     """Change one row in place.
 
@@ -46,32 +54,52 @@ def adjust(
         output_ids: its output so far.
         ending_ids: ids that would end it.
         allowed: one byte per id, 0 where the grammar forbids it; None without a grammar.
+        allowed_ids: [num_allowed] int64, `params.allowed_token_ids`; None where it is.
+
+    Raises:
+        NothingAllowedError: all tokens are forbidden.
     """
     if params.logit_bias:
         for token_id, bias in params.logit_bias.items():
             if token_id < len(logits):
                 logits[token_id] += bias
-    if allowed is not None or len(output_ids) < params.min_tokens:
-        forbidden = _forbidden(
-            len(logits), len(output_ids) < params.min_tokens, ending_ids, allowed
-        )
+    is_too_early = len(output_ids) < params.min_tokens
+    bad_ids = [
+        last
+        for *before, last in params.bad_words
+        if last < len(logits) and before == list(output_ids[len(output_ids) - len(before) :])
+    ]
+    if allowed is not None or allowed_ids is not None or bad_ids or is_too_early:
+        forbidden = torch.zeros(len(logits), dtype=torch.bool)
+        if allowed is not None:
+            forbidden |= torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0
+        if allowed_ids is not None:
+            others = torch.ones(len(logits), dtype=torch.bool)
+            others[allowed_ids[allowed_ids < len(logits)]] = False
+            forbidden |= others
+        forbidden[bad_ids] = True
+        if forbidden.all():
+            raise NothingAllowedError(_nothing_left(params))
+        forbidden = _with_endings(forbidden, ending_ids) if is_too_early else forbidden
         logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
     _penalize(logits, params, prompt_ids, output_ids)
 
 
-def _forbidden(
-    vocab_size: int, is_too_early: bool, ending_ids: Collection[int], allowed: bytes | None
-) -> torch.Tensor:
-    """What may not come at all, one bool per id."""
-    endings = torch.zeros(vocab_size, dtype=torch.bool)
-    if is_too_early:
-        endings[[i for i in ending_ids if i < vocab_size]] = True
-    if allowed is None:
-        return endings
-    by_grammar = torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0
-    both = endings | by_grammar
+def _with_endings(forbidden: torch.Tensor, ending_ids: Collection[int]) -> torch.Tensor:
+    """Also what would end the output too early."""
+    both = forbidden.clone()
+    both[[i for i in ending_ids if i < len(both)]] = True
     # a complete grammar allows nothing but the end, and then the minimum has to give way
-    return by_grammar if both.all() else both
+    return forbidden if both.all() else both
+
+
+def _nothing_left(params: SamplingParams) -> str:
+    limits = {
+        "the grammar": params.grammar is not None,
+        "`allowed_token_ids`": params.allowed_token_ids is not None,
+        "`bad_words`": bool(params.bad_words),
+    }
+    return f"no token is left by {' and '.join(name for name, is_set in limits.items() if is_set)}"
 
 
 def _penalize(

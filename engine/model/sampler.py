@@ -121,10 +121,9 @@ def logprobs(
     rows = logits.log_softmax(-1).nan_to_num_(nan=_MIN_LOGPROB).clamp_(min=_MIN_LOGPROB)
     chosen = rows.gather(-1, torch.tensor(token_ids, device=rows.device)[:, None])[:, 0]
     values, ids = rows.topk(min(num_alternatives, rows.shape[-1]))
-    return [
-        TokenLogprob(*row)
-        for row in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
-    ]
+    ranks = (rows > chosen[:, None]).sum(-1) + 1
+    columns = (chosen, ids, values, ranks)
+    return [TokenLogprob(*row) for row in zip(*(one.tolist() for one in columns), strict=True)]
 
 
 def uniform(seed: int, index: int) -> float:

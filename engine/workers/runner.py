@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.grammar import GrammarError
-from engine.model.adjust import adjust, is_adjusted
+from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
 from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
 from engine.sequence import TokenLogprob
@@ -314,13 +314,26 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
     no_masks: list[Mask] = [None] * len(sequences)
     masks = no_masks if launched.masks is None else launched.masks.result()
     logits = raw_logits
+    errors: list[str | None] = [None] * len(sequences)
     if any(map(is_adjusted, params)):
         logits = raw_logits.clone()
-        for row, r, mask in zip(logits, sequences, masks, strict=True):
-            if is_adjusted(r.sampling) and not isinstance(mask, GrammarError):
-                adjust(row, r.sampling, r.prompt_ids, r.output_ids, r.stop_token_ids, mask)
+        rows = zip(logits, sequences, masks, strict=True)
+        errors = [_adjust(row, r, mask) for row, r, mask in rows]
     samples = sample(logits, params, [r.num_output_tokens for r in sequences], raw_logits)
     return [
-        Sampled(error=str(mask)) if isinstance(mask, GrammarError) else Sampled(token_id, logprob)
-        for mask, (token_id, logprob) in zip(masks, samples, strict=True)
+        Sampled(token_id, logprob) if error is None else Sampled(error=error)
+        for error, (token_id, logprob) in zip(errors, samples, strict=True)
     ]
+
+
+def _adjust(row: torch.Tensor, running: Running, mask: Mask) -> str | None:
+    """Change a row of logits as its request says; why that leaves no token, or None."""
+    if isinstance(mask, GrammarError):
+        return str(mask)
+    if is_adjusted(running.sampling):
+        ids = running.prompt_ids, running.output_ids, running.stop_token_ids
+        try:
+            adjust(row, running.sampling, *ids, mask, running.allowed_ids)
+        except NothingAllowedError as error:
+            return str(error)
+    return None

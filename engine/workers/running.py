@@ -10,6 +10,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.matcher import Matcher
 from engine.messages import Admit
 from engine.sequence import FinishReason, SamplingParams
@@ -35,6 +37,8 @@ class Running:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     matcher: Future[Matcher] | None = None
     """Its way through its grammar, once that is compiled; None: free text."""
+    allowed_ids: torch.Tensor | None = None
+    """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
 
     @classmethod
     def of(
@@ -48,6 +52,7 @@ class Running:
         # a grammar allows an end of text only where it is complete, so that is no end to ignore
         is_endless = admit.sampling.ignore_eos and matcher is None
         eos = () if is_endless else eos_token_ids
+        only = admit.sampling.allowed_token_ids
         return cls(
             seq_id=admit.seq_id,
             generation=admit.generation,
@@ -61,6 +66,7 @@ class Running:
             max_chunk_tokens=admit.max_chunk_tokens,
             stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
             matcher=matcher,
+            allowed_ids=None if only is None else torch.tensor(only, dtype=torch.int64),
         )
 
     @classmethod

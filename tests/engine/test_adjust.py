@@ -2,12 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.adjust import adjust, is_adjusted
+from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
 from engine.sequence import SamplingParams
 
 VOCAB_SIZE = 24
@@ -28,6 +29,10 @@ def reference(logits, p, prompt_ids, output_ids, ending_ids, allowed):
             value = -INF
         if allowed is not None and not allowed[token]:
             value = -INF
+        if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
+            value = -INF
+        if any([*output_ids, token][-len(word) :] == list(word) for word in p.bad_words):
+            value = -INF
         if token in prompt_ids or token in output_ids:
             value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
         value -= p.frequency_penalty * output_ids.count(token)
@@ -47,10 +52,12 @@ def reference(logits, p, prompt_ids, output_ids, ending_ids, allowed):
     min_tokens=st.sampled_from([0, 3, 100]),
     ending_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
     forbidden=st.none() | st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=VOCAB_SIZE - 4),
+    only=st.none() | st.frozensets(st.integers(0, VOCAB_SIZE + 3), min_size=1),
+    bad_words=st.lists(st.lists(st.integers(0, VOCAB_SIZE + 1), min_size=1, max_size=3)),
 )
 def test_every_adjustment_is_the_references(
     logits, prompt_ids, output_ids, presence, frequency, repetition, bias, min_tokens, ending_ids,
-    forbidden,
+    forbidden, only, bad_words,
 ):  # fmt: skip
     p = params(
         presence_penalty=presence,
@@ -58,13 +65,23 @@ def test_every_adjustment_is_the_references(
         repetition_penalty=repetition,
         logit_bias=bias,
         min_tokens=min_tokens,
+        allowed_token_ids=None if only is None else tuple(only),
+        bad_words=tuple(map(tuple, bad_words)),
     )
     allowed = None
     if forbidden is not None:
         allowed = bytes(200 * (i not in forbidden) for i in range(VOCAB_SIZE))
     row = torch.tensor(logits)
-    adjust(row, p, prompt_ids, output_ids, ending_ids, allowed)
+    allowed_ids = None if only is None else torch.tensor(tuple(only))
     expected = reference(logits, p, prompt_ids, output_ids, ending_ids, allowed)
+    without_minimum = params(**{**msgspec.structs.asdict(p), "min_tokens": 0})
+    free = reference(logits, without_minimum, prompt_ids, output_ids, ending_ids, allowed)
+    if max(free) == -INF:
+        with pytest.raises(NothingAllowedError):
+            adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
+        return
+    adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
+    expected = free if max(expected) == -INF else expected  # the minimum gives way
     assert row.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 
@@ -87,12 +104,23 @@ def test_ids_that_the_model_has_not_are_passed_over():
     assert row.tolist() == [0.0, 2.0, -INF, 0.0]
 
 
+def test_what_leaves_no_token_is_named():
+    limits = params(allowed_token_ids=(1, 2), bad_words=((1,), (0, 2)))
+    adjust(torch.zeros(4), limits, [], [3], [], None, torch.tensor([1, 2]))
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `bad_words`"):
+        adjust(torch.zeros(4), limits, [], [0], [], None, torch.tensor([1, 2]))
+    with pytest.raises(NothingAllowedError, match="by the grammar and `bad_words`"):
+        adjust(torch.zeros(2), params(grammar="g", bad_words=((1,),)), [], [], [], bytes([0, 9]))
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"logit_bias": {1: 0.5}},
         {"min_tokens": 1},
         {"grammar": "g"},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ((1, 2),)},
         {"presence_penalty": -0.1},
         {"frequency_penalty": 0.1},
         {"repetition_penalty": 0.9},

@@ -1,5 +1,6 @@
 """Constrained and adjusted sequences through real workers on a tiny model."""
 
+import itertools
 import json
 
 import pytest
@@ -169,6 +170,33 @@ def test_a_grammar_that_cannot_go_on_ends_its_sequence_alone(machine, prompt):
     assert [ends[i].finish_reason for i in (1, 2, 3)] == ["error", "error", "length"]
     assert "items" in ends[1].error
     assert "nowhere" in ends[2].error
+
+
+def test_only_allowed_tokens_come_and_no_bad_words(machine, prompt):
+    options = {"max_tokens": 12, "ignore_eos": True}
+    free, _ = machine.run(prompt, **options)
+    few = machine.run(prompt, allowed_token_ids=(65, 66, 67), **options)[0]
+    assert len(few) == 12
+    assert {*few} <= {65, 66, 67}
+    for cuts in ((), (1,), (2, 5)):
+        without_pair = machine.run(prompt, cuts, bad_words=(tuple(free[1:3]),), **options)[0]
+        assert without_pair[:2] == free[:2]
+        assert without_pair[2] != free[2]
+        pairs = itertools.pairwise(without_pair)
+        assert tuple(free[1:3]) not in pairs
+
+
+def test_what_leaves_no_token_ends_its_sequence_alone(machine, prompt):
+    worker = machine.workers[1]
+    worker.tell(
+        machine.admit(prompt, seq_id=1, allowed_token_ids=(65,), bad_words=((65, 65),)),
+        machine.admit(prompt, seq_id=2, max_tokens=5, ignore_eos=True),
+    )
+    entries = worker.run()
+    ends = {e.seq_id: e for e in entries if e.finish_reason}
+    assert [ends[i].finish_reason for i in (1, 2)] == ["error", "length"]
+    assert "`allowed_token_ids` and `bad_words`" in ends[1].error
+    assert [e.token_ids for e in entries if e.seq_id == 1] == [[65], []]
 
 
 def test_the_minimum_keeps_ends_away_and_then_lets_them_come(machine, prompt):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.model.sampler import sample, uniform
+from engine.model.sampler import logprobs, sample, uniform
 from engine.sequence import SamplingParams
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -165,6 +165,12 @@ def test_logprobs_are_of_the_raw_logits(seed, num_alternatives, temperature):
     best = expected.sort(descending=True)
     assert logprob.top_ids == best.indices[:num_alternatives].tolist()
     assert logprob.top_logprobs == pytest.approx(best.values[:num_alternatives].tolist(), abs=1e-5)
+
+
+def test_ranks_count_the_likelier():
+    rows = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 4.0, 3.0, 2.0]])
+    assert [one.rank for one in logprobs(rows, [2, 3], 1)] == [3, 4]
+    assert [one.rank for one in logprobs(rows, [3, 0], 0)] == [1, 1]
 
 
 def test_a_mixed_batch_reports_logprobs_only_where_asked():

@@ -25,6 +25,7 @@ def test_answers_are_free_unless_a_form_is_asked_for():
     "fields",
     [
         {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object", "schema": {"const": "42"}}},
         {"response_format": json_schema()},
         {"response_format": json_schema(strict=True)},
         {"structured_outputs": {"json": SCHEMA}},
@@ -52,6 +53,7 @@ def test_each_form_has_a_grammar_that_compiles(fields):
         ({"response_format": {}}, "response_format.type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema"),
         ({"response_format": json_schema(None)}, "response_format.json_schema.schema"),
         ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
         ({"response_format": json_schema(strict=1)}, "response_format.json_schema.strict"),
@@ -99,11 +101,26 @@ def test_a_schema_that_only_refers_to_itself_is_refused(is_strict):
     assert (error.value.param, error.value.status) == ("response_format.json_schema.schema", 400)
 
 
-def test_strict_schemas_may_not_have_what_cannot_be_enforced():
-    schema = {"type": "object", "not": {"required": ["a"]}}
-    read_constraint(Fields({"response_format": json_schema(schema)})).check()
-    with pytest.raises(RequestError, match="cannot be compiled"):
-        read_constraint(Fields({"response_format": json_schema(schema, strict=True)})).check()
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "object", "not": {"required": ["a"]}}, '"not"'),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, '"if"'),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
+        ({"properties": {"a": {"items": {"not": {}}}}}, '"not"'),
+    ],
+)
+def test_what_strict_schemas_say_and_cannot_be_enforced_is_named(schema, named):
+    fields = {"response_format": json_schema(schema, strict=True)}
+    with pytest.raises(RequestError, match="cannot be compiled") as error:
+        read_constraint(Fields(fields)).check()
+    assert named in error.value.what
+    assert error.value.param == "response_format.json_schema.schema"
+    if "pattern" not in schema:
+        read_constraint(Fields({"response_format": json_schema(schema)})).check()
 
 
 def test_a_schema_as_deep_as_json_can_be_is_refused_or_compiled():

@@ -247,14 +247,10 @@ def test_fields_that_nobody_knows_are_ignored_and_told(parse):
     ("parse", "name", "value"),
     [
         (completion, "tools", [{"type": "function"}]),
-        (completion, "best_of", 3),
         (completion, "use_beam_search", True),
         (completion, "length_penalty", True),
-        (completion, "bad_words", ["a"]),
-        (chat, "allowed_token_ids", [1]),
         (chat, "functions", [{}]),
         (chat, "function_call", {"name": "f"}),
-        (chat, "echo", True),
         (chat, "priority", 1),
         (chat, "audio", {}),
         (chat, "modalities", ["audio"]),
@@ -290,6 +286,7 @@ def test_choices_have_seeds_of_their_own_that_repeat():
     assert ask.num_choices == 3
     assert [ask.sampling(1, 100, choice=i).seed for i in range(3)] == [5, 6, 7]
     assert completion(n=2, best_of=2).num_choices == 2
+    assert completion(n=2, best_of=2).num_best is None
     last = completion(n=2, seed=2**63 - 1)
     assert last.sampling(1, 100, choice=1).seed == 0
 
@@ -300,6 +297,38 @@ def test_an_echo_asks_for_the_prompts_logprobs_and_may_write_nothing():
     assert completion(logprobs=2).sampling(1, 100).prompt_logprobs is None
     assert completion(echo=True, max_tokens=0).max_tokens == 0
     assert refusal(completion, max_tokens=0).param == "max_tokens"
+
+
+def test_prompts_are_told_of_as_widely_as_either_field_asks():
+    assert chat(prompt_logprobs=3).sampling(1, 100).prompt_logprobs == 3
+    ask = completion(prompt_logprobs=1, echo=True, logprobs=4)
+    assert (ask.sampling(1, 100).prompt_logprobs, ask.prompt_logprobs, ask.logprobs) == (4, 1, 4)
+    assert completion(prompt_logprobs=0, stream=True).prompt_logprobs is None
+    for wrong in (-1, 21, True, "1"):
+        assert refusal(chat, prompt_logprobs=wrong).param == "prompt_logprobs"
+    assert refusal(chat, prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+
+
+def test_the_best_of_more_are_found_by_their_logprobs():
+    ask = completion(n=2, best_of=5)
+    assert (ask.num_choices, ask.num_best, ask.logprobs) == (5, 2, None)
+    assert ask.sampling(1, 100).logprobs == 0
+    assert completion(best_of=3, logprobs=4).base.logprobs == 4
+    assert refusal(completion, n=3, best_of=2).param == "best_of"
+    assert refusal(completion, best_of=2, stream=True).param == "best_of"
+
+
+@pytest.mark.parametrize("wrong", [[], 3, [-1], [True], [1, 10**6], ["a"]])
+def test_allowed_tokens_are_ids_of_the_model(wrong):
+    assert completion(allowed_token_ids=[3, 1, 3]).base.allowed_token_ids == (1, 3)
+    assert refusal(completion, allowed_token_ids=wrong).param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("wrong", [3, [3], [""], ["  "], ["x" * 2000], ["x"] * 200])
+def test_bad_words_are_texts(wrong):
+    assert completion(bad_words=["b", "a", "b"]).bad_words == ("b", "a")
+    assert completion(bad_words=[]).bad_words == ()
+    assert refusal(completion, bad_words=wrong).param == "bad_words"
 
 
 def test_usage_in_every_chunk_comes_with_usage_at_the_end():
@@ -432,6 +461,7 @@ NAMES = [
     *("stream", "stream_options", "return_token_ids", "user", "n", "best_of", "echo", "min_tokens"),
     *("presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
     *("structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar"),
+    *("prompt_logprobs", "allowed_token_ids", "bad_words"),
     *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"),
 ]
 

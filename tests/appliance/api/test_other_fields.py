@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.tokenizer import Tokenizer
-from tests.appliance.api_server import says, serving
+from tests.appliance.api_server import events, says, serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
 
@@ -52,9 +52,6 @@ async def test_llamas_names_are_those_of_the_same_things(served, appliance):
         ("mirostat", 2, 0),
         ("xtc_probability", 0.1, 0.0),
         ("dry_multiplier", 0.8, 0),
-        ("bad_words", ["x"], []),
-        ("allowed_token_ids", [1], []),
-        ("prompt_logprobs", 1, None),
     ],
 )
 async def test_what_would_change_the_answer_is_refused_by_name(served, name, value, neutral):
@@ -76,6 +73,103 @@ async def test_a_prompt_is_cut_to_its_last_tokens(served, appliance):
     await served.complete(prompt="x" * 500, truncate_prompt_tokens=-1, max_tokens=4)
     assert appliance.submitted[-1].sequences[0].num_prompt_tokens == 60
     assert (await served.complete(prompt="x" * 500, max_tokens=4)).status_code == 400
+
+
+async def test_prompts_have_logprobs_of_their_own(served, appliance):
+    asked = {"prompt": ["abc", "d"], "prompt_logprobs": 2, "n": 2, "max_tokens": 2}
+    reply = (await served.complete(**asked)).json()
+    first, again, *rest = (choice["prompt_logprobs"] for choice in reply["choices"])
+    assert first == again
+    assert [len(first), *map(len, rest)] == [4, 2, 2]
+    assert first[0] is None
+    ids = appliance.submitted[-1].sequences[0].prompt_token_ids
+    alternatives = {
+        "0": {"logprob": -1.0, "rank": 1, "decoded_token": appliance.tokenizer.token_text(0)},
+        "1": {"logprob": -2.0, "rank": 2, "decoded_token": appliance.tokenizer.token_text(1)},
+    }
+    own = {"logprob": -0.5, "rank": 7, "decoded_token": "a"}
+    assert first[1] == {str(ids[1]): own, **alternatives}
+    chat = (await served.chat(prompt_logprobs=0, max_tokens=2)).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in chat["choices"][0]
+
+
+async def test_an_echo_has_as_many_alternatives_as_logprobs_asks_for(served):
+    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 2}
+    (choice,) = (await served.complete(**asked)).json()["choices"]
+    assert [top and len(top) for top in choice["logprobs"]["top_logprobs"]][:3] == [None, 2, 2]
+    assert [top and len(top) for top in choice["prompt_logprobs"]] == [None, 4]
+
+
+async def test_the_likeliest_are_told_and_all_are_counted(served, appliance):
+    appliance.confidence = {0: -3.0, 1: -0.5, 2: -1.0, 3: -0.7, 4: -0.6, 5: -9.0}.get
+    asked = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "max_tokens": 4}
+    reply = (await served.complete(**asked, return_token_ids=True)).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    prompts = [one.prompt_token_ids for one in appliance.submitted[-1].sequences]
+    told = [choice["prompt_token_ids"] for choice in reply["choices"]]
+    assert told == [prompts[i] for i in (1, 2, 4, 3)]
+    assert reply["usage"]["completion_tokens"] == 6 * 4
+    assert all(choice["logprobs"] is None for choice in reply["choices"])
+
+
+async def test_bad_words_are_sought_as_they_are_and_behind_a_space(served, appliance):
+    await served.complete(bad_words=["b", "bc"], max_tokens=2)
+    encode = appliance.tokenizer.encode
+    bare = [tuple(encode(word, add_special_tokens=False)) for word in ("b", "bc")]
+    assert sampling_of(appliance).bad_words == tuple(bare)  # a space is a token of its own here
+    appliance.model = appliance.model.__class__("m", 64, encode("b")[-1], (), None, 0)
+    error = (await served.complete(prompt=[1], bad_words=["b"])).json()["error"]
+    assert (error["param"], error["code"]) == ("bad_words", "invalid_value")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_may_begin_with_the_message_that_it_goes_on_from(served, appliance, stream):
+    says(appliance, " two.")  # its last token counts as one that ends an answer
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "One"}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    for messages, others, text in (
+        (said, goes_on, "One two"),
+        (said, {}, "One two"),
+        (said[:1], {"add_generation_prompt": False}, "x two"),
+        (said[:1], {}, " two"),
+    ):
+        body = {"messages": messages, "echo": True, "max_tokens": 9, "stream": stream, **others}
+        reply = await served.http.post("/v1/chat/completions", json=body)
+        if stream:
+            choices = [one["choices"][0]["delta"] for one in events(reply.text)]
+            assert "".join(one.get("content") or "" for one in choices) == text
+        else:
+            assert reply.json()["choices"][0]["message"]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"allowed_token_ids": [5], "bad_words": ["a"]}, "bad_words"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+    ],
+)
+async def test_what_cannot_be_followed_to_an_end_is_named(served, appliance, fields, param):
+    appliance.refuse_after = 2
+    appliance.model = appliance.model.__class__("m", 4096, 300, (257,), None, 0)
+    reply = await served.chat(**fields, max_tokens=9)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
+    assert error["message"] == f"`{param}` cannot be followed to an end: no way on"
+    reply = await served.chat(**fields, max_tokens=9, stream=True)
+    *_chunks, last = events(reply.text)
+    assert last["error"] == error
+
+
+async def test_other_apis_name_it_in_their_words(served, appliance):
+    appliance.refuse_after = 2
+    asked = {"type": "json_schema", "schema": {"type": "object"}}
+    body = {"input": "x", "text": {"format": {**asked, "name": "x"}}}
+    error = (await served.http.post("/v1/responses", json=body)).json()["error"]
+    assert error["param"] == "text.format"
 
 
 async def test_special_tokens_and_stop_strings_are_shown_on_request(served, appliance):
