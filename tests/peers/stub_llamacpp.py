@@ -1,7 +1,7 @@
 """A pytest plugin that lets llama.cpp's server tests ask a server that is there already.
 
 Their own launcher is replaced: it starts and stops nothing, loads nothing, and knows the address.
-Set by the command in tests.peers: PENSTOCK_URL and PENSTOCK_KEY.
+Set by the command in tests.peers: PENSTOCK_URL, PENSTOCK_KEY.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
+import openai
 import requests
 import utils  # llama.cpp's, in the folder where its tests run
 
@@ -30,6 +31,15 @@ def _with_key(self, method, url, *, headers=None, **options):
     return _request(self, method, url, headers=headers, **options)
 
 
+_open = openai.OpenAI.__init__
+
+
+def _open_with_key(self, *, api_key=None, **options):
+    key = os.environ["PENSTOCK_KEY"] if api_key == "dummy" else api_key
+    _open(self, api_key=key, **options)
+
+
+openai.OpenAI.__init__ = _open_with_key
 utils.ServerProcess.start = _start
 utils.ServerProcess.stop = lambda self: None
 utils.ServerPreset.load_all = staticmethod(lambda: None)
