@@ -223,6 +223,8 @@ class _Daemon:
             keeps_text=self._config.log_text,
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
+        if self._request_log.crash is not None:
+            self._service.event("error", "daemon.died", self._request_log.crash)
         return self._service
 
     async def _stop_workers(self) -> None:
@@ -268,10 +270,10 @@ class _Daemon:
 
     async def _load(self) -> str | None:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
-        self._service.is_rehearsing = True
+        self._service.availability.is_rehearsing = True
         await self._supervisor.run()
         about = await self._rehearsing.run(self._service.model.max_model_len)
-        self._service.is_rehearsing = False
+        self._service.availability.is_rehearsing = False
         return about
 
     def _on_signal(self) -> None:

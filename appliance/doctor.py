@@ -190,5 +190,6 @@ def _daemon(client: Callable[[], Client]) -> Finding:
     workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
     if state["state"] != "ready":
-        return Finding("daemon", "note", found, "penstock events says why")
+        found = f"{found}; {state['state_reason']}"
+        return Finding("daemon", "note", found, "penstock events says more")
     return Finding("daemon", "ok", found)

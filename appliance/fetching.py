@@ -106,6 +106,10 @@ class Fetching:
         """How far it is."""
         return self._about
 
+    def degraded_reason(self) -> str | None:
+        """Nobody serves on."""
+        return None
+
     def check_available(self) -> None:
         """Raise Unavailable, always."""
         self._refuse()

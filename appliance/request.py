@@ -245,6 +245,9 @@ class Appliance(Protocol):
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""
 
+    def degraded_reason(self) -> str | None:
+        """What is wrong while others serve on; None: nothing."""
+
     def next_seq_id(self) -> int:
         """A new sequence id, never used before in this daemon."""
 

@@ -15,6 +15,7 @@ import time
 
 import msgspec
 
+from appliance.availability import Availability
 from appliance.boot import Plan, model_info
 from appliance.closed import ClosedRequests
 from appliance.deadlines import Deadlines
@@ -27,7 +28,7 @@ from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitt
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.telemetry import Telemetry
-from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
+from engine.errors import InvariantViolated, QueueFull
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
@@ -61,8 +62,6 @@ class Service:
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
-        self.is_rehearsing = False
-        """All workers are ready but for what they still measure."""
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
@@ -74,10 +73,9 @@ class Service:
         self._live: dict[str, Request] = {}
         most = plan.placement.max_step_tokens
         self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
+        self.availability = Availability(router, supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id = 0
-        self._is_draining = self._is_stopping = self._takes_stragglers = False
-        self._violation: str | None = None
         self._num_checked = -1
         self._idle = asyncio.Event()
         self._idle.set()
@@ -106,27 +104,16 @@ class Service:
         return self._router.queue.max_tokens_per_request
 
     def check_available(self) -> None:
-        """Raise Unavailable while loading or draining."""
-        if self._is_draining and not self._takes_stragglers:
-            end = "it was told to stop" if self._is_stopping else "an operator's resume ends that"
-            what = f"the appliance is draining and takes no new work; {end}"
-            raise Unavailable(what, code="draining")
-        if not self._supervisor.is_started or self.is_rehearsing:
-            raise Unavailable("the model is still loading", code="model_loading")
-        if self._supervisor.lost_workers:
-            names = ", ".join(self._supervisor.lost_workers)
-            raise Unavailable(f"worker {names} cannot be restarted", code="engine_dead")
+        """Raise Unavailable while loading or draining, or when no worker can come back."""
+        self.availability.check()
 
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""
-        if self._is_draining:
-            return "draining"
-        if not self._supervisor.is_started or self.is_rehearsing:
-            return "model_loading"
-        down = [n for n, w in self._supervisor.workers.items() if w.state != "ready"]
-        if down:
-            return f"worker {', '.join(down)} is restarting"
-        return self.deadlines.reason or self._violation
+        return self.availability.not_ready_reason
+
+    def degraded_reason(self) -> str | None:
+        """What is wrong while others serve on; None: nothing."""
+        return self.availability.degraded_reason
 
     def next_seq_id(self) -> int:
         """A new sequence id."""
@@ -141,6 +128,7 @@ class Service:
         except QueueFull:
             self._totals.refused += 1
             raise
+        self._log.opened(LogRow.from_request(request))
         self._live[request.request_id] = request
         self._idle.clear()
         self._totals.accepted += 1
@@ -233,25 +221,12 @@ class Service:
 
     def drain(self, by: str) -> None:
         """Take no new work; what is accepted goes on."""
-        if not self._is_draining:
-            self._is_draining = True
+        if self.availability.drain():
             self._tell_of_drain(by)
 
     def resume(self, by: str) -> None:
-        """Take work again.
-
-        Raises:
-            RequestError: the daemon was told to end.
-        """
-        if self._is_stopping:
-            raise RequestError(
-                "the daemon was told to stop, which no resume can undo",
-                code="stopping",
-                status=409,
-                hint="start it again when it has ended",
-            )
-        if self._is_draining:
-            self._is_draining = False
+        """Take work again; raises RequestError if the daemon was told to end."""
+        if self.availability.resume():
             self.event("info", "drain.ended", f"taking new work again, told by {by}", by)
             self.make_frame()
 
@@ -305,17 +280,20 @@ class Service:
 
     def worker_died(self, worker: str, about: str) -> None:
         """A worker is dead, and all that it sent has been handled."""
-        self.event("error", "worker.died", f"{about}; it is being restarted")
+        trouble = self._supervisor.workers[worker].trouble
+        self.event("error", "worker.died", "; ".join(filter(None, (about, trouble))))
         self._router.worker_died(worker, time.monotonic_ns())
         self.make_frame()
 
     def worker_lost(self, about: str) -> None:
-        """A worker cannot be restarted: nobody is left waiting for it."""
+        """A worker cannot be restarted: the others do its part, and nobody waits for the last."""
         self.event("error", "worker.lost", about)
-        for request in list(self._live.values()):
-            for sequence in [s for s in request.sequences if not s.is_finished]:
-                sequence.error = about
-                self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns())
+        if self._supervisor.is_lost:
+            for request in list(self._live.values()):
+                for sequence in [s for s in request.sequences if not s.is_finished]:
+                    sequence.error = about
+                    self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns())
+        self.make_frame()
 
     # What the daemon does
 
@@ -339,8 +317,7 @@ class Service:
                 daemon goes on with the listeners, new connections wait for that one, and a request
                 that crosses the signal on its way is not refused either.
         """
-        self._is_stopping = self._is_draining = True
-        self._takes_stragglers = takes_stragglers
+        self.availability.stop(takes_stragglers=takes_stragglers)
         self._tell_of_drain("a signal to stop")
 
     def _tell_of_drain(self, by: str) -> None:
@@ -379,7 +356,7 @@ class Service:
 
     def _standing(self) -> Standing:
         return Standing(
-            reason=self.not_ready_reason(),
+            reason=self.not_ready_reason() or self.degraded_reason(),
             live=list(self._live.values()),
             totals=self._totals,
             log_rows_lost=self._log.rows_lost,
@@ -392,5 +369,5 @@ class Service:
         try:
             self._router.check_invariants()
         except InvariantViolated as error:
-            self._violation = str(error)
+            self.availability.violation = str(error)
             self.event("error", "invariant.violated", str(error))

@@ -183,7 +183,10 @@ def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
         is_down = worker.state == "restarting" or (
             worker.state == "loading" and worker.num_restarts
         )
-        yield Signal(bool(is_down), f"worker {worker.name} is restarting", worker.name)
+        subject = f"worker {worker.name} "
+        # one that dies again and again has more to say
+        reasons = [each for each in frame.state_reason.split("; ") if each.startswith(subject)]
+        yield Signal(bool(is_down), next(iter(reasons), f"{subject}is restarting"), worker.name)
 
 
 def state_degraded(frame: Frame, past: Past) -> Iterator[Signal]:

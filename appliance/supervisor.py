@@ -43,10 +43,9 @@ from engine.messages import (
 
 log = logging.getLogger("penstock")
 
-RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+"""By the number of short lives before; the last one for ever, so that what is mended is found."""
 MAX_FAILED_STARTS = 3
-STABLE_AFTER_S = 30.0
-"""A worker that was ready this long starts again without backoff."""
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 0.2
 """Between the end of a worker's channel and its exit."""
@@ -91,9 +90,9 @@ class Supervisor:
         self._sharing = Sharing([plan for plan, _ in workers], self.send)
 
     @property
-    def lost_workers(self) -> list[str]:
-        """Workers that have failed to come back so often that nobody should wait for them."""
-        return [n for n, w in self.workers.items() if w.num_failed_starts >= MAX_FAILED_STARTS]
+    def is_lost(self) -> bool:
+        """True if every worker has failed to come back so often that nobody should wait for it."""
+        return all(w.num_failed_starts >= MAX_FAILED_STARTS for w in self.workers.values())
 
     @property
     def is_started(self) -> bool:
@@ -184,20 +183,18 @@ class Supervisor:
 
     async def _watch(self, worker: WorkerState) -> None:
         """One worker's life after life, until the daemon stops."""
-        num_deaths = 0
         while not self._is_stopping:
-            ready_at_s = await self._live(worker)
+            await self._live(worker)
             if self._is_stopping:
                 return
+            worker.num_short_lives = 0 if worker.is_stable else worker.num_short_lives + 1
+            worker.pause_s = _backoff_s(worker.num_short_lives)
             await self._reap(worker)
             await self._end_mappers(worker)
             if self._started is not None and not self._started.done():
                 self._started.set_exception(worker.failure or self._died_early(worker))
                 return
-            if ready_at_s is not None and time.monotonic() - ready_at_s > STABLE_AFTER_S:
-                num_deaths = 0
-            await self._respawn(worker, num_deaths)
-            num_deaths += 1
+            await self._respawn(worker)
 
     def _watch_ended(self, worker: WorkerState, task: asyncio.Task[None]) -> None:
         """Nobody may wait for a worker that is not watched any more, which is a bug of ours."""
@@ -213,17 +210,18 @@ class Supervisor:
         else:
             self._on_lost(worker.plan.name, about)
 
-    async def _respawn(self, worker: WorkerState, num_deaths: int) -> None:
+    async def _respawn(self, worker: WorkerState) -> None:
         """Start the process again, after a pause that grows; tries until it has one."""
         while True:
-            await asyncio.sleep(RESTART_BACKOFF_S[min(num_deaths, len(RESTART_BACKOFF_S) - 1)])
+            await asyncio.sleep(worker.pause_s)
             if self._is_stopping:
                 return
             worker.num_restarts += 1
-            num_deaths += 1
             try:
                 self._spawn(worker)
             except OSError as error:
+                worker.num_short_lives += 1
+                worker.pause_s = _backoff_s(worker.num_short_lives)
                 self._note_failed_start(worker, f"no process for it: {error.strerror}")
             else:
                 return
@@ -235,15 +233,15 @@ class Supervisor:
         if worker.num_failed_starts == MAX_FAILED_STARTS:
             self._on_lost(worker.plan.name, about)
 
-    async def _live(self, worker: WorkerState) -> float | None:
-        """Talk to one process until its channel ends; when it became ready, in monotonic s."""
+    async def _live(self, worker: WorkerState) -> None:
+        """Talk to one process until its channel ends."""
         assert worker.socket is not None
         channel = worker.channel = await DaemonChannel.open(worker.socket)
         weights = worker.setup.weights
         if weights is not None and self.is_started:
             weights = msgspec.structs.replace(weights, is_filled=True)
         channel.send(msgspec.structs.replace(worker.setup, weights=weights))
-        ready_at_s = None
+        worker.ready_at_s = None
         try:
             while True:
                 report = await channel.receive()
@@ -260,7 +258,7 @@ class Supervisor:
                     case Ready():
                         worker.state, worker.ready = "ready", report
                         worker.num_failed_starts = 0
-                        ready_at_s = time.monotonic()
+                        worker.ready_at_s = time.monotonic()
                         self._ready(worker)
                     case Failed(what, where, hint):
                         worker.failure = WorkerFailed(
@@ -271,7 +269,6 @@ class Supervisor:
         except ChannelClosed:
             worker.channel = None
             channel.close()
-        return ready_at_s
 
     def _log_progress(self) -> None:
         """One line a second, and one when all shares are there; none before all have a size."""
@@ -362,6 +359,12 @@ class Supervisor:
             where=worker.plan.name,
             hint="its last words are above; out of memory kills are in the kernel log",
         )
+
+
+def _backoff_s(num_short_lives: int) -> float:
+    """The first death after a stable life, and the first short one, are not waited for."""
+    place = min(max(num_short_lives - 1, 0), len(RESTART_BACKOFF_S) - 1)
+    return RESTART_BACKOFF_S[place]
 
 
 def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:

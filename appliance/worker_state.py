@@ -11,12 +11,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 from dataclasses import dataclass, field
 
 from appliance.placement import WorkerPlan
 from engine.channel import DaemonChannel
 from engine.errors import WorkerFailed
 from engine.messages import Ready, Setup
+
+STABLE_AFTER_S = 30.0
+"""A worker that was ready this long had no short life."""
+MANY_SHORT_LIVES = 3
+"""In a row: it is not a mishap any more, but its way."""
 
 
 @dataclass(slots=True)
@@ -32,6 +38,12 @@ class WorkerState:
     num_restarts: int = 0
     num_failed_starts: int = 0
     """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
+    num_short_lives: int = 0
+    """In a row, failed starts among them."""
+    pause_s: float = 0.0
+    """Before it is started again, the last time that it was."""
+    ready_at_s: float | None = None
+    """Monotonic; None: its process was not ready yet."""
     num_reports: int = 0
     """Messages from all its processes: each is a sign of progress."""
     loaded_bytes: int = 0
@@ -45,6 +57,23 @@ class WorkerState:
     """Why it ended: what it said before it exited, or why it was ended."""
     is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
     """Its last process is gone, and the daemon knows."""
+
+    @property
+    def is_stable(self) -> bool:
+        """Its process has been ready for so long that its end says nothing of its start."""
+        return self.ready_at_s is not None and time.monotonic() - self.ready_at_s > STABLE_AFTER_S
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with it, for whoever waits or repairs; None: nothing."""
+        name = self.plan.name
+        is_looping = self.num_short_lives >= MANY_SHORT_LIVES
+        so_far = f"worker {name} has died {self.num_short_lives} times in a row"
+        if self.state == "ready":
+            return f"{so_far} and has just come back" if is_looping and not self.is_stable else None
+        if not is_looping:
+            return f"worker {name} is {'' if self.state == 'starting' else 're'}starting"
+        return f"{so_far}, and is tried again {self.pause_s:g} s after its last end"
 
     @property
     def maps_files(self) -> bool:

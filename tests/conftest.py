@@ -30,8 +30,8 @@ def start_daemon(tmp_path):
     """Start daemons that are stopped, and shown to have stopped, at the end of the test."""
     started = []
 
-    def start(*args, **kwargs):
-        daemon = Daemon(tmp_path / f"d{len(started)}", *args, **kwargs)
+    def start(*args, folder=None, **kwargs):
+        daemon = Daemon(folder or tmp_path / f"d{len(started)}", *args, **kwargs)
         started.append(daemon)
         return daemon
 

@@ -147,6 +147,10 @@ class Daemon:
         self.wait_for(lambda: self.get_status("/ready") == 200, 20)
         assert "invariant.violated" not in self.stderr
 
+    def requests(self) -> list[dict]:
+        """Live ones, then those that have ended lately."""
+        return self.http.get("/v1/requests").json()["data"]
+
     def log_rows(self, limit: int = 1000) -> list[dict]:
         return self.http.get(f"/v1/penstock/log?limit={limit}").json()["data"]
 

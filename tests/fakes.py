@@ -55,6 +55,7 @@ class FakeAppliance:
             created=1_700_000_000,
         )
         self.unavailable: Unavailable | None = None
+        self.degraded: str | None = None
         self.drained_by: str | None = None
         self.resumed_by: str | None = None
         self.roles_changes: list[tuple[RolesChange, str | None]] = []
@@ -90,6 +91,9 @@ class FakeAppliance:
 
     def not_ready_reason(self) -> str | None:
         return None if self.unavailable is None else self.unavailable.what
+
+    def degraded_reason(self) -> str | None:
+        return self.degraded
 
     def next_seq_id(self) -> int:
         self._last_seq_id += 1

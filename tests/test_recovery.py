@@ -1,5 +1,6 @@
 """Workers die by SIGKILL in every phase; no client notices."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,9 +8,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from tests.daemons import is_alive
+from tests.daemons import ARMS, is_alive
 
 
 def run_streams(daemon, prompts, max_tokens, on_started=None):
@@ -95,9 +97,7 @@ def test_prefill_worker_killed_in_the_middle_of_a_long_prompt(daemon, arm):
         reply = pool.submit(daemon.complete, prompt, max_tokens=8, ignore_eos=True)
         daemon.wait_for(
             lambda: any(
-                r["phase"] == "prefilling"
-                for r in daemon.http.get("/v1/requests").json()["data"]
-                if r["finish_reason"] is None
+                r["phase"] == "prefilling" for r in daemon.requests() if r["finish_reason"] is None
             )
         )
         os.kill(pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_decode_worker_killed_in_the_handoff(daemon, arm):
         daemon.wait_for(
             lambda: any(
                 r["output_tokens"] == 1 and r["phase"] in ("handing_off", "decoding")
-                for r in daemon.http.get("/v1/requests").json()["data"]
+                for r in daemon.requests()
                 if r["finish_reason"] is None
             )
         )
@@ -141,26 +141,62 @@ def test_deaths_are_told_to_the_operator(daemon, arm):
     assert next(w["num_restarts"] for w in state["workers"] if w["name"] == name) >= 1
 
 
-def test_workers_do_not_outlive_a_killed_daemon(start_daemon, tiny_llama):
-    daemon = start_daemon(model=tiny_llama).wait_ready()
-    pids = [w["pid"] for w in daemon.state()["workers"]]
+def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama):
+    """Its workers go, even those that stand still, and what it cut gets rows from the next."""
+    first = start_daemon("--kv-memory", "1MiB", *ARMS["shm"], model=tiny_llama).wait_ready()
+    pids = [w["pid"] for w in first.state()["workers"]]
     assert len(pids) == 2
-    daemon.kill()
-    deadline = time.monotonic() + 5
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+
+    def ask(number):
+        fields = {**body, "stream": bool(number % 2), "prompt": [number] * 3}
+        with contextlib.suppress(httpx.HTTPError):
+            first.http.post("/v1/completions", json=fields)
+
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(ask, number) for number in range(24)]
+        first.wait_for(lambda: first.state()["queue"]["queued"])  # running, and waiting
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        first.wait_for(lambda: len(first.requests()) == 24)
+        live = [r["id"] for r in first.requests() if r["finish_reason"] is None]
+        first.process.kill()
+        first.process.wait()
+        deadline = time.monotonic() + 5
+        while any(is_alive(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert all(each.exception() is None for each in asked)
+    first.http.close()
+    assert first.socket.exists()
+    second = start_daemon(model=tiny_llama, folder=first.folder).wait_ready()
+    rows = {row["rid"]: row for row in second.log_rows()}
+    assert len(rows) == 24
+    assert live
+    for rid in live:
+        assert rows[rid]["finish_reason"] == "error"
+        assert rows[rid]["error"] == "the daemon ended before the reply did"
+    told = [e["message"] for e in second.state()["events"] if e["code"] == "daemon.died"]
+    assert len(told) == 1
+    assert f"; {len(live)} requests were cut short" in told[0]
+    assert second.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert second.stop() == 0
+    assert sorted(each.name for each in (first.folder / "state").glob("requests*")) == [
+        "requests.db"
+    ]
 
 
-def test_a_worker_that_cannot_come_back_leaves_nobody_waiting(start_daemon, tiny_llama, tmp_path):
+def test_the_last_worker_that_cannot_come_back_leaves_nobody_waiting(
+    start_daemon, tiny_llama, tmp_path
+):
     model = shutil.copytree(tiny_llama, tmp_path / "model")
-    daemon = start_daemon(model=model).wait_ready()
+    daemon = start_daemon(*ARMS["colocated"], model=model).wait_ready()
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True}
         reply = pool.submit(daemon.http.post, "/v1/completions", json=body)
         daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
         shutil.rmtree(model)
-        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        os.kill(daemon.worker_pid("colocated"), signal.SIGKILL)
         assert reply.result().status_code == 500
         assert "could not be restarted" in reply.result().json()["error"]["message"]
     refused = daemon.http.post("/v1/completions", json={"prompt": "a"})

@@ -191,7 +191,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/ready"): Operation(
         "ready",
         "Whether new work would be accepted.",
-        shape({"status": {"const": "ready"}}),
+        shape({"status": {"enum": ["ready", "degraded"]}}, {"reason": STRING}),
         errors=(503,),
     ),
     ("GET", "/version"): Operation(

@@ -85,6 +85,8 @@ async def ready(http: Request) -> Response:
     reason = appliance_of(http).not_ready_reason()
     if reason is not None:
         raise Unavailable(reason, code="not_ready")
+    if (reason := appliance_of(http).degraded_reason()) is not None:
+        return json_response({"status": "degraded", "reason": reason})
     return json_response({"status": "ready"})
 
 

@@ -10,28 +10,69 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from appliance.log.row import LogRow, RowEnergy
-from appliance.protocol import utc_now
 
 _LOG = logging.getLogger("penstock.request_log")
 
 Event = tuple[str, str, str, str, str | None]
 """At, severity, code, message, actor."""
+_HEARD_IN = ("events", "frames")
+"""Tables in which a daemon is heard of."""
 
 
 def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
-    """Begin a run, and say of one that never stopped that it crashed; returns its run_id."""
+    """Begin a run; returns its run_id."""
     with connection as db:
-        db.execute(
-            "UPDATE runs SET stopped_at = ?, stop_reason = 'crash' WHERE stopped_at IS NULL",
-            (utc_now(),),
-        )
         names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
         inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
     return inserted.lastrowid or 0
+
+
+def end_crashed_run(db: sqlite3.Connection, cut: Sequence[LogRow]) -> str | None:
+    """Say of a run that never stopped that it crashed, when it was last heard of, and of what.
+
+    Args:
+        db: in a transaction.
+        cut: requests that were open in it; those that have a row by now are passed over.
+
+    Returns:
+        A sentence for the operator; None if the last run has stopped.
+    """
+    cut = [row for row in cut if not _has_row(db, row.rid)]
+    found = db.execute(
+        "SELECT run_id, started_at, boot_id, stopped_at IS NOT NULL FROM runs ORDER BY run_id DESC"
+    ).fetchone()
+    if found is None:  # the log was taken away meanwhile, and what was cut belongs to that one
+        return None
+    run_id, started_at, boot, has_stopped = found
+    num_rows = sum(insert_row(db, run_id, row) for row in cut)
+    if has_stopped:
+        return None
+    heard_at = max(started_at, *(_newest(db, table, run_id, started_at) for table in _HEARD_IN))
+    db.execute(
+        "UPDATE runs SET stopped_at = max(?, started_at), stop_reason = 'crash'"
+        " WHERE stopped_at IS NULL",
+        (heard_at,),
+    )
+    how = "was killed or crashed" if boot == boot_id() else "ended with the machine"
+    requests = "1 request was" if num_rows == 1 else f"{num_rows} requests were"
+    return f"the daemon before {how}, last heard of at {heard_at}; {requests} cut short"
+
+
+def _newest(db: sqlite3.Connection, table: str, run_id: int, since: str) -> str:
+    """Time of a run's newest row in a table, found from the end; empty if there is none."""
+    found = db.execute(
+        f"SELECT at FROM {table} WHERE run_id = ? AND at >= ? ORDER BY at DESC LIMIT 1",
+        (run_id, since),
+    ).fetchone()
+    return "" if found is None else str(found[0])
+
+
+def _has_row(db: sqlite3.Connection, rid: str) -> bool:
+    return db.execute("SELECT 1 FROM requests WHERE rid = ?", (rid,)).fetchone() is not None
 
 
 def insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:

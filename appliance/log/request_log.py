@@ -26,11 +26,13 @@ from appliance.log.file import abandon, file_id, open_log, remove_backups
 from appliance.log.insert import (
     Event,
     boot_id,
+    end_crashed_run,
     insert_events,
     insert_row,
     insert_run,
     update_energy,
 )
+from appliance.log.open_requests import OpenRequests
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.log.recorder import Recorder
@@ -93,6 +95,9 @@ class RequestLog:
         self._limits = limits or Limits()
         self._upkeep = Upkeep(self._limits)
         self._connection = open_log(path)
+        self._open = OpenRequests(path)
+        self.crash: str | None = None
+        """What is to be said of the daemon before, if it never stopped; start_run() finds out."""
         remove_unfinished(path)
         self._file_id = file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
@@ -111,7 +116,9 @@ class RequestLog:
     def start_run(
         self, *, version: str, model: str, dtype: str, roles: str, transport: str | None
     ) -> int:
-        """Record this start, and the crash of a run that never stopped; starts the writer.
+        """Record this start, and how the last run ended if nothing says so; starts the writer.
+
+        Requests that were open then get their rows.
 
         Raises:
             PenstockError: the file cannot be written.
@@ -126,9 +133,12 @@ class RequestLog:
             "transport": transport,
         }
         try:
+            with self._connection as db:
+                self.crash = end_crashed_run(db, self._open.left)
             self._run_id = insert_run(self._connection, self._run)
         except sqlite3.Error as error:
             raise PenstockError(f"cannot write: {error}", where=str(self.path)) from error
+        self._open.begin()
         self._writer.start()
         return self._run_id
 
@@ -138,6 +148,10 @@ class RequestLog:
             self._limits = limits
             self._upkeep.set_limits(limits)
             self._wake.notify_all()
+
+    def opened(self, row: LogRow) -> None:
+        """Note that a request is accepted, for the case that nobody is left to record its end."""
+        self._open.add(row)
 
     def record(self, row: LogRow | RowEnergy) -> None:
         """Queue the one row of a request, or what completes it later; returns at once."""
@@ -274,6 +288,7 @@ class RequestLog:
         if self._stop_reason and not self._is_failing:
             self._commit(_Batch(), self._stop_reason)
         self._connection.close()
+        self._open.close()
 
     def _wait_for_work(self) -> bool:
         """Sleep until a batch or a step of pruning is due; False when closing with nothing left."""
@@ -330,6 +345,7 @@ class RequestLog:
             lost = (self._rows_lost, self._frames_lost)
             _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
         self._is_failing = False
+        self._open.settle(row.rid for row in batch.rows)
         with self._wake:
             self._rows_lost += num_refused
             self._num_settled += len(batch)

@@ -35,7 +35,7 @@ class Machine:
             emit=lambda *tokens: self.service.emit(*tokens),
             max_step_tokens=64,
         )
-        self.supervisor = SimpleNamespace(is_started=True, lost_workers=[], workers={})
+        self.supervisor = SimpleNamespace(is_started=True, is_lost=False, workers={})
         self.service = Service(
             plan,
             self.router,

@@ -70,7 +70,7 @@ class Machine:
         self.service = Service(
             self.plan,
             self.router,
-            SimpleNamespace(is_started=True, lost_workers=[], workers={}),
+            SimpleNamespace(is_started=True, is_lost=False, workers={}),
             Tokenizer.from_folder(model),
             self.log,
             keeps_text=False,

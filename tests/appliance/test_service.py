@@ -141,3 +141,39 @@ def test_limits_change_while_requests_wait(machine):
     machine.submit("him")
     assert machine.frame["num_requests"] == 2
     assert machine.service.max_per_request == 15
+
+
+def test_while_one_worker_serves_the_appliance_does_and_says_what_is_wrong(machine):
+    machine.start_workers()
+    service, decode = machine.service, machine.supervisor.workers["decode"]
+    assert (service.not_ready_reason(), service.degraded_reason()) == (None, None)
+    request = machine.submit()
+    decode.state, decode.num_restarts, decode.num_short_lives, decode.pause_s = "loading", 4, 4, 5
+    service.worker_died("decode", "worker decode (pid 7) died: killed by SIGSEGV")
+    trouble = "worker decode has died 4 times in a row, and is tried again 5 s after its last end"
+    degraded = f"{trouble}; what comes is served by prefill"
+    assert (service.not_ready_reason(), service.degraded_reason()) == (None, degraded)
+    assert (machine.frame["state"], machine.frame["state_reason"]) == ("degraded", degraded)
+    assert trouble in [alert["message"] for alert in machine.frame["alerts"]]
+    assert machine.events()[-2] == (
+        "worker.died",
+        f"worker decode (pid 7) died: killed by SIGSEGV; {trouble}",
+    )
+    service.worker_lost("worker decode could not be restarted: exit code 1")
+    machine.submit()
+    assert not request.is_finished
+    machine.supervisor.workers["prefill"].state = "restarting"
+    assert service.degraded_reason() is None
+    assert service.not_ready_reason() == f"worker prefill is restarting; {trouble}"
+
+
+def test_nobody_waits_for_the_last_worker_that_cannot_come_back(machine):
+    machine.start_workers()
+    request = machine.submit()
+    machine.supervisor.is_lost = True
+    machine.service.worker_lost("worker decode could not be restarted: exit code 1")
+    assert request.sequences[0].finish_reason is FinishReason.ERROR
+    assert "could not be restarted" in request.sequences[0].error
+    with pytest.raises(Unavailable) as refused:
+        machine.submit()
+    assert refused.value.code == "engine_dead"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import pytest
+
+from appliance import supervisor as supervisor_file
 from appliance.placement import WorkerPlan
 from appliance.supervisor import Supervisor, weights_progress
 from appliance.worker_state import WorkerState
@@ -48,7 +51,7 @@ def test_shares_of_one_memory_and_copies_on_two_devices_add_up() -> None:
     assert weights_progress([loading(269, 269, gpu=gpu)] * 2) == (538, 538)
 
 
-DEAF = """
+READY = """
 import socket, sys, time
 from engine.channel import WorkerChannel
 from engine.messages import Go, Ready, Setup, WeightsLoaded
@@ -58,6 +61,9 @@ channel.expect(Setup)
 channel.send(WeightsLoaded())
 channel.expect(Go)
 channel.send(Ready("none"))
+"""
+SHORT_LIVED = f"{READY}time.sleep(0.01)"
+DEAF = f"""{READY}
 sock.shutdown(socket.SHUT_RDWR)
 time.sleep(600)
 """
@@ -84,4 +90,40 @@ async def test_a_worker_is_dead_when_its_process_is_gone_and_nothing_waits_for_t
         turns += worker.channel is None and worker.state == "ready"
     assert died.get_nowait() is False
     assert turns > 1  # the loop went round while a thread waited
+    await supervisor.stop()
+
+
+async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_file, "RESTART_BACKOFF_S", (0.0, 0.0, 0.01, 0.02))
+    died: asyncio.Queue[tuple[float, str | None]] = asyncio.Queue()
+    is_back = asyncio.Event()
+    state = loading(0, 0)
+    supervisor = Supervisor(
+        [(state.plan, state.setup)],
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: is_back.set(),
+        on_died=lambda name, about: died.put_nowait((worker.pause_s, worker.trouble)),
+        on_lost=lambda *lost: None,
+        program=(sys.executable, "-c", SHORT_LIVED),
+    )
+    worker = supervisor.workers["w"]
+    assert worker.trouble == "worker w is starting"
+    supervisor.spawn_all()
+    await supervisor.run()
+    told = [await died.get() for _ in range(5)]
+    assert [pause for pause, _ in told] == [0.0, 0.0, 0.01, 0.02, 0.02]
+    assert told[1][1] == "worker w is restarting"
+    assert told[3][1] == (
+        "worker w has died 4 times in a row, and is tried again 0.02 s after its last end"
+    )
+    assert not supervisor.is_lost  # it comes back each time
+    is_back.clear()
+    await is_back.wait()
+    assert worker.trouble is not None
+    assert worker.trouble.endswith("times in a row and has just come back")
+    worker.ready_at_s = 0.0
+    assert worker.trouble is None
     await supervisor.stop()

@@ -84,6 +84,10 @@ async def test_what_is_not_there_is_an_error_object(served, method, path, status
 
 async def test_health_holds_while_readiness_waits(served, appliance):
     assert (await served.http.get("/ready")).json() == {"status": "ready"}
+    appliance.degraded = "worker decode is restarting"
+    reply = await served.http.get("/ready")
+    assert reply.json() == {"status": "degraded", "reason": "worker decode is restarting"}
+    assert reply.status_code == 200
     appliance.unavailable = Unavailable("loading the model", code="model_loading")
     reply = await served.http.get("/ready")
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, "loading the model")

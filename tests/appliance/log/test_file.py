@@ -31,6 +31,7 @@ def test_the_file_and_those_beside_it_are_private_to_owner_and_group(path: Path)
     log.record(row("cmpl-1"))
     assert log.flush(10)
     modes = {found.name: found.stat().st_mode & 0o777 for found in path.parent.iterdir()}
+    assert modes.pop("requests.open") == 0o600
     assert modes == dict.fromkeys(("requests.db", "requests.db-wal", "requests.db-shm"), 0o640)
     assert log.close()
     assert query(path, "PRAGMA auto_vacuum") == [(2,)]

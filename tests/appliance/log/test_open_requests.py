@@ -1,0 +1,120 @@
+"""Requests that a killed daemon leaves without a row get one from the next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.log import open_requests
+from appliance.log.open_requests import CUT, OpenRequests
+from appliance.log.query import RowQuery
+from appliance.log.row import LogRow
+from tests.appliance.logs import query, request, rids, row, run_python, start
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "requests.db"
+
+
+def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from tests.appliance.logs import row, start\n"
+        "log = start(Path(sys.argv[1]))\n"
+        "[log.opened(row(f'cmpl-{i}', finish_reason=None)) for i in range(4)]\n"
+        "log.record(row('cmpl-1')); assert log.flush(10)\n"
+        "log.opened(row('cmpl-4', stream=False, finish_reason=None))\n"
+        "log.record(row('cmpl-2'))  # its row is not in the file yet\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert run_python(script, path).returncode == -9
+    log = start(path)
+    assert log.crash is not None
+    assert log.crash.startswith("the daemon before was killed or crashed, last heard of at 2")
+    assert log.crash.endswith("; 4 requests were cut short")
+    found = {one["rid"]: one for one in log.rows(RowQuery())}
+    assert sorted(found) == [f"cmpl-{i}" for i in range(5)]
+    assert found["cmpl-1"]["finish_reason"] == "length"
+    for rid in ("cmpl-0", "cmpl-2", "cmpl-3", "cmpl-4"):
+        assert (found[rid]["finish_reason"], found[rid]["error"]) == ("error", CUT)
+    assert found["cmpl-0"]["http_status"] == 200  # the head of its stream was out
+    assert found["cmpl-4"]["http_status"] == 500
+    log.end_run("clean")
+    assert log.close()
+    assert start(path).crash is None
+    assert query(path, "SELECT run_id, count(*) FROM requests GROUP BY run_id") == [(1, 5)]
+    assert query(path, "SELECT stop_reason, stopped_at >= started_at FROM runs WHERE run_id = 1")[
+        0
+    ] == ("crash", 1)
+
+
+def test_no_prompt_is_in_the_file_and_nobody_else_reads_it(path: Path) -> None:
+    log = start(path)
+    log.opened(LogRow.from_request(request("cmpl-1", text="a secret")))
+    left = OpenRequests(path)
+    assert [one.rid for one in left.left] == ["cmpl-1"]
+    assert b"secret" not in left.path.read_bytes()
+    assert left.path.stat().st_mode & 0o777 == 0o600
+    log.close()
+
+
+def test_a_daemon_that_stops_leaves_no_file(path: Path) -> None:
+    log = start(path)
+    log.opened(row("cmpl-1"))
+    log.record(row("cmpl-1"))
+    assert log.close()
+    assert [each.name for each in path.parent.iterdir() if "open" in each.name] == []
+
+
+def test_the_file_stays_small_and_holds_what_is_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_requests, "MIN_REWRITE_BYTES", 4096)
+    path.parent.mkdir()
+    mine = OpenRequests(path)
+    mine.begin()
+    mine.add(row("forever"))
+    for number in range(200):
+        mine.add(row(f"cmpl-{number}"))
+        mine.settle([f"cmpl-{number}"])
+        assert mine.path.stat().st_size < 3 * 4096
+    mine.add(row("last"))
+    found = [one.rid for one in OpenRequests(path).left]
+    assert {"forever", "last"} <= set(found)
+    mine.settle(["forever", "last"])
+    assert mine.path.stat().st_size == 0
+
+
+def test_a_torn_line_and_another_versions_cost_only_themselves(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir()
+    good = msgspec.json.encode(row("cmpl-1"))
+    strange = msgspec.json.encode({"rid": "cmpl-0", "shape": "another"})
+    path.with_suffix(".open").write_bytes(b"\n".join([good[:40], strange, good, good[:-9]]))
+    log = start(path)
+    assert rids(log.rows(RowQuery())) == []  # there was no run that they could belong to
+    assert caplog.text.count("is not read") == 3
+    log.close()
+
+
+def test_a_disk_without_room_is_said_once_and_outlived(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = start(path)
+    with monkeypatch.context() as full:
+
+        def refuse(fd: int, data: bytes) -> int:
+            raise OSError(28, os.strerror(28))
+
+        full.setattr(os, "write", refuse)
+        log.opened(row("cmpl-1"))
+        log.opened(row("cmpl-2"))
+    assert caplog.text.count("No space left") == 1
+    log.opened(row("cmpl-3"))
+    assert [one.rid for one in OpenRequests(path).left] == ["cmpl-3"]
+    log.close()
