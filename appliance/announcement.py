@@ -79,7 +79,7 @@ def sampling_text(sampling: Mapping[str, float]) -> str:
 
 def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
     """What to do where nobody has said how random replies are to be; empty if somebody has."""
-    if "temperature" in sampling:
+    if "temperature" in sampling or folder.suffix == ".gguf":  # whose own file says all
         return ""
     return (
         "at temperature 1 small models ramble: try --temperature "

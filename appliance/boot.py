@@ -120,6 +120,8 @@ def make_plan(config: ServeConfig) -> Plan:
         roles = "colocated"
     if isinstance(config.model, HubName):
         model_id = config.model.repository
+    elif checkpoint.folder.suffix == ".gguf":
+        model_id = checkpoint.folder.stem
     else:
         model_id = checkpoint.folder.resolve().name
     return Plan(
@@ -155,7 +157,7 @@ def check_plan(config: ServeConfig) -> str:
 
 
 def model_folder(model: Path | HubName | None) -> Path:
-    """Where the model lies: nowhere else than on this machine.
+    """Where the model lies, its folder or its GGUF file: nowhere else than on this machine.
 
     Raises:
         ConfigError: it has to be pulled first, or is of a kind that is not served.
@@ -164,21 +166,17 @@ def model_folder(model: Path | HubName | None) -> Path:
         return STARTER_FOLDER
     if isinstance(model, Path):
         return model
-    if model.file is not None:
-        what = "GGUF files are not served yet"
-        hint = f"serve the safetensors that it was made from; penstock models show {model}"
-        raise ConfigError(what, where=str(model), hint=hint)
     root = cache.hub_cache(os.environ)
     folder = cache.resolve(root, model)
     if folder is None:
         what, hint = "not on this machine", f"penstock models pull {model}; {cache.in_words(root)}"
         raise ConfigError(what, where=str(model), hint=hint)
-    return folder
+    return folder if model.file is None else cache.gguf_file(folder, model.file)
 
 
 def is_to_be_fetched(model: Path | HubName | None) -> bool:
     """True of a name whose files are not all on this machine."""
-    if not isinstance(model, HubName) or model.file is not None:
+    if not isinstance(model, HubName):
         return False
     return cache.resolve(cache.hub_cache(os.environ), model) is None
 
@@ -260,6 +258,14 @@ def _setups(
         if layout is None:
             layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
     weights_fd = None
+    if layout is not None and not checkpoint.is_plain:
+        log.info(
+            "weights are %s in the file, %.0f MB, and %s in memory, %.0f MB, made at start",
+            checkpoint.stored_dtype,
+            checkpoint.num_bytes / 1e6,
+            dtype,
+            layout.num_bytes / 1e6,
+        )
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)
         fds.append(weights_fd)
@@ -328,7 +334,7 @@ def model_info(plan: Plan) -> ModelInfo:
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         note=plan.model_note,
-        created=int((plan.checkpoint.folder / "config.json").stat().st_mtime),
+        created=int(min(t.file.stat().st_mtime for t in plan.checkpoint.tensors.values())),
         sampling=config.sampling,
         aliases=plan.aliases,
         tool_parser=plan.tool_parser,

@@ -1,4 +1,4 @@
-"""A model folder, checked before any worker starts: its config and where every weight lies.
+"""A model, checked before any worker starts: its config and where every weight lies.
 
 Owns: which tensors a model needs, the choice of the serving dtype, and the layout of the arena
 that holds converted weights.
@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from engine.config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.gguf_config import named
+from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.pairs import packed_shape
-from engine.safetensors_header import TensorInfo, read_header
+from engine.safetensors_header import read_header
+from engine.tensor_info import BLOCKS, TensorInfo
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,9 +36,10 @@ _ALIGNMENT_BYTES = 64  # a cache line; also what vector loads like best
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder that can be served."""
+    """A folder or a GGUF file that can be served."""
 
     folder: Path
+    """Where it lies; of a GGUF model the file, or the first of its parts."""
     config: ModelConfig
     tensors: dict[str, TensorInfo]
     """The tensors that the config expects, in the model's order; others are left out."""
@@ -48,6 +53,9 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the file, and the key or tensor that is wrong.
         """
+        gguf = find_gguf(folder) if folder.exists() else None
+        if gguf is not None:
+            return cls._open_gguf(gguf)
         if not folder.is_dir():
             hint = "give the path of a folder in Hugging Face format"
             what = "not a folder" if folder.exists() else "no such model folder"
@@ -59,14 +67,30 @@ class Checkpoint:
             _, tensors = read_header(path)
             found.update((tensor.name, tensor) for tensor in tensors)
         expected = {
-            name: _checked(source, found, name, shape) for name, shape in expected_shapes(config)
+            name: _checked(source, found.get(name), name, shape, partial(_layer_hint, found))
+            for name, shape in expected_shapes(config)
         }
         return cls(folder, config, expected, _main_dtype(expected))
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> Checkpoint:
+        model = GgufModel.open(path)
+        config = ModelConfig.from_gguf(model)
+        expected = {}
+        for name, shape in expected_shapes(config):
+            tensor = named(model, config.family, name)
+            expected[name] = _checked(path, tensor, name, shape, lambda _name: "")
+        return cls(model.path, config, expected, _main_dtype(expected))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights as stored."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all tensors' bytes are their values, in order."""
+        return all(tensor.is_plain for tensor in self.tensors.values())
 
     @property
     def num_parameters(self) -> int:
@@ -249,9 +273,10 @@ def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
 
 
 def _is_aligned(checkpoint: Checkpoint) -> bool:
-    """True if every tensor begins at a multiple of its values' size."""
+    """True if every tensor's values are there as they are, at a multiple of their size."""
     return all(
-        tensor.start % DTYPE_BYTES[tensor.dtype] == 0 for tensor in checkpoint.tensors.values()
+        tensor.is_plain and tensor.start % DTYPE_BYTES[tensor.dtype] == 0
+        for tensor in checkpoint.tensors.values()
     )
 
 
@@ -274,18 +299,23 @@ def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _checked(
-    source: Path, found: dict[str, TensorInfo], name: str, shape: tuple[int, ...]
+    source: Path,
+    tensor: TensorInfo | None,
+    name: str,
+    shape: tuple[int, ...],
+    hint_of: Callable[[str], str],
 ) -> TensorInfo:
-    tensor = found.get(name)
     if tensor is None:
-        hint = _layer_hint(found, name)
-        raise CheckpointError(f"tensor {name} is missing", where=str(source), hint=hint)
+        what = f"tensor {name} is missing"
+        raise CheckpointError(what, where=str(source), hint=hint_of(name))
     if tensor.shape != shape:
-        what = f"tensor {name} has shape {tensor.shape}, but config.json asks for {shape}"
+        asks = "its metadata" if source.suffix == ".gguf" else "config.json"
+        what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
         raise CheckpointError(what, where=str(tensor.file))
-    if tensor.dtype not in DTYPE_BYTES:
+    served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else tuple(DTYPE_BYTES)
+    if tensor.dtype not in served or (tensor.dtype in BLOCKS and len(shape) != 2):
         what = f"tensor {name} is stored as {tensor.dtype}"
-        hint = f"supported: {', '.join(DTYPE_BYTES)}"
+        hint = f"supported: {', '.join(served)}"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
     return tensor
 
@@ -305,7 +335,7 @@ def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
-    bytes_by_dtype = dict.fromkeys(DTYPE_BYTES, 0)
+    bytes_by_dtype = dict.fromkeys((*DTYPE_BYTES, *BLOCKS), 0)
     for tensor in tensors.values():
         bytes_by_dtype[tensor.dtype] += tensor.num_bytes
     return max(bytes_by_dtype, key=bytes_by_dtype.__getitem__)

@@ -17,6 +17,8 @@ from pathlib import Path
 from engine.errors import CheckpointError
 from engine.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME
 from engine.family import ExpertNames, Family
+from engine.gguf_config import config_keys, sampling_keys
+from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.rope import RopeConfig
 
@@ -90,8 +92,23 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json and, where there is one, generation_config.json."""
-        file_keys = JsonKeys.from_file(folder / "config.json")
+        """Read config.json and, where there is one, generation_config.json.
+
+        Of a GGUF file, or a folder that has only such a one, the same out of its metadata.
+        """
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            return cls.from_gguf(GgufModel.open(gguf))
+        return cls._from_keys(JsonKeys.from_file(folder / "config.json"), _generation(folder))
+
+    @classmethod
+    def from_gguf(cls, model: GgufModel) -> ModelConfig:
+        """Read a GGUF file's metadata."""
+        keys = JsonKeys(config_keys(model), model.path)
+        return cls._from_keys(keys, JsonKeys(sampling_keys(model), model.path))
+
+    @classmethod
+    def _from_keys(cls, file_keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         family = _family(file_keys)
         keys = _keys_of_family(file_keys, family)
         hidden_size = keys.integer("hidden_size")
@@ -103,7 +120,6 @@ class ModelConfig:
         windows = _sliding_windows(keys, family, rotated)
         if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
             rotated = [window is not None for window in windows]
-        generation = _generation(folder)
         return cls(
             family=family,
             vocab_size=keys.integer("vocab_size"),

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.tensor_info import TensorInfo
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the reference implementation
@@ -24,20 +24,6 @@ _ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where one tensor's bytes are."""
-
-    name: str
-    file: Path
-    dtype: str
-    """`float32`, `bfloat16`, `float16`, or the format's own code for what is never served."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset of the first byte in the file."""
-    num_bytes: int
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:

@@ -17,6 +17,8 @@ import tokenizers
 
 from engine.chat_template import ChatTemplate
 from engine.errors import CheckpointError, RequestError
+from engine.gguf_header import GgufModel, find_gguf
+from engine.gguf_tokenizer import read_tokenizer, special_tokens
 
 MAX_HELD_LENGTH = 4096
 """Longer texts and lists of ids are worked on in batches of one: `tokenizers` keeps the interpreter
@@ -58,9 +60,14 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
+        Of a GGUF file, or a folder that has only such a one, the same out of its metadata.
+
         Raises:
             CheckpointError: a file is missing or broken; `where` names it.
         """
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            return cls._from_gguf(GgufModel.open(gguf))
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -80,6 +87,15 @@ class Tokenizer:
             backend,
             chat_template=_read_template(folder, config),
             special_tokens=_special_tokens(config),
+        )
+
+    @classmethod
+    def _from_gguf(cls, model: GgufModel) -> Tokenizer:
+        source = model.text("tokenizer.chat_template")
+        tool_source = model.text("tokenizer.chat_template.tool_use")
+        template = ChatTemplate(source, str(model.path), tool_source) if source else None
+        return cls(
+            read_tokenizer(model), chat_template=template, special_tokens=special_tokens(model)
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

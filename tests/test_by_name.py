@@ -66,7 +66,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub, start_daemon, tmp_path):
     [
         ("owner/none", "has no such model"),
         ("owner/tiny-llama@v9", "no revision v9"),
-        ("owner/tiny-llama:Q4_K_M", "GGUF files are not served yet"),
+        ("owner/tiny-llama:Q4_K_M", "no quantisation 'Q4_K_M'"),
     ],
 )
 def test_a_name_that_leads_nowhere_ends_the_start(hub, tmp_path, name, words):

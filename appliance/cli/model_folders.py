@@ -1,4 +1,4 @@
-"""Model folders on this machine: where they are, what they hold, whether their bytes are right.
+"""Models on this machine: where they are, what they hold, whether their bytes are right.
 
 Owns: where checkpoints are looked for, and the sums that their files are compared with.
 Called by: models. Invariant: a folder that cannot be served is described with the reason, not left
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.api.output_format import output_format_of
-from appliance.models import cache
+from appliance.models import cache, fits
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
+from engine.gguf_header import models_in
 from engine.tokenizer import Tokenizer
 
 SUMS_FILE = "SHA256SUMS"
@@ -28,7 +29,7 @@ _READ_BYTES = 4 << 20
 
 
 class Found(NamedTuple):
-    """A folder with a config.json, and the name that people know it by."""
+    """A folder with a config.json, or a GGUF file, and the name that people know it by."""
 
     name: str
     folder: Path
@@ -37,7 +38,11 @@ class Found(NamedTuple):
 def in_hub_cache(root: Path) -> Iterator[Found]:
     """Snapshots of models, as owner/name@revision."""
     for snapshot in cache.snapshots(root):
-        yield Found(snapshot.name, snapshot.folder)
+        if (snapshot.folder / "config.json").exists():
+            yield Found(snapshot.name, snapshot.folder)
+            continue
+        for path in models_in(snapshot.folder):
+            yield Found(f"{snapshot.name}:{path.name}", path)
 
 
 def under(root: Path) -> Iterator[Found]:
@@ -46,15 +51,14 @@ def under(root: Path) -> Iterator[Found]:
         for path in sorted(root.glob(pattern)):
             name = root.name if path.parent == root else str(path.parent.relative_to(root))
             yield Found(name, path.parent)
+    for folder in (root, *sorted(path for path in root.glob("*") if path.is_dir())):
+        for path in models_in(folder):
+            yield Found(str(path.relative_to(root)), path)
 
 
 def describe(found: Found) -> dict[str, Any]:
     """What `models list` says of a folder."""
     unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
-    if not (found.folder / "config.json").exists():
-        size_bytes = cache.size_bytes(found.folder)
-        problem = "GGUF files are not served yet"
-        return {**_place(found), **unknown, "size_bytes": size_bytes, "problem": problem}
     try:
         checkpoint = Checkpoint.open(found.folder)
     except CheckpointError as error:
@@ -81,7 +85,7 @@ def detail(found: Found) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "tokenizer_vocabulary": tokenizer.vocab_size,
-        "kv_bytes_per_token": config.kv_block_bytes(1, checkpoint.stored_dtype),
+        "kv_bytes_per_token": fits.need_of(config).kv_bytes_per_token,
         "chat_template": tokenizer.chat_template is not None,
         "tools": not output_format_of(tokenizer).has_preamble,
     }
@@ -129,7 +133,7 @@ def expected_sums(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
     Raises:
         CheckpointError: a file of sums cannot be read.
     """
-    listed = _read_sums(folder / SUMS_FILE)
+    listed = _read_sums((folder if folder.is_dir() else folder.parent) / SUMS_FILE)
     sums: dict[Path, str] = {}
     for path in files:
         beside = _read_sums(path.with_name(path.name + ".sha256"))

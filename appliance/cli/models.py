@@ -33,7 +33,9 @@ LEAST_VOCABULARY = 0.5
 Dirs = Annotated[
     list[Path] | None, typer.Option("--dir", help="Look for models here as well; repeat.")
 ]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name from the list.")]
+Name = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name from the list.")
+]
 
 models = typer.Typer(help="Models on this machine, and on the hub.", no_args_is_help=True)
 
@@ -248,11 +250,15 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     from appliance.cli import model_folders
 
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return model_folders.Found(path.stem, path.absolute())
     if path.is_dir():
         return model_folders.Found(path.absolute().name, path.absolute())
     asked = a_model(name)
     if isinstance(asked, HubName):
         in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
+        if in_cache is not None and asked.file is not None:
+            return model_folders.Found(str(asked), cache.gguf_file(in_cache, asked.file))
         if in_cache is not None:
             return model_folders.Found(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
     matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]

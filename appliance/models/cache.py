@@ -22,6 +22,7 @@ from pathlib import Path
 
 from appliance.models.names import HubName
 from engine.errors import ConfigError, PenstockError
+from engine.gguf_header import parts_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,13 +98,31 @@ def resolve(cache: Path, name: HubName) -> Path | None:
 def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
     """What serving the model in this folder would not find; of a GGUF model, its file."""
     if file is not None:
-        is_there = any(
-            path.exists() and (path.name == file or is_quantised_as(path.name, file))
-            for path in snapshot.rglob("*.gguf")
-        )
-        return [] if is_there else [file]
+        found = _gguf_files(snapshot, file)
+        parts = parts_of(found[0]) if found else []
+        missing = [part.name for part in parts if not part.exists()]
+        return missing if found else [file]
     needed = ["config.json", "tokenizer.json", *weight_names(snapshot)]
     return [each for each in needed if not (snapshot / each).exists()]
+
+
+def gguf_file(snapshot: Path, file: str) -> Path:
+    """The GGUF file that a name asks for; the first part, where it has parts.
+
+    Args:
+        snapshot: a folder that resolve() returned for it.
+        file: a file's path in it, or a quantisation such as Q4_K_M.
+    """
+    return _gguf_files(snapshot, file)[0]
+
+
+def _gguf_files(snapshot: Path, file: str) -> list[Path]:
+    """What a name could mean, parts in order."""
+    return [
+        path
+        for path in sorted(snapshot.rglob("*.gguf"))
+        if file in (path.name, str(path.relative_to(snapshot))) or is_quantised_as(path.name, file)
+    ]
 
 
 def weight_names(folder: Path) -> list[str]:

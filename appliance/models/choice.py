@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from appliance.models.cache import INDEX, SINGLE, is_quantised_as
 from appliance.models.names import HubName
 from engine.errors import CheckpointError
+from engine.gguf_header import parts_of
 
 SMALL = (
     "config.json",
@@ -100,8 +102,12 @@ def weight_files(repository: Repository, names: Sequence[str] | None = None) -> 
 
 
 def _quantised(repository: Repository, wanted: str) -> list[RemoteFile]:
-    if (named := repository.files.get(wanted)) is not None:
-        return [named]
+    if wanted in repository.files:
+        parts = [str(part) for part in parts_of(Path(wanted))]
+        if missing := [part for part in parts if part not in repository.files]:
+            what = f"the repository has no {missing[0]}, which is a part of it"
+            raise CheckpointError(what, where=str(repository.name))
+        return [repository.files[part] for part in parts]
     fitting = [file for file in repository.gguf if is_quantised_as(file.path, wanted)]
     if not fitting:
         what = f"the repository has no file and no quantisation {wanted!r}"

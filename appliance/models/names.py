@@ -1,7 +1,7 @@
-"""How a model is named: a folder, or `owner/name` on a hub.
+"""How a model is named: a folder, a GGUF file, or `owner/name` on a hub.
 
 Owns: the grammar of names. Called by: config, cache, pull, the CLI.
-Invariant: what exists as a folder is that folder; what begins like a path is a path.
+Invariant: what exists as a folder or a GGUF file is that; what begins like a path is a path.
 Never: imports anything slow: each `penstock status` pays for it.
 """
 
@@ -38,7 +38,7 @@ class HubName:
 
 
 def a_model(value: object) -> Path | HubName:
-    """A folder, or a model on a hub: the value of the setting `model`.
+    """A folder or a GGUF file, or a model on a hub: the value of the setting `model`.
 
     Raises:
         ValueError: it is neither; says what is allowed.
@@ -49,6 +49,6 @@ def a_model(value: object) -> Path | HubName:
         raise ValueError("a path, or a name on the hub such as Qwen/Qwen3-0.6B")
     path = Path(value).expanduser()
     name = _NAME.fullmatch(str(value))
-    if name is None or path.is_dir():
+    if name is None or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path.absolute()
     return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])

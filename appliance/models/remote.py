@@ -56,7 +56,6 @@ def on_hub(name: HubName, where: Sequence[fits.Place]) -> dict[str, Any]:
         "size_bytes": sum(file.size_bytes for file in weights),
     }
     if name.file is not None:
-        about["problem"] = "GGUF files are not served yet"
         need = fits.need_of_file(about["size_bytes"])
     else:
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:

@@ -21,6 +21,7 @@ from engine.checkpoint import Checkpoint, packed_layout, weights_layout
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
 from engine.model.packing import pack_weights
+from engine.model.stored import Stored
 from engine.model.weight import Weight
 
 Progress = Callable[[int, int], None]
@@ -59,21 +60,53 @@ def load_weights(
         return mapped | pack_weights(mapped, layout, arena, share, progress)
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
-        _convert_share(_map_files(checkpoint, _ignore), views, share, DTYPE_BYTES[dtype], progress)
+        convert_weights(checkpoint, views, progress, share)
     else:
         progress(len(arena), len(arena))
     return {name: Weight.plain(view) for name, view in views.items()}
+
+
+def convert_weights(
+    checkpoint: Checkpoint,
+    views: dict[str, torch.Tensor],
+    progress: Progress,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Fill the views with the checkpoint's values, whatever form they are stored in.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        views: by name, of one dtype, on any device.
+        progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
+        share: (index, count) of the part to fill.
+    """
+    stored = _map_files(checkpoint, _ignore)
+    rows_by_name = {name: view.view(len(view), -1) for name, view in views.items()}
+    pieces = list(_pieces(rows_by_name, *share))
+    total = sum(rows_by_name[name][first:end].nbytes for name, first, end in pieces)
+    done, reported_ns = 0, 0
+    for name, first, end in pieces:
+        target = rows_by_name[name][first:end]
+        target.copy_(stored[name].rows(first, end))
+        done += target.nbytes
+        now_ns = time.monotonic_ns()
+        if now_ns - reported_ns >= _PROGRESS_INTERVAL_NS:
+            reported_ns = now_ns
+            progress(done, total)
+    progress(total, total)
 
 
 def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
     """Matrices in the files, vectors in `dtype`."""
     return {
         name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
-        for name, values in _map_files(checkpoint, progress).items()
+        for name, values in (
+            (name, stored.values) for name, stored in _map_files(checkpoint, progress).items()
+        )
     }
 
 
-def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:
+def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
     tensors = checkpoint.tensors.values()
     end_by_file: dict[Path, int] = {}
     for tensor in tensors:
@@ -85,17 +118,12 @@ def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Te
         bytes_by_file[path] = _map_file(path, end)
         mapped_bytes += end
         progress(mapped_bytes, total_bytes)
-    views = {}
-    for tensor in tensors:
-        stored = bytes_by_file[tensor.file]
-        dtype = getattr(torch, tensor.dtype)
-        if tensor.start % dtype.itemsize:
-            # Only on the way into an arena: weights_layout never maps such a file for serving.
-            flat = stored[tensor.start : tensor.start + tensor.num_bytes].clone().view(dtype)
-        else:
-            flat = stored[tensor.start : tensor.start + tensor.num_bytes].view(dtype)
-        views[tensor.name] = flat.view(tensor.shape)
-    return views
+    return {
+        tensor.name: Stored(
+            tensor, bytes_by_file[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
+        )
+        for tensor in tensors
+    }
 
 
 def _map_file(path: Path, end: int) -> torch.Tensor:
@@ -130,40 +158,21 @@ def _arena_views(checkpoint: Checkpoint, dtype: str, arena: mmap.mmap) -> dict[s
     return views
 
 
-def _convert_share(
-    stored: dict[str, torch.Tensor],
-    views: dict[str, torch.Tensor],
-    share: tuple[int, int],
-    item_bytes: int,
-    progress: Progress,
-) -> None:
-    index, count = share
-    total = sum(view.numel() for view in views.values())
-    first, last = total * index // count, total * (index + 1) // count
-    num_done, reported_ns = 0, 0
-    for name, start, end in _pieces(views, first, last):
-        views[name].view(-1)[start:end].copy_(stored[name].view(-1)[start:end])
-        num_done += end - start
-        now_ns = time.monotonic_ns()
-        if now_ns - reported_ns >= _PROGRESS_INTERVAL_NS:
-            reported_ns = now_ns
-            progress(num_done * item_bytes, (last - first) * item_bytes)
-    progress((last - first) * item_bytes, (last - first) * item_bytes)
-
-
 def _pieces(
-    views: dict[str, torch.Tensor], first: int, last: int
+    rows_by_name: dict[str, torch.Tensor], index: int, count: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Cut values [first, last) of all tensors laid end to end into pieces of single tensors."""
-    tensor_first = 0
-    for name, view in views.items():
-        start = max(first - tensor_first, 0)
-        end = min(last - tensor_first, view.numel())
-        while start < end:
-            piece_end = min(start + _PIECE_VALUES, end)
-            yield name, start, piece_end
-            start = piece_end
-        tensor_first += view.numel()
+    """Share `index` of `count` of all values, in runs of rows of one tensor."""
+    total = sum(rows.numel() for rows in rows_by_name.values())
+    share_first, share_end, before = total * index // count, total * (index + 1) // count, 0
+    for name, rows in rows_by_name.items():
+        # a row belongs to the share in which its first value lies
+        depth = rows.shape[1]
+        first = -(-max(share_first - before, 0) // depth)
+        end = min(-(-max(share_end - before, 0) // depth), len(rows))
+        step = max(_PIECE_VALUES // depth, 1)
+        for row in range(first, end, step):
+            yield name, row, min(row + step, end)
+        before += rows.numel()
 
 
 def _ignore(_done: int, _total: int) -> None:

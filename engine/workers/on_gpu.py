@@ -34,6 +34,7 @@ from engine.messages import (
 )
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
+from engine.model.weights import convert_weights
 from engine.workers.copying import probe
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars
@@ -134,7 +135,11 @@ def _weights(
         return shared, device.map(shared.weights)
     layout = arena_layout(checkpoint, setup.dtype)
     arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
-    stream_weights(checkpoint, arena_views(layout, setup.dtype, arena), device, progress)
+    views = arena_views(layout, setup.dtype, arena)
+    if checkpoint.is_plain:
+        stream_weights(checkpoint, views, device, progress)
+    else:
+        convert_weights(checkpoint, views, progress)
     channel.send(WeightsLoaded())
     channel.expect(Go)
     return None, arena

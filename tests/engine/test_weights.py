@@ -77,7 +77,7 @@ def test_shares_fill_the_arena_together(folder, count):
         assert calls[-1][0] == calls[-1][1]
         totals.append(calls[-1][1])
     assert sum(totals) == 4 * checkpoint.num_parameters
-    assert max(totals) - min(totals) <= 4
+    assert max(totals) - min(totals) <= 2 * 4 * 96  # a share begins with a row
     weights = load_weights(checkpoint, "float32", arena, None, ignore)
     assert_equal(weights, stored(folder), torch.float32)
 

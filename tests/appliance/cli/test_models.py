@@ -14,6 +14,7 @@ from appliance.boot import STARTER_FOLDER
 from appliance.models import cache
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
+from tests.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -132,6 +133,28 @@ def test_the_hubs_cache_says_itself_what_its_files_should_be(
     ended = penstock(environ, "models", "verify", "owner/a--name")
     assert ended.returncode == 78
     assert "model.safetensors" in ended.stderr.splitlines()[0]
+
+
+def test_a_gguf_file_is_listed_shown_and_verified(tmp_path: Path, environ: dict[str, str]) -> None:
+    make_model(tmp_path / "m")
+    (tmp_path / "files").mkdir()
+    path = write_gguf(tmp_path / "m", tmp_path / "files" / "tiny.gguf", "Q8_0")
+    (row,) = (r for r in listed(environ, "--dir", str(tmp_path)) if r["name"] == "files/tiny.gguf")
+    assert (row["family"], row["problem"]) == ("llama", None)
+    for name in (path, path.parent):
+        shown = penstock(environ, "models", "show", str(name), "-o", "json")
+        about = json.loads(shown.stdout)
+        assert about["num_parameters"] == row["num_parameters"]
+        assert about["fits"][0]["verdict"] == "yes"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    (path.parent / "SHA256SUMS").write_text(f"{digest} *tiny.gguf\n")
+    assert verified(environ, path) == (0, ["ok"])
+    corrupt(path)
+    assert verified(environ, path) == (78, ["WRONG"])
+    os.truncate(path, path.stat().st_size - 64)
+    ended = penstock(environ, "models", "show", str(path))
+    assert ended.returncode == 78
+    assert "truncated" in ended.stderr
 
 
 def corrupt(weights: Path) -> None:

@@ -259,7 +259,8 @@ def test_a_gguf_file_comes_by_its_quantisation(
     assert [path.name for path in folder.iterdir()] == ["m-Q8_0.gguf"]
     listed = penstock(environ, "models", "list", "-o", "json").stdout
     row = next(r for r in json.loads(listed)["data"] if r["name"].startswith("owner/gguf"))
-    assert row["problem"] == "GGUF files are not served yet"
+    assert row["name"].endswith(":m-Q8_0.gguf")
+    assert row["problem"] == "not a GGUF file"  # these bytes are none
 
 
 def test_room_on_the_disk_is_looked_at_first(

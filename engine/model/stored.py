@@ -1,0 +1,58 @@
+"""A tensor as its file has it, and rows of the values that the model wants.
+
+Owns: the order of rows, the blocks, the shift, all of which a file's format may have otherwise.
+Called by: weights. Invariant: rows() gives the same values however it is cut.
+Never: maps a file.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from engine.model.blocks import Codes, codes_of
+from engine.tensor_info import BLOCKS, TensorInfo
+
+
+class Stored:
+    """One tensor in a mapped file."""
+
+    def __init__(self, info: TensorInfo, data: torch.Tensor) -> None:
+        """Data is uint8, all bytes of the tensor."""
+        self.info = info
+        self.num_rows, self.depth = info.shape[0], prod(info.shape[1:])
+        self._data = data
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The bytes as what they are, in place; only where they are values in order."""
+        dtype = getattr(torch, self.info.dtype)
+        # only on the way into an arena: weights_layout never maps such a file for serving
+        data = self._data if self.info.start % dtype.itemsize == 0 else self._data.clone()
+        return data.view(dtype).view(self.info.shape)
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Values [end - first, depth] of rows [first, end); of a vector, a value is a row."""
+        stored = self._stored_rows(first, end)
+        if self.info.dtype in BLOCKS:
+            values = codes_of(stored, self.info.dtype).values()
+        else:
+            values = stored.view(getattr(torch, self.info.dtype))
+        return values.float() + self.info.shift if self.info.shift else values
+
+    def codes(self, first: int, end: int) -> Codes:
+        """The same rows as codes and scales, where they are stored so."""
+        return codes_of(self._stored_rows(first, end), self.info.dtype)
+
+    def _stored_rows(self, first: int, end: int) -> torch.Tensor:
+        """uint8 [end - first, bytes of a row], in the order in which the model wants them."""
+        stored = self._data.view(self.num_rows, -1)
+        size = self.info.head_rows
+        if not size:
+            rows = stored[first:end]
+            item_bytes = 1 if self.info.dtype in BLOCKS else rows.shape[1] // self.depth
+            return rows if self.info.start % item_bytes == 0 else rows.clone()
+        wanted = torch.arange(first, end)
+        head, place = wanted // size, wanted % size
+        return stored[head * size + place % (size // 2) * 2 + place // (size // 2)]

@@ -1,0 +1,209 @@
+"""GGUF files made from tiny checkpoints, as llama.cpp's own converter makes them.
+
+Names and blocks come from the format's own package, which the product does not use.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
+}
+"""By family. Only what the format can say of each can be converted."""
+_INTERLEAVED = ("llama", "smollm3", "granite")
+_NUMBERS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_FLOATS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> Path:
+    """Write a checkpoint's config, weights and tokenizer as one file; returns its path.
+
+    Args:
+        folder: in Hugging Face form, of one safetensors file.
+        path: of the file to write.
+        kind: of matrices, by the format's name; vectors are F32.
+        metadata: more of it, by keys with `__` for `.`; None leaves a key out.
+    """
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch)
+    said = _config(config, arch) | _tokenizer(folder, config)
+    said |= {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in said.items():
+        _add(writer, key, value)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: each.float().numpy() for name, each in stored.items()}
+    for name, values in _named(tensors, config, arch).items():
+        _add_tensor(writer, name, values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def split_gguf(path: Path, count: int) -> list[Path]:
+    """The same model in so many parts, beside it; the first has the metadata."""
+    reader = gguf.GGUFReader(path)
+    arch = reader.fields["general.architecture"].contents()
+    parts = []
+    for number in range(count):
+        part = path.with_name(f"{path.stem}-{number + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(part, arch)
+        for name, field in reader.fields.items() if number == 0 else ():
+            if not name.startswith(("GGUF.", "general.architecture")):
+                _add(writer, name, field.contents())
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(part)
+    return parts
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+    if values.shape[-1] % block:
+        wanted = gguf.GGMLQuantizationType.F16
+    writer.add_tensor(name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+
+
+def _config(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, name in _NUMBERS.items():
+        names = name if isinstance(name, tuple) else (name,)
+        values = [config[each] for each in names if config.get(each)]
+        found[f"{arch}.{key}"] = values[0] if values else None
+    for key, name in _FLOATS.items():
+        found[f"{arch}.{key}"] = float(config[name]) if config.get(name) else None
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    found[f"{arch}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    found[f"{arch}.rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
+        found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
+        found[f"{arch}.rope.scaling.original_context_length"] = rope.get(
+            "original_max_position_embeddings"
+        )
+    return found
+
+
+def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    added = {each["id"]: each for each in spec["added_tokens"]}
+    vocab = dict(spec["model"]["vocab"]) | {each["content"]: i for i, each in added.items()}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
+        "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
+        "tokenizer.chat_template": settings.get("chat_template"),
+    }
+
+
+def _named(
+    tensors: dict[str, np.ndarray], config: dict[str, Any], arch: str
+) -> dict[str, np.ndarray]:
+    """Under the format's names, experts as one tensor, rows and norms as it has them."""
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[arch], config["num_hidden_layers"])
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        if arch in _INTERLEAVED and ".q_proj." in name:
+            values = _interleaved(values, config["num_attention_heads"])
+        if arch in _INTERLEAVED and ".k_proj." in name:
+            values = _interleaved(values, config["num_key_value_heads"])
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            number, _, part = after.partition(".")
+            experts.setdefault(f"{before}.experts.{part}", {})[int(number)] = values
+        else:
+            found[str(names.get_name(name, (".weight", ".bias")))] = values
+    for name, values_by_number in experts.items():
+        stacked = np.stack([values_by_number[i] for i in range(len(values_by_number))])
+        found[str(names.get_name(name, (".weight",)))] = stacked
+    assert "None" not in found
+    return found
+
+
+def _interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
