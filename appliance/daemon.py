@@ -35,6 +35,7 @@ from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
 from appliance.notify import notify, notify_watchdog
+from appliance.open_files import max_connections, raise_limit
 from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
@@ -70,8 +71,12 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    num_files = raise_limit()
     inherited = inherited_sockets(os.environ)
     config = load_config()
+    if (fit := max_connections(config.max_connections)) < config.max_connections:
+        about = f"max_connections is {config.max_connections}, but there is room for {fit}: "
+        log.warning("%s%d open files are allowed (ulimit -Hn, LimitNOFILE=)", about, num_files)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
     plan = None if is_to_be_fetched(config.model) else make_plan(config)
@@ -160,6 +165,7 @@ class _Daemon:
             await self._serve()
             self._service.make_frame()  # with the energy of the last steps
             request_log.end_run("clean")
+        log.info("stopped")
         return 0
 
     def _bind(self, policy: AccessPolicy) -> list[socket.socket]:

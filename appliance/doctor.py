@@ -25,6 +25,7 @@ from appliance.devices.machine import Devices
 from appliance.finding import Finding
 from appliance.gpu_doctor import GpuHost, gpu_findings
 from appliance.models.names import HubName
+from appliance.open_files import max_connections
 from appliance.placement import available_cores, available_memory_bytes
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
@@ -33,7 +34,6 @@ from engine.kernels.cpu import load_kernels
 from engine.kernels.ways import find_ways
 
 MIN_FREE_BYTES = 1 << 30
-MIN_OPEN_FILES = 1024
 
 
 def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
@@ -47,13 +47,13 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _kernels()
     yield _cores()
     yield from _devices(Devices.of_machine())
-    yield _open_files()
     try:
         found = config.load_asked(settings)
     except PenstockError as error:
         yield from gpu_findings(GpuHost.of_machine())
         yield _bad("configuration", error)
     else:
+        yield _open_files(found.max_connections)
         if found.devices != "cpu":
             yield from gpu_findings(GpuHost.of_machine(), _weights_bytes(found))
         yield _looked_at("model", lambda: _model(found))
@@ -130,11 +130,13 @@ def _devices(devices: Devices) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _open_files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} open files allowed"
-    if soft < MIN_OPEN_FILES:
-        return Finding("limits", "note", f"{found}: few connections", "ulimit -n 4096")
+def _open_files(wanted: int) -> Finding:
+    """The daemon raises the soft limit itself, so that the hard one counts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found, fit = f"{hard} open files allowed", max_connections(wanted, hard)
+    if fit < wanted:
+        about = f"{found}: {fit} of {wanted} connections (max_connections) fit"
+        return Finding("limits", "note", about, "raise the hard limit: ulimit -Hn, LimitNOFILE=")
     return Finding("limits", "ok", found)
 
 

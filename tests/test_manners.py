@@ -50,6 +50,7 @@ def test_sigterm_drains_and_exits_zero(start_daemon, tiny_llama):
         assert len(reply.result()["choices"][0]["token_ids"]) == 1500
     assert daemon.process.wait(30) == 0
     assert not daemon.socket.exists()
+    assert daemon.stderr.splitlines()[-1] == "penstock: stopped"
 
 
 def test_an_operator_drains_and_resumes_but_not_after_sigterm(start_daemon, tiny_llama):

@@ -170,7 +170,7 @@ def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama
     first.http.close()
     assert first.socket.exists()
     second = start_daemon(model=tiny_llama, folder=first.folder).wait_ready()
-    rows = {row["rid"]: row for row in second.log_rows()}
+    rows = {row["id"]: row for row in second.log_rows()}
     assert len(rows) == 24
     assert live
     for rid in live:

@@ -39,7 +39,7 @@ class Incident:
         self.is_over.set()
         for asker in load:
             asker.join()
-        self.finished = {row["rid"] for row in self.daemon.log_rows()}
+        self.finished = {row["id"] for row in self.daemon.log_rows()}
         self.recorded = folder / "live.penstock"
         environ = {**self.daemon.env, "PENSTOCK_SOCKET": str(self.daemon.socket)}
         self.record = penstock(environ, "record", "-o", str(self.recorded), "--since", "1h")

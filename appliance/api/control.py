@@ -23,6 +23,7 @@ from appliance.api.authority import (
     require,
     require_owner,
 )
+from appliance.log.query import most_rows
 from appliance.request import Role
 from appliance.wire import appliance_of, json_response
 
@@ -43,8 +44,9 @@ def control_routes() -> list[Route]:
 
 
 async def requests(http: Request) -> Response:
-    """Live requests, then the last finished ones."""
-    return json_response({"object": "list", "data": appliance_of(http).request_frames()})
+    """Live requests, then the last finished ones; at most `limit`."""
+    most = most_rows(http.query_params)
+    return json_response({"object": "list", "data": appliance_of(http).request_frames()[:most]})
 
 
 async def request(http: Request) -> Response:

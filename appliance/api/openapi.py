@@ -209,6 +209,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "listRequests",
         "Live requests, then the last finished ones.",
         listing(ref("RequestFrame")),
+        query={"limit": whole(1, MAX_ROWS)},
     ),
     ("GET", "/v1/requests/{id}"): Operation(
         "getRequest", "One request, live or from the log.", ref("RequestFrame"), errors=(404, 503)

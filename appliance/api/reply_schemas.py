@@ -160,7 +160,7 @@ _TEXT_OR_NULL, _MS, _WHOLE = nullable(STRING), nullable(NUMBER), nullable(INTEGE
 _JOULES = nullable(NUMBER)
 _LOG: Json = {
     "LogRow": shape(
-        {"cursor": INTEGER, "rid": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
+        {"cursor": INTEGER, "id": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
         | dict.fromkeys(("received_at", "endpoint", "model"), STRING)
         | dict.fromkeys(("prompt_tokens", "completion_tokens", "num_sequences"), COUNT)
         | dict.fromkeys(("http_status", "recoveries"), COUNT)

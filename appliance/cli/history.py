@@ -138,7 +138,7 @@ def request_from_file(
 
     def ids() -> list[str]:
         newest = read_rows(path, RowQuery(limit=short_ids.SEARCHED_ROWS))
-        return [str(row["rid"]) for row in newest]
+        return [str(row["id"]) for row in newest]
 
     return short_ids.with_id(request_id, read, ids)
 

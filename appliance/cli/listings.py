@@ -38,7 +38,7 @@ REQUESTS = (
 
 LOG = (
     Column("RECEIVED", "received_at"),
-    Column("ID", "rid"),
+    Column("ID", "id"),
     Column("USER", "user"),
     Column("IN", "prompt_tokens", count),
     Column("OUT", "completion_tokens", count),

@@ -17,7 +17,7 @@ from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import size, yes_or_no
 from appliance.config import SETTINGS, Found, explain
-from appliance.setting_kinds import parse_bytes
+from appliance.setting_kinds import a_duration, parse_bytes
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
 
@@ -52,15 +52,17 @@ def _row(found: Found, written: Callable[[Found], Any]) -> dict[str, Any]:
 
 
 def _for_people(found: Found) -> Any:
-    """As one would type it: a size with its unit."""
-    is_size = SETTINGS[found.name].parse is parse_bytes
-    return size(found.value).replace(" ", "") if is_size else _plain(found)
+    """As one would type it: a size or a time with its unit."""
+    parse = SETTINGS[found.name].parse
+    if parse is a_duration:
+        return f"{found.value:g}s"
+    return size(found.value).replace(" ", "") if parse is parse_bytes else _plain(found)
 
 
 def _plain(found: Found) -> Any:
     """As JSON has it; an address and a list as the file and the environment have them."""
     match found.value:
-        case None | bool() | int():
+        case None | bool() | int() | float():
             return found.value
         case (str(host), int(port)):
             return f"{host}:{port}"

@@ -80,7 +80,7 @@ def recent(client: Client) -> list[str]:
 def logged(client: Client) -> list[str]:
     """Those of the log's newest rows."""
     rows = client.get("/v1/penstock/log", {"limit": str(SEARCHED_ROWS)}).get("data", [])
-    return [row["rid"] for row in rows]
+    return [row["id"] for row in rows]
 
 
 def _begins(request_id: str, text: str) -> bool:

@@ -70,6 +70,8 @@ class Phase(enum.Enum):
     """For us."""
 
 
+SILENT_S = 1.0
+"""After which a connection that has asked nothing gives way to another."""
 _UNTIMED = (Phase.IDLE, Phase.REPLY)
 
 
@@ -187,13 +189,17 @@ class ClientProtocol(H11Protocol):
         """Since when another may have its place; None if it has a claim to it.
 
         Without a key it never had one: a head that does not end, or a row of probes, would hold a
-        place for nothing. Otherwise it has one but between two requests.
+        place for nothing. Otherwise it has one but between two requests, and before the first for
+        SILENT_S: whoever connects in order to ask has asked by then.
         """
         mark = self._mark
         if mark is None or self.transport.is_closing():
             return None
         if self.credentials is None and self.key is None:
             return self._opened_at
+        if not self._num_received:
+            is_new = time.monotonic() - self._opened_at < SILENT_S
+            return None if is_new else self._opened_at
         is_idle = mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
         return mark.since if is_idle else None
 

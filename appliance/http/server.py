@@ -3,7 +3,8 @@
 Owns: the connections: how many there may be, who gets the last ones, and their end.
 Called by: daemon.
 Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
-place is held with a key: who has shown none gives way, the oldest first.
+place is held with a key: who has shown none gives way, the oldest first, as do those everywhere
+that have asked nothing yet or are between two requests.
 Never: handles a signal, or configures logging.
 """
 
@@ -25,6 +26,7 @@ from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientProtocol, Limits
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
+from appliance.open_files import max_connections
 from appliance.request import Role
 from appliance.wire import error_object
 from engine.errors import Unavailable
@@ -193,7 +195,7 @@ class ApiServer:
     def _has_room(self, who: Credentials | None) -> bool:
         """Whether one more may come in, if need be in place of another."""
         everybody = self._connections
-        limit = self.policy.max_connections
+        limit = max_connections(self.policy.max_connections + NUM_RESERVED) - NUM_RESERVED
         if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
             limit += NUM_RESERVED
         else:

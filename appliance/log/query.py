@@ -105,6 +105,11 @@ def row_query(params: Mapping[str, str]) -> RowQuery:
     )
 
 
+def most_rows(params: Mapping[str, str]) -> int:
+    """From `limit`, of a list that has an end: without one it is as long as it may be."""
+    return _limit(params) if "limit" in params else MAX_ROWS
+
+
 def event_query(params: Mapping[str, str]) -> EventQuery:
     """From `limit`, `since`, `until`, `severity`, `after`; raises as row_query()."""
     return EventQuery(

@@ -168,4 +168,5 @@ def _is_slow(slow: Slow | None) -> _Condition:
 
 def _as_json(row: sqlite3.Row) -> _Json:
     columns = dict(zip(row.keys(), row, strict=True))
-    return {"cursor": columns.pop("id"), **columns, "stream": bool(row["stream"])}
+    ids = {"cursor": columns.pop("id"), "id": columns.pop("rid")}
+    return {**ids, **columns, "stream": bool(row["stream"])}

@@ -126,10 +126,9 @@ class RowEnergy(NamedTuple):
 
 
 def frame_of_row(row: dict[str, Any]) -> RequestFrame:
-    """A row of v_requests in the form in which live requests are shown."""
+    """A row as log.reader has it, in the form in which live requests are shown."""
     same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
     return RequestFrame(
-        id=row["rid"],
         phase="finished",
         computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
         output_tokens=row["completion_tokens"],

@@ -43,7 +43,7 @@ FINISHED = {
 ENDED = {**REQUEST, "id": "cmpl-0", "phase": "finished", "finish_reason": "stop", "worker": None}
 ROW = {
     "cursor": 5,
-    "rid": RID,
+    "id": RID,
     "received_at": "2026-01-02T03:04:05.678Z",
     "user": None,
     "prompt_tokens": 12,

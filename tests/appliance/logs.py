@@ -84,7 +84,7 @@ def query(path: Path, sql: str) -> list[tuple[object, ...]]:
 
 
 def rids(rows: list[dict[str, object]]) -> list[object]:
-    return [found["rid"] for found in rows]
+    return [found["id"] for found in rows]
 
 
 def run_python(script: str, path: Path) -> subprocess.CompletedProcess[str]:

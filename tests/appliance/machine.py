@@ -11,6 +11,7 @@ import msgspec
 
 from appliance.boot import make_plan
 from appliance.config import ServeConfig
+from appliance.log.query import RowQuery
 from appliance.log.request_log import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
@@ -83,6 +84,9 @@ class Machine:
 
     def events(self):
         return [(event["code"], event["message"]) for event in self.frame["events"]]
+
+    def log_rows(self):
+        return self.service.log_rows(RowQuery())
 
     def start_workers(self):
         """Take in that they are ready; what they are sent is lost."""

@@ -41,6 +41,15 @@ async def test_requests_can_be_read(served):
     assert (await served.http.get(f"/v1/requests/{request_id}")).json() == {"id": request_id}
 
 
+async def test_as_many_requests_come_as_were_asked_for(served):
+    ids = [(await served.complete()).json()["id"] for _ in range(3)]
+    listed = (await served.http.get("/v1/requests?limit=2")).json()["data"]
+    assert len(listed) == 2
+    assert {one["id"] for one in listed} < set(ids)
+    refused = await served.http.get("/v1/requests?limit=none")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
 async def test_requests_that_only_the_log_knows_can_be_read(appliance):
     appliance.logged_frame = lambda request_id: {"id": request_id}
     reply = await client_of(appliance, VIEWER).get("/v1/requests/cmpl-old")

@@ -46,7 +46,7 @@ VERBS = {
     "models-verify": ("models", "verify", "models/tiny"),
 }
 EVIL_REQUEST = {**REQUEST, "id": "cmpl-2", "user": HOSTILE, "worker": "@SUM(A1)"}
-EVIL_ROW = {**ROW, "rid": "cmpl-0", "user": HOSTILE, "ttft_ms": None, "error": HOSTILE}
+EVIL_ROW = {**ROW, "id": "cmpl-0", "user": HOSTILE, "ttft_ms": None, "error": HOSTILE}
 REPLIES: dict[str, object] = {
     "GET /v1/penstock/state": FRAME,
     "GET /v1/requests": {"data": [REQUEST, EVIL_REQUEST, ENDED]},

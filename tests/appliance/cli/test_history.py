@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def ids(shown: str) -> list[str]:
-    return [json.loads(line)["rid"] for line in shown.splitlines()]
+    return [json.loads(line)["id"] for line in shown.splitlines()]
 
 
 def test_parameters_reach_the_daemon_as_they_are(
@@ -75,7 +75,7 @@ def test_the_file_answers_the_same_questions(
 
 def test_every_format_has_the_newest_last(file: Path, environ: dict[str, str]) -> None:
     document = json.loads(penstock(environ, "log", "-o", "json").stdout)
-    assert [row["rid"] for row in document["data"]] == ["cmpl-7", "cmpl-8"]
+    assert [row["id"] for row in document["data"]] == ["cmpl-7", "cmpl-8"]
     assert ids(penstock(environ, "log", "-o", "ndjson").stdout) == ["cmpl-7", "cmpl-8"]
 
 
@@ -112,7 +112,7 @@ def test_another_machines_log_is_not_looked_for_here(file: Path, environ: dict[s
 def test_following_prints_the_old_and_then_each_new_row_once(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
-    newer = {**ROW, "rid": "cmpl-9", "cursor": 9}
+    newer = {**ROW, "id": "cmpl-9", "cursor": 9}
     daemon.script.replies = {
         "GET /v1/penstock/log?limit=20": (200, {"data": [ROW]}),
         "GET /v1/penstock/log?limit=1000&after=5": (200, {"data": [newer]}),
@@ -120,7 +120,7 @@ def test_following_prints_the_old_and_then_each_new_row_once(
     }
     running = start(environ, "log", "-f", "-o", "ndjson")
     assert running.stdout is not None
-    lines = [json.loads(running.stdout.readline())["rid"] for _ in range(2)]
+    lines = [json.loads(running.stdout.readline())["id"] for _ in range(2)]
     running.terminate()
     rest, notes = running.communicate(timeout=30)
     assert lines == ["cmpl-1", "cmpl-9"]

@@ -31,7 +31,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
         fake.script.replies = {
             "GET /v1/requests": (200, {"data": LIVE}),
             "GET /v1/requests/cmpl-ab12cd34": (200, LIVE[0]),
-            "GET /v1/penstock/log?limit=1000": (200, {"data": [{**ROW, "rid": "cmpl-0ld"}]}),
+            "GET /v1/penstock/log?limit=1000": (200, {"data": [{**ROW, "id": "cmpl-0ld"}]}),
             "GET /v1/requests/cmpl-0ld": (200, {**REQUEST, "id": "cmpl-0ld"}),
             **{f"POST /v1/requests/{text}/cancel": MISSING for text in ("ab", "ab1", "resp", "zz")},
         }

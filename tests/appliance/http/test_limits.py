@@ -13,8 +13,9 @@ import socket
 import httpx
 import pytest
 
+from appliance import open_files
 from appliance.api.routes import build_app
-from appliance.http import gate, listeners, server
+from appliance.http import connection, gate, listeners, server
 from appliance.http.access import AccessPolicy
 from appliance.http.connection import Limits
 from appliance.http.keys import ApiKey, new_key, read_keys
@@ -620,6 +621,31 @@ async def test_an_idle_connection_gives_way_to_a_new_one(narrow, monkeypatch):
     await until(lambda: sum(c.spare_since is not None for c in connections) == 4)
     assert (await narrow.tcp.get("/health")).status_code == 200
     assert sum(reader.at_eof() for reader in idle) <= 1
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+async def test_a_flood_that_asks_nothing_gives_way_to_who_asks(narrow, monkeypatch, tcp):
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
+    monkeypatch.setattr(connection, "SILENT_S", 0.0)
+    silent = [await narrow.connect() for _ in range(3)]
+    await until(lambda: len(narrow.server._connections) == 3)
+    await until(lambda: all(c.spare_since for c in narrow.server._connections))
+    for _ in range(6):
+        client = narrow.tcp if tcp else narrow.http
+        assert (await client.get("/health")).status_code == 200
+    assert sum(not reader.at_eof() for reader, _ in silent) >= 2 - tcp
+    monkeypatch.setattr(connection, "SILENT_S", 60.0)
+    assert not any(c.spare_since for c in narrow.server._connections if not c._num_received)
+
+
+async def test_connections_leave_descriptors_for_the_rest(narrow, monkeypatch):
+    limits = (open_files.NUM_APART + server.NUM_RESERVED + 2, 4096)
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(server, "SHARE_OF_ONE", 1.0)
+    opened = [(await watch(narrow, narrow.key))[0] for _ in range(2)]
+    assert opened == [200, 200]
+    assert b" 503 " in await narrow.say(tcp=True)
+    assert (await narrow.http.get("/health")).status_code == 200  # an operator's
 
 
 async def test_running_out_of_descriptors_is_survived(narrow, monkeypatch, caplog):

@@ -58,7 +58,7 @@ def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: 
         read_rows(path, RowQuery(user="ann"))
     assert "penstock serve" in caught.value.hint
     open_log(path).close()
-    users = {found["rid"]: found["user"] for found in read_rows(path, RowQuery())}
+    users = {found["id"]: found["user"] for found in read_rows(path, RowQuery())}
     assert users == {"a": "ann", "b": "uid:8", "c": "unknown"}
     backup = path.with_name("requests.db.before-m002_users")
     assert backup.stat().st_mode & 0o777 == 0o640

@@ -36,7 +36,7 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     assert log.crash is not None
     assert log.crash.startswith("the daemon before was killed or crashed, last heard of at 2")
     assert log.crash.endswith("; 4 requests were cut short")
-    found = {one["rid"]: one for one in log.rows(RowQuery())}
+    found = {one["id"]: one for one in log.rows(RowQuery())}
     assert sorted(found) == [f"cmpl-{i}" for i in range(5)]
     assert found["cmpl-1"]["finish_reason"] == "length"
     for rid in ("cmpl-0", "cmpl-2", "cmpl-3", "cmpl-4"):

@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_rows_come_newest_first_and_carry_their_cursor(path: Path) -> None:
     rows = read_rows(path, RowQuery(limit=3))
-    assert [(found["rid"], found["cursor"]) for found in rows] == [("e", 5), ("d", 4), ("c", 3)]
+    assert [(found["id"], found["cursor"]) for found in rows] == [("e", 5), ("d", 4), ("c", 3)]
     assert json.loads(json.dumps(rows)) == rows
 
 

@@ -39,7 +39,7 @@ def test_a_recorded_request_is_read_back_with_its_stages(path: Path) -> None:
     (found,) = log.rows(RowQuery())
     assert log.close()
     expected = {
-        "rid": "cmpl-1",
+        "id": "cmpl-1",
         "model": "tiny",
         "peer_user": "ann",
         "stream": True,
@@ -139,7 +139,7 @@ def test_rows_are_found_by_id_and_newest_come_first(path: Path) -> None:
     for number in range(120):
         log.record(row(f"cmpl-{number}"))
     assert rids(log.rows(RowQuery(limit=2))) == ["cmpl-119", "cmpl-118"]
-    assert log.row("cmpl-7")["rid"] == "cmpl-7"
+    assert log.row("cmpl-7")["id"] == "cmpl-7"
     assert log.row("cmpl-none") is None
     assert log.close()
     assert log.rows_lost == 0
