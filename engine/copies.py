@@ -74,7 +74,7 @@ class Copies:
         """A sequence has been placed that will move over this link; its blocks are reserved."""
         if link.hops:
             books = self._ledger.pools[link.to_pool]
-            num_blocks = books.num_blocks_for(sequence.num_prompt_tokens)
+            num_blocks = books.num_blocks_for(sequence.num_tokens)
             none = [0] * len(link.hops)
             self._transfers[sequence.seq_id] = _Transfer(
                 sequence, link, num_blocks, books.life, none, list(none)
@@ -97,10 +97,10 @@ class Copies:
         transfer = self._transfers.get(sequence.seq_id)
         return transfer is not None and transfer.done[0] >= transfer.num_blocks
 
-    def num_arrived(self, sequence: Sequence) -> int:
-        """Blocks that are in the pool that it goes to, from the first on."""
+    def num_arrived(self, sequence: Sequence, pool: str) -> int:
+        """Blocks that are in this pool, if it goes there, from the first on."""
         transfer = self._transfers.get(sequence.seq_id)
-        return 0 if transfer is None else transfer.done[-1]
+        return 0 if transfer is None or transfer.link.to_pool != pool else transfer.done[-1]
 
     def error(self, sequence: Sequence) -> str | None:
         """Why its blocks could not be copied."""

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.journeys import MIN_CHUNK_TOKENS
 from engine.sequence import Route
 from engine.step_times import StepLoad, size_class
 
-MIN_CHUNK_TOKENS = 64
 EXPECTED_OUTPUT_TOKENS = 64
 """What a request is taken to generate, where it may generate more."""
 MOVE_COST_MS = 1.0

@@ -16,6 +16,9 @@ from engine.errors import InvariantViolated, RequestError
 from engine.places import DECODE, PREFILL, Places
 from engine.sequence import Leg, Moving, On, Route, Sequence, Waiting
 
+MIN_CHUNK_TOKENS = 64
+"""Of a prompt in a step: those who decode beside it hardly notice them; fewer are not worth it."""
+
 
 class Pair(NamedTuple):
     """Two workers between which a sequence would move; one worker, where there is only that."""
@@ -25,13 +28,13 @@ class Pair(NamedTuple):
 
 
 def legs_of(sequence: Sequence, route: Route, pair: Pair) -> tuple[Leg, ...]:
-    """A way from worker to worker; one that ends with its first token does not move."""
-    max_tokens = sequence.sampling.max_tokens
+    """A way from worker to worker; one that ends with its next token does not move."""
+    max_tokens, until_output = sequence.sampling.max_tokens, sequence.num_output_tokens + 1
     prefill, decode = pair
     if route is not Route.MOVE or prefill == decode:
         return (Leg(prefill if route is Route.PREFILL else decode, max_tokens),)
-    first = Leg(prefill, 1)
-    return (first,) if max_tokens == 1 else (first, Leg(decode, max_tokens))
+    first = Leg(prefill, until_output)
+    return (first,) if until_output == max_tokens else (first, Leg(decode, max_tokens))
 
 
 def wants(
@@ -121,27 +124,69 @@ class Ways:
     def choose(
         self,
         sequence: Sequence,
-        ready_workers: Collection[str],
+        open_workers: Collection[str],
         held: Iterable[Sequence],
         tokens_ahead: Callable[[str], int],
     ) -> Pair:
         """The pair that has least to do: one by the prompts before this one, one by its batch.
 
-        Workers that are there come first, then those whose pool has room now.
+        Of those that are there, first those whose pool has room now. Where all workers of a role
+        are down, one of the other does both, if its pool could hold the whole.
         """
         batches = Counter(other.legs[-1].worker for other in held)
-
-        def key(name: str, num_tokens: int, load: int) -> tuple[bool, bool, int, int]:
-            books = self._ledger.pools[self._places.pool_of(name)]
-            has_room = books.num_blocks_for(num_tokens) <= books.num_free
-            return name not in ready_workers, not has_room, load, -books.num_free
-
         length, most = sequence.num_prompt_tokens, sequence.sampling.max_tokens
-        prefill, decode = self._places.playing(PREFILL), self._places.playing(DECODE)
-        return Pair(
-            min(prefill, key=lambda name: key(name, length, tokens_ahead(name))),
-            min(decode, key=lambda name: key(name, length + most, batches[name])),
-        )
+
+        def least(role: str, num_tokens: int, load: Callable[[str], int]) -> str | None:
+            def key(name: str) -> tuple[bool, int, int]:
+                books = self._ledger.pools[self._places.pool_of(name)]
+                has_room = books.num_blocks_for(num_tokens) <= books.num_free
+                return not has_room, load(name), -books.num_free
+
+            there = [name for name in self._places.playing(role) if name in open_workers]
+            return min(there, key=key, default=None)
+
+        prefill = least(PREFILL, length, tokens_ahead)
+        decode = least(DECODE, length + most, batches.__getitem__)
+        if prefill is None:
+            return Pair(decode, decode) if decode is not None else self._pairs[0]
+        if decode is None:
+            stays = self.can_stay(sequence, Pair(prefill, prefill))
+            return Pair(prefill, prefill if stays else self._places.playing(DECODE)[0])
+        return Pair(prefill, decode)
+
+    def detours(
+        self,
+        sequence: Sequence,
+        open_workers: Collection[str],
+        held: Iterable[Sequence],
+        num_there: Callable[[str], int],
+    ) -> list[tuple[Leg, ...]]:
+        """Ways by which a sequence goes on whose worker is down, the best first.
+
+        It decodes where it was to decode, if that worker is there; else where most of it is
+        computed, or at the worker with fewest sequences. What is left of its prompt is computed by
+        a worker that prefills, if it is more than those who decode would hardly notice.
+
+        Args:
+            sequence: has lost its worker.
+            open_workers: those that can be given something.
+            held: all that is on workers or between two.
+            num_there: of its positions, those that are computed in a worker's pool.
+        """
+        playing = self._places.playing
+        batches = Counter(other.legs[-1].worker for other in held)
+        ends = [n for n in playing(DECODE) if n in open_workers] or sorted(open_workers)
+        ends.sort(key=lambda n: (n != sequence.legs[-1].worker, -num_there(n), batches[n]))
+        firsts = [n for n in playing(PREFILL) if n in open_workers]
+        firsts.sort(key=lambda n: (-num_there(n), batches[n]))
+        ways = []
+        for end in ends:
+            num_left = sequence.num_tokens - num_there(end)
+            if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS:
+                pairs = [Pair(first, end) for first in firsts if first != end]
+                ways += [legs_of(sequence, Route.MOVE, pair) for pair in pairs]
+            ways.append((Leg(end, sequence.sampling.max_tokens),))
+        return ways
 
 
 def check_where(

@@ -128,6 +128,11 @@ class Places:
         """The worker in whose memory a pool is; None: the daemon's."""
         return self.pool_by_name[pool].home
 
+    def mappers_of(self, worker: str) -> set[str]:
+        """Other workers whose sequences have their blocks in this one's memory."""
+        names = {each.name for each in self.workers if self.home_of(each.pool) == worker}
+        return names - {worker}
+
     def has_followed(self, worker: str, ready: Collection[str]) -> bool:
         """True if a dead worker has only followed another, in whose memory its pool was."""
         home = self.home_of(self.pool_of(worker))

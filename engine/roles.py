@@ -21,7 +21,7 @@ from engine.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
 from engine.journeys import Pair
 from engine.messages import Command, CoresUsed, Rehearsed, Stepped
 from engine.outcomes import Outcome, Outcomes
-from engine.places import Places
+from engine.places import DECODE, Places
 from engine.sequence import Phase, Route, Sequence
 from engine.step_times import StepLoad, StepTimes
 
@@ -96,7 +96,7 @@ class Roles:
 
     def worker_died(self, worker: str) -> None:
         """It is gone; when it comes back it will need its cores to load."""
-        self.ready_workers.discard(worker)
+        self.ready_workers -= {worker, *self.places.mappers_of(worker)}  # those end with it
         self.cores.worker_died(worker)
 
     def answered(self, worker: str, report: CoresUsed) -> None:
@@ -138,6 +138,10 @@ class Roles:
         """How a sequence should be run by a pair of workers that is about to be placed."""
         if self._roles == "colocated":
             return Choice(Route.DECODE, "colocated")
+        if pair.prefill == pair.decode:
+            is_decoder = DECODE in self.places.by_name[pair.decode].roles
+            route = Route.DECODE if is_decoder else Route.PREFILL
+            return Choice(route, "only", "the other worker is not there")
         if self._roles == "static":
             return Choice(Route.MOVE, "static")
         if self.acts_static:

@@ -17,11 +17,11 @@ from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.counters import Counters
-from engine.elastic import MIN_CHUNK_TOKENS
-from engine.journeys import Ways, check_where, legs_of
+from engine.journeys import MIN_CHUNK_TOKENS, Ways, check_where, legs_of
 from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.places import DECODE, Places
 from engine.queue import FairQueue
+from engine.recovery import Recovery
 from engine.roles import Roles
 from engine.sequence import (
     Ended,
@@ -64,6 +64,7 @@ class Router:
         self.ledger = ledger
         self.ways = Ways(places, ledger)
         self.copies = Copies(ledger, places.passing_pools())
+        self.recovery = Recovery(places, ledger, self.ways, self.copies)
         self.counters = Counters()
         self.queue = queue
         """Waiting and holding no blocks."""
@@ -163,7 +164,7 @@ class Router:
             sequence.num_recoveries += 1
             self.counters.recovered_sequences += 1
             assert isinstance(sequence.where, On)
-            self._wait_for(sequence.where.leg, sequence)
+            self._wait_for(sequence.where.leg, self.running.pop(sequence.seq_id))
         self.dispatch(now_ns)
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
@@ -205,10 +206,10 @@ class Router:
 
     def dispatch(self, now_ns: int) -> None:
         """Place whatever can be placed: first those that hold blocks, then the queue."""
-        for sequence in list(self.resuming):
-            self._resume(sequence)
         for sequence in list(self.moving.values()):
             self._arrive(sequence)
+        for sequence in list(self.resuming):
+            self._resume(sequence)
         if self.queue and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
         self.copies.pump(self.roles.ready_workers, self._send)
@@ -240,8 +241,8 @@ class Router:
         }
         if not open_workers or not self.ways.fits_now(sequence):
             return False
-        held, ready = self._held(), self.roles.ready_workers
-        pair = self.ways.choose(sequence, ready, held, partial(ahead.num_tokens, sequence))
+        held, there = self._held(), self.roles.open_workers
+        pair = self.ways.choose(sequence, there, held, partial(ahead.num_tokens, sequence))
         can_stay = self.ways.can_stay(sequence, pair)
         choice = self.roles.route(sequence, pair, held, now_ns, fits_prefill_pool=can_stay)
         legs = legs_of(sequence, choice.route, pair)
@@ -262,12 +263,19 @@ class Router:
         return [*self.running.values(), *self.moving.values()]
 
     def _resume(self, sequence: Sequence) -> None:
-        """Place a sequence that has lost its worker, if one is there."""
+        """Place a sequence that has lost its worker: there if it is back, else where it can."""
         assert isinstance(sequence.where, Waiting)
-        leg = sequence.where.leg
-        if leg is not None and self._may_run(sequence, leg.worker):
+        assert sequence.where.leg is not None
+        leg = self._detour(sequence, sequence.where.leg)
+        sequence.where = Waiting(leg)
+        if self._may_run(sequence, leg.worker):
             self.resuming.remove(sequence)
             self._admit(sequence, leg)
+
+    def _detour(self, sequence: Sequence, leg: Leg) -> Leg:
+        if leg.worker in self.roles.ready_workers:
+            return leg
+        return self.recovery.detour(sequence, self.roles.open_workers, self._held()) or leg
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
@@ -277,38 +285,31 @@ class Router:
     def _arrive(self, sequence: Sequence) -> None:
         """Go on with a sequence between two workers, as far as its blocks have come."""
         assert isinstance(sequence.where, Moving)
-        target = sequence.where.target
-        from_pool, to_pool = (self.places.pool_of(leg.worker) for leg in sequence.where)
+        source, target = sequence.where
+        leg = self._detour(sequence, target)
+        if leg is not target:
+            self._wait_for(leg, self.moving.pop(sequence.seq_id))
+            return
+        from_pool, to_pool = (self.places.pool_of(each.worker) for each in sequence.where)
         pools, copies = self.ledger.pools, self.copies
+        is_lost = copies.error(sequence) is not None
         if from_pool != to_pool and copies.has_left(sequence):
             self.ledger.release(sequence.seq_id, from_pool)
-        elif copies.is_under_way(sequence) and (
-            sequence.computed_in != (from_pool, pools[from_pool].life)
-            or not self.ledger.table(sequence.seq_id, from_pool)
-        ):
-            self._give_up_moving(sequence, to_pool)
-        if copies.error(sequence) is not None:
-            self._give_up_moving(sequence, to_pool)
-        if copies.is_under_way(sequence) or copies.is_written(sequence, to_pool):
+        elif copies.is_under_way(sequence):
+            is_there = sequence.computed_in == (from_pool, pools[from_pool].life)
+            has_blocks = bool(self.ledger.table(sequence.seq_id, from_pool))
+            is_lost |= not (is_there and has_blocks and source.worker in self.roles.ready_workers)
+        if is_lost:
+            self.counters.failed_handoffs += 1
+            self.recovery.stop_moving(sequence, to_pool)
+        is_coming = copies.is_under_way(sequence) or copies.is_written(sequence, to_pool)
+        if is_coming or not self._may_run(sequence, target.worker):
             return
-        if not self._may_run(sequence, target.worker):
-            return
-        if from_pool != to_pool and copies.num_arrived(sequence):
+        if from_pool != to_pool and copies.num_arrived(sequence, to_pool):
             sequence.computed_in = (to_pool, pools[to_pool].life)
         copies.forget(sequence)
         del self.moving[sequence.seq_id]
         self._admit(sequence, target)
-
-    def _give_up_moving(self, sequence: Sequence, to_pool: str) -> None:
-        """Its other blocks will not arrive: the worker that it goes to computes them again."""
-        pool, num_arrived = self.ledger.pools[to_pool], self.copies.num_arrived(sequence)
-        self.counters.failed_handoffs += 1
-        self.copies.forget(sequence)
-        for name in self.ledger.pools:
-            if name != to_pool:
-                self.ledger.release(sequence.seq_id, name)
-        sequence.forget_computed(num_arrived * pool.block_size)
-        sequence.computed_in = (to_pool, pool.life)
 
     def _admit(self, sequence: Sequence, leg: Leg) -> None:
         worker, pool = leg.worker, self.places.pool_of(leg.worker)
@@ -370,11 +371,10 @@ class Router:
         if legs:
             leg, sequence.legs, sequence.route = legs[0], legs, Route.MOVE
         sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
-        self._wait_for(leg, sequence)
+        self._wait_for(leg, self.running.pop(sequence.seq_id))
 
     def _wait_for(self, leg: Leg, sequence: Sequence) -> None:
         """It keeps its blocks, and is placed before the queue."""
-        del self.running[sequence.seq_id]
         sequence.where = Waiting(leg)
         self.resuming.append(sequence)
 

@@ -83,6 +83,10 @@ def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
     )
     assert got == undisturbed
     wait_restarted(daemon, name, killed[0])
+    if arm != "colocated":
+        recovered = [row for row in daemon.log_rows(4) if row["recoveries"]]
+        assert recovered
+        assert all(row["route_reason"].endswith("went on at prefill") for row in recovered)
     daemon.assert_all_free()
 
 
@@ -137,7 +141,7 @@ def test_deaths_are_told_to_the_operator(daemon, arm):
     wait_restarted(daemon, name, pid)
     state = daemon.fresh_state()
     assert any(e["code"] == "worker.died" and name in e["message"] for e in state["events"])
-    assert state["state"] == "ready"
+    assert state["state"] in ("ready", "degraded")  # it has died often by now
     assert next(w["num_restarts"] for w in state["workers"] if w["name"] == name) >= 1
 
 

@@ -250,7 +250,7 @@ def test_blocks_go_while_their_prompt_is_computed():
     for _ in range(3):
         world.tick()
     assert sequence.phase is Phase.PREFILLING
-    assert world.router.copies.num_arrived(sequence) == 6
+    assert world.router.copies.num_arrived(sequence, sequence.legs[1].worker) == 6
 
 
 @pytest.mark.parametrize("arm", ["peer", "shm", "gpu peer"])
@@ -446,6 +446,76 @@ def test_a_death_in_any_phase_changes_no_token(arm, role, after_ticks):
     world.assert_all_free()
 
 
+OTHERS_CAN = [arm for arm in ARMS if arm not in ("colocated", "gpu colocated", "gpu")]
+
+
+@pytest.mark.parametrize("arm", OTHERS_CAN)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("after_ticks", range(8))
+def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, monkeypatch):
+    monkeypatch.setattr("engine.journeys.MIN_CHUNK_TOKENS", 4)  # prompts here are short
+    world = World(arm)
+    early = [world.sequence(22, 8), world.sequence(5, 8)]
+    world.submit(*early)
+    for _ in range(after_ticks):
+        world.tick()
+    victim = world.places.playing(role)[0]
+    world.kill(victim)
+    late = [world.sequence(11, 6), world.sequence(3, 1)]
+    world.submit(*late)
+    world.run()
+    for sequence in (*early, *late):
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    assert victim not in {leg.worker for sequence in late for leg in sequence.legs}
+    world.assert_all_free()
+
+
+def test_what_is_computed_in_a_pool_that_others_share_is_not_computed_again():
+    world = World("alias")
+    sequence = world.sequence(22, 8)
+    world.submit(sequence)
+    world.tick()
+    world.tick()
+    computed = sequence.num_computed_tokens
+    assert 0 < computed < 22
+    world.kill("prefill")
+    assert (sequence.worker, sequence.route) == ("decode", "decode")
+    assert sequence.num_computed_tokens == computed
+    assert sequence.route_reason.endswith("went on at decode")
+
+
+def test_what_has_arrived_is_not_computed_again_where_it_goes():
+    world = World("peer")
+    sequence = world.sequence(60, 8)
+    world.submit(sequence)
+    for _ in range(4):
+        world.tick()
+    num_arrived = world.router.copies.num_arrived(sequence, "decode")
+    assert num_arrived
+    world.kill("prefill")
+    world.tick()
+    assert sequence.worker == "decode"
+    assert sequence.num_computed_tokens >= num_arrived * BLOCK_SIZE
+    world.run()
+    assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+
+
+def test_a_suspect_goes_on_at_another_worker_only_if_nobody_else_is_there():
+    world = World("alias")
+    suspect, chat = world.sequence(22, 8), world.sequence(3, 30)
+    world.submit(chat)
+    for _ in range(3):
+        world.tick()
+    assert chat.worker == "decode"
+    world.submit(suspect)
+    suspect.num_suspicions, suspect.is_on_probation = 2, True
+    world.kill("prefill")
+    assert suspect.phase is Phase.QUEUED
+    world.run()
+    assert world.ended[chat.seq_id]
+    assert world.emitted[suspect.seq_id] == expected_tokens(suspect)
+
+
 def test_whoever_maps_the_memory_of_a_dead_worker_is_not_blamed_for_it():
     world = World("gpu")
     sequence, moved = world.sequence(30, 5), world.sequence(3, 20)
@@ -465,8 +535,9 @@ def test_a_sequence_that_kills_workers_is_given_up():
     sequence, later = world.sequence(30, 5), world.sequence(6, 3)
     world.submit(sequence)
     for _ in range(MAX_SUSPICIONS + 1):
-        world.kill("prefill")
-        world.revive("prefill")
+        name = sequence.worker
+        world.kill(name)
+        world.revive(name)
     assert sequence.finish_reason is FinishReason.ERROR
     assert "died" in sequence.error
     world.submit(later)
@@ -480,16 +551,16 @@ def test_a_sequence_that_kills_workers_takes_nobody_with_it(arm):
     poison = world.sequence(7, 3)
     others = [world.sequence(n, 6) for n in (5, 6, 9)]
     world.submit(others[0], poison, *others[1:])
-    name = world.places.playing("prefill")[0]
     for _ in range(200):
         if world.is_quiet:
             break
         for worker in world.workers.values():
             while worker.inbox:
                 worker.receive(world.now_ns)
-        if poison.seq_id in world.workers[name].running:
-            world.kill(name)
-            world.revive(name)
+        poisoned = [w.name for w in world.workers.values() if poison.seq_id in w.running]
+        if poisoned:
+            world.kill(poisoned[0])
+            world.revive(poisoned[0])
         else:
             world.tick()
     assert poison.finish_reason is FinishReason.ERROR
@@ -502,6 +573,7 @@ def test_holders_of_blocks_are_placed_before_the_queue():
     world = World("alias", num_blocks=33)
     holder = world.sequence(20, 10)
     world.submit(holder)
+    world.kill("decode")
     world.kill("prefill")
     newcomer = world.sequence(2, 2)
     world.submit(newcomer)
@@ -601,6 +673,12 @@ def test_what_came_of_a_forecast_is_said_and_who_breaks_it_gives_way():
     assert prompt.worker == "prefill"
     world.run()
     assert world.emitted[prompt.seq_id] == expected_tokens(prompt)
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_worth_a_detour(request, monkeypatch):
+    if "walk" in request.node.name or "route_loses" in request.node.name:
+        monkeypatch.setattr("engine.journeys.MIN_CHUNK_TOKENS", 4)
 
 
 def walk(world, rng, sometimes=lambda: None):

@@ -1,0 +1,101 @@
+"""How a sequence goes on that has lost its worker, or blocks on their way.
+
+Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
+Called by: the router, for sequences that wait or move.
+Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
+with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
+where nobody else is.
+Never: admits, ends or blames a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.blocks import Ledger
+from engine.copies import Copies
+from engine.journeys import Ways
+from engine.places import DECODE, Places
+from engine.sequence import Leg, Route, Sequence
+
+
+class Recovery:
+    """Of one router.
+
+    Args:
+        places: workers and pools.
+        ledger: the blocks.
+        ways: through the workers.
+        copies: blocks that are under way.
+    """
+
+    def __init__(self, places: Places, ledger: Ledger, ways: Ways, copies: Copies) -> None:
+        self._places = places
+        self._ledger = ledger
+        self._ways = ways
+        self._copies = copies
+
+    def detour(
+        self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
+    ) -> Leg | None:
+        """Another way for a sequence whose worker is down; its first leg, or None.
+
+        None: no other worker is there, or its blocks are not to be had yet.
+        """
+        others = {other.worker for other in held if other is not sequence}
+        if sequence.is_on_probation:
+            open_workers = [name for name in open_workers if name not in others]
+
+        def num_there(worker: str) -> int:
+            return self._num_computed(sequence, self._places.pool_of(worker))
+
+        for legs in self._ways.detours(sequence, open_workers, held, num_there):
+            if self._take(sequence, legs):
+                return legs[0]
+        return None
+
+    def _take(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
+        """Reserve what a way needs beyond what the sequence has; True if it goes that way."""
+        seq_id, ledger, copies = sequence.seq_id, self._ledger, self._copies
+        needed = self._ways.wants(sequence, legs)
+        missing = {name: n - len(ledger.table(seq_id, name)) for name, n in needed.items()}
+        if any(copies.is_written(sequence, name) for name in needed):
+            return False
+        here = self._places.pool_of(legs[0].worker)
+        num_computed = self._num_computed(sequence, here)
+        if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}):
+            return False
+        self._keep(sequence, needed, here, num_computed)
+        sequence.legs = legs
+        plays_decode = DECODE in self._places.by_name[legs[0].worker].roles
+        sequence.route = Route.DECODE if plays_decode else Route.PREFILL
+        if len(legs) > 1:
+            sequence.route = Route.MOVE
+            copies.begin(sequence, self._places.link(legs[0].worker, legs[1].worker))
+        sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
+        return True
+
+    def stop_moving(self, sequence: Sequence, to_pool: str) -> None:
+        """Blocks of it will not arrive: it goes on with what has, and the others are computed."""
+        self._keep(sequence, {to_pool}, to_pool, self._num_computed(sequence, to_pool))
+
+    def _keep(
+        self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int
+    ) -> None:
+        """It goes on with what is computed in one pool, keeps its blocks in some, moves nothing."""
+        if num_computed < sequence.num_computed_tokens:
+            sequence.forget_computed(num_computed)
+        sequence.computed_in = (here, self._ledger.pools[here].life)
+        self._copies.forget(sequence)
+        for name in self._ledger.pools:
+            if name not in pools:
+                self._ledger.release(sequence.seq_id, name)
+
+    def _num_computed(self, sequence: Sequence, pool: str) -> int:
+        """Positions that are computed in a pool."""
+        books = self._ledger.pools[pool]
+        has_blocks = bool(self._ledger.table(sequence.seq_id, pool))
+        if has_blocks and sequence.computed_in == (pool, books.life):
+            return sequence.num_computed_tokens
+        num_arrived = self._copies.num_arrived(sequence, pool) * books.block_size
+        return min(num_arrived, sequence.num_computed_tokens)
