@@ -25,14 +25,18 @@ class Ahead:
     def __init__(self, running: Iterable[Sequence], now_ns: int) -> None:
         self._now_ns = now_ns
         self._prompts: list[tuple[str | None, str, int, float]] = []
+        self.sequences: list[Sequence] = []
+        """Those whose prompts are counted."""
         for sequence in running:
             if sequence.phase is Phase.PREFILLING:
                 self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """It has been admitted."""
+        self.sequences.append(sequence)
         num_tokens = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        self._prompts.append((sequence.worker, sequence.owner, num_tokens, self._key(sequence)))
+        key = self._key(sequence, num_tokens)
+        self._prompts.append((sequence.worker, sequence.owner, num_tokens, key))
 
     def num_tokens(self, sequence: Sequence, worker: str) -> int:
         """Prompt tokens that the worker has to compute first.
@@ -40,7 +44,8 @@ class Ahead:
         Its owner's older prompts keep their place. Of others' the longer ones are passed, as they
         will be in the worker's plan: how long they waited was their owners' affair.
         """
-        owner, own_tokens, own_key = sequence.owner, sequence.num_prompt_tokens, self._key(sequence)
+        owner, own_tokens = sequence.owner, sequence.num_uncached_tokens
+        own_key = self._key(sequence, own_tokens)
         return sum(
             num_tokens
             for at, other, num_tokens, other_key in self._prompts
@@ -48,6 +53,5 @@ class Ahead:
             and (other_key <= own_key if other == owner else num_tokens <= own_tokens)
         )
 
-    def _key(self, sequence: Sequence) -> float:
-        waited_ns = self._now_ns - sequence.stamps.arrived_ns
-        return prefill_key(sequence.num_prompt_tokens, waited_ns)
+    def _key(self, sequence: Sequence, num_tokens: int) -> float:
+        return prefill_key(num_tokens, self._now_ns - sequence.stamps.arrived_ns)

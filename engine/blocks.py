@@ -114,8 +114,9 @@ class BlockPool:
         # in order, so that blocks that lie side by side are copied in one call
         return sorted(self.free_block_ids.popleft() for _ in range(count))
 
-    def forget_hashes(self) -> None:
-        """What is in the blocks is lost: nobody finds it any more."""
+    def lose(self) -> None:
+        """What was in the memory is lost: a new life begins, in which nothing is found."""
+        self.life += 1
         for block_id in range(1, self.num_blocks):
             if block_id in self.index:
                 self._forget(block_id)
@@ -229,6 +230,41 @@ class Ledger:
         table, index = self.table(owner, pool), self.pools[pool].index
         for place in places:
             index.publish(table[place], chain.hashes[place], chain.parent(place), user)
+
+    def num_hashed(self, owner: Owner, pool: str) -> int:
+        """How many blocks the owner's table begins with that have a hash: they are computed."""
+        index, count = self.pools[pool].index, 0
+        for block_id in self.table(owner, pool):
+            if block_id not in index:
+                break
+            count += 1
+        return count
+
+    def renew(self, owner: Owner, pool: str, first: int) -> bool:
+        """Make the blocks of the owner's table its own, from a place on, to be written.
+
+        Those that have a hash, or are in other tables as well, are exchanged for free ones.
+
+        Returns:
+            False: there are not enough; nothing has changed.
+        """
+        books, table = self.pools[pool], self.table(owner, pool)
+        places = [
+            place
+            for place in range(first, len(table))
+            if table[place] in books.index or books.num_references[table[place]] > 1
+        ]
+        if not places:
+            return True
+        left = [table[place] for place in places]
+        if books.num_free < len(places):
+            return False
+        for place, block_id in zip(places, books.take(len(places)), strict=True):
+            table[place] = block_id
+            books.count(block_id, references=1)
+        for block_id in reversed(left):
+            books.count(block_id, references=-1)
+        return True
 
     def release_all(self, owner: Owner) -> None:
         """The owner is done with its blocks in every pool."""

@@ -71,13 +71,16 @@ class Copies:
         self._last_id = 0
 
     def begin(self, sequence: Sequence, link: Link) -> None:
-        """A sequence has been placed that will move over this link; its blocks are reserved."""
+        """A sequence has been placed that will move over this link; its blocks are reserved.
+
+        Those of its table where it goes that have a hash are there already.
+        """
         if link.hops:
             books = self._ledger.pools[link.to_pool]
             num_blocks = books.num_blocks_for(sequence.num_tokens)
-            none = [0] * len(link.hops)
+            there = [self._ledger.num_hashed(sequence.seq_id, link.to_pool)] * len(link.hops)
             self._transfers[sequence.seq_id] = _Transfer(
-                sequence, link, num_blocks, books.life, none, list(none)
+                sequence, link, num_blocks, books.life, there, list(there)
             )
 
     def is_under_way(self, sequence: Sequence) -> bool:
@@ -170,6 +173,8 @@ class Copies:
                 self._drop_slots(transfer)
                 for number in numbers:
                     transfer.sent[number] = transfer.done[number] = 0
+                if not self._ledger.renew(transfer.sequence.seq_id, transfer.link.to_pool, 0):
+                    transfer.error = "there is no room for what others have lost as well"
 
     # Sending
 

@@ -18,5 +18,11 @@ class Counters:
     handoff_bytes: int = 0
     failed_handoffs: int = 0
     """Whose blocks could not be copied, or were lost on the way, and were computed again."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens of sequences that could use what others have computed; of these..."""
+    prefix_cache_hits: int = 0
+    """...those that were not computed."""
+    prefix_cache_ns: int = 0
+    """Time spent in hashing, finding and publishing blocks."""
     stale_messages: int = 0
     recovered_sequences: int = 0

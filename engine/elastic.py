@@ -94,6 +94,8 @@ class Situation:
     last: Route | None = None
     names: tuple[str, str] = ("prefill", "decode")
     """Of the two workers."""
+    num_cached: tuple[int, int] = (0, 0)
+    """Of the prompt, what each worker would find computed."""
     closed: frozenset[Way] = frozenset()
     """Ways that turned out far worse than predicted, and have not been measured since."""
 
@@ -248,7 +250,7 @@ class _Forecaster:
     def _on_decode(self, chunk: int) -> Forecast:
         decode, has_all = self._s.decode, self._decode_has_all
         beside_ms = self._decode_ms("decode", decode, 0, has_all=has_all) if decode.batch else 0.0
-        tokens = self._s.num_prompt_tokens
+        tokens = self._num_left("decode")
         steps = math.ceil(tokens / chunk)
         own_ms = self._prompt_ms("decode", has_all, chunk, decode)
         # what is there already goes at the chunk it was given, which is taken to be the same
@@ -280,7 +282,7 @@ class _Forecaster:
         itl_ms = self._decode_ms("prefill", prefill, 1, has_all=self._prefill_has_all)
         is_beside = not prefill.is_idle
         if is_beside:
-            steps = math.ceil(self._s.num_prompt_tokens / self._s.max_step_tokens)
+            steps = math.ceil(self._num_left("prefill") / self._s.max_step_tokens)
             itl_ms = max(itl_ms, own_ms / steps)
         cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
         way = self._way(Route.PREFILL, self._prefill_has_all, is_beside=is_beside)
@@ -290,13 +292,19 @@ class _Forecaster:
         """On the prefill worker: what is there already, and this prompt."""
         prefill = self._s.prefill
         own_ms = self._prompt_ms("prefill", self._prefill_has_all, self._s.max_step_tokens, prefill)
-        return own_ms * prefill.num_prefill_tokens / self._s.num_prompt_tokens, own_ms
+        return own_ms * prefill.num_prefill_tokens / self._num_left("prefill"), own_ms
+
+    def _num_left(self, role: str) -> int:
+        """Prompt tokens that the worker would have to compute."""
+        return max(self._s.num_prompt_tokens - self._s.num_cached[role == "decode"], 1)
 
     def _way(
         self, route: Route, has_all: bool, *, is_beside: bool, chunk: int | None = None
     ) -> Way:
-        step_tokens = min(self._s.num_prompt_tokens, chunk or self._s.max_step_tokens)
-        worker = self._s.names[route is Route.DECODE]
+        worker, role = self._s.names[route is Route.DECODE], "prefill"
+        if route is Route.DECODE:
+            role = "decode"
+        step_tokens = min(self._num_left(role), chunk or self._s.max_step_tokens)
         return Way(route, worker, is_beside, has_all, size_class(step_tokens))
 
     def _forecast(
@@ -317,11 +325,12 @@ class _Forecaster:
     def _prompt_ms(
         self, role: str, has_all: bool, chunk: int, beside: WorkerLoad | None = None
     ) -> float:
-        """The whole prompt in steps of a chunk, with those who decode beside it."""
-        tokens = self._s.num_prompt_tokens
+        """What is left of the prompt in steps of a chunk, with those who decode beside it."""
+        tokens = self._num_left(role)
         count = min(tokens, chunk)
         batch, context = (beside.batch, beside.context) if beside else (0, 0)
-        step = StepLoad(count, count * tokens / 2, batch, context)
+        attended = self._s.num_prompt_tokens - tokens / 2  # by one of those left, on average
+        step = StepLoad(count, count * attended, batch, context)
         return self._step_ms(role, has_all, step) * tokens / count
 
     def _decode_ms(self, role: str, load: WorkerLoad, num_more: int, *, has_all: bool) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.blocks import BlockPool, Ledger
 from engine.errors import InvariantViolated, RequestError
+from engine.messages import Admit
 from engine.places import DECODE, PREFILL, Places
 from engine.sequence import Leg, Moving, On, Route, Sequence, Waiting
 
@@ -53,6 +55,27 @@ def wants(
     return needed
 
 
+def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
+    """The command by which a sequence runs on a leg, as it stands now.
+
+    Args:
+        sequence: which.
+        leg: of its way.
+        table: its blocks in the pool of the leg's worker.
+    """
+    return Admit(
+        seq_id=sequence.seq_id,
+        generation=sequence.generation,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_table=table,
+        sampling=sequence.sampling,
+        until_output=leg.until_output,
+        max_chunk_tokens=sequence.max_chunk_tokens,
+    )
+
+
 class Ways:
     """All ways through the workers.
 
@@ -70,12 +93,12 @@ class Ways:
         """Blocks by pool that a way takes."""
         return wants(sequence, legs, self._places, self._ledger.pools)
 
-    def fits_now(self, sequence: Sequence) -> bool:
-        """True if the blocks of some way are free."""
+    def fits_now(self, sequence: Sequence, saved: Mapping[str, int] = MappingProxyType({})) -> bool:
+        """True if the blocks of some way are free, but for those by pool that others have."""
         ways = (legs_of(sequence, route, pair) for pair in self._pairs for route in Route)
         needed = (self.wants(sequence, legs) for legs in ways)
-        pools = self._ledger.pools
-        return any(all(n <= pools[name].num_free for name, n in each.items()) for each in needed)
+        room = {name: p.num_free + saved.get(name, 0) for name, p in self._ledger.pools.items()}
+        return any(all(n <= room[name] for name, n in each.items()) for each in needed)
 
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
@@ -126,26 +149,36 @@ class Ways:
         sequence: Sequence,
         open_workers: Collection[str],
         held: Iterable[Sequence],
-        tokens_ahead: Callable[[str], int],
+        tokens_until: Callable[[str], int],
+        hits: Mapping[str, int],
     ) -> Pair:
-        """The pair that has least to do: one by the prompts before this one, one by its batch.
+        """The pair that has least to do: one until this prompt is computed, one by its batch.
 
-        Of those that are there, first those whose pool has room now. Where all workers of a role
-        are down, one of the other does both, if its pool could hold the whole.
+        Of those that are there, first those whose pool has room now, and of equals those that hold
+        most of it. Where all workers of a role are down, one of the other does both, if its pool
+        could hold the whole.
+
+        Args:
+            sequence: is about to be placed.
+            open_workers: those that it could go to.
+            held: all that is on workers or between two.
+            tokens_until: prompt tokens that a worker would have to compute until it is done.
+            hits: positions by pool that are computed there.
         """
         batches = Counter(other.legs[-1].worker for other in held)
         length, most = sequence.num_prompt_tokens, sequence.sampling.max_tokens
 
         def least(role: str, num_tokens: int, load: Callable[[str], int]) -> str | None:
-            def key(name: str) -> tuple[bool, int, int]:
+            def key(name: str) -> tuple[bool, int, int, int]:
                 books = self._ledger.pools[self._places.pool_of(name)]
-                has_room = books.num_blocks_for(num_tokens) <= books.num_free
-                return not has_room, load(name), -books.num_free
+                num_there = hits.get(books.name, 0)
+                has_room = books.num_blocks_for(num_tokens - num_there) <= books.num_free
+                return not has_room, load(name), -num_there, -books.num_free
 
             there = [name for name in self._places.playing(role) if name in open_workers]
             return min(there, key=key, default=None)
 
-        prefill = least(PREFILL, length, tokens_ahead)
+        prefill = least(PREFILL, length, tokens_until)
         decode = least(DECODE, length + most, batches.__getitem__)
         if prefill is None:
             return Pair(decode, decode) if decode is not None else self._pairs[0]

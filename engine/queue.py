@@ -7,10 +7,10 @@ alone sees the order of prefill_key; no owner fills the queue.
 Never: knows blocks or workers, or reads a clock (now_ns is given).
 
 Turns are start-time fair queueing with equal weights. Placing a sequence charges its owner for all
-the tokens that it may use, as blocks are reserved; its end gives back what it did not use. The
-owner charged least is next. Whoever begins to wait starts level with the least charged of those
-who wait, so that nobody saves up a share; when nobody waits all is forgotten: what no one else
-wanted was free.
+the tokens that may be computed for it, those of its prompt that are cached left out; its end gives
+back those that were not. The owner charged least is next. Whoever begins to wait starts level with
+the least charged of those who wait, so that nobody saves up a share; when nobody waits all is
+forgotten: what no one else wanted was free.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FairQueue:
         self._waiting: dict[str, dict[int, Sequence]] = {}
         self._charged: dict[str, int] = {}
         """Tokens by owner since somebody began to wait; also of owners that do not wait now."""
-        self._placed: set[int] = set()
-        """What these were charged may be more than they use."""
+        self._placed: dict[int, int] = {}
+        """What was charged for these, which may be more than they use."""
         self._pushed_ns = -1
         self.max_wait_ms = 0.0
         """Who would wait longer, as predicted, is refused; 0: nobody is."""
@@ -96,6 +96,16 @@ class FairQueue:
         if self.max_wait_ms:
             self._sequences.check_wait(owner, len(sequences), self.max_wait_ms)
             self._tokens.check_wait(owner, num_tokens, self.max_wait_ms)
+        self._enter(sequences, num_tokens)
+        self._pushed_ns = now_ns
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It was placed and has lost its blocks; it waits again, whatever room there is."""
+        self.forget(sequence)
+        self._enter([sequence], sequence.num_prompt_tokens)
+
+    def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
+        owner = sequences[0].owner
         if owner not in self._waiting:
             level = min((self._charged[other] for other in self._waiting), default=0)
             self._charged[owner] = max(self._charged.get(owner, 0), level)
@@ -104,7 +114,6 @@ class FairQueue:
             self._waiting[owner][sequence.seq_id] = sequence
         self._sequences.enter(owner, len(sequences))
         self._tokens.enter(owner, num_tokens)
-        self._pushed_ns = now_ns
 
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """What waits, the next one first; taking one moves its owner's next turn back."""
@@ -119,7 +128,7 @@ class FairQueue:
 
     def _by_turns(self, charged: dict[str, int], now_ns: int) -> Iterator[Sequence]:
         def key(sequence: Sequence) -> float:
-            return prefill_key(sequence.num_prompt_tokens, now_ns - sequence.stamps.arrived_ns)
+            return prefill_key(sequence.num_uncached_tokens, now_ns - sequence.stamps.arrived_ns)
 
         # Of owners charged alike the one with less waiting is first: it is the newcomer.
         turns = [
@@ -139,8 +148,8 @@ class FairQueue:
         if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
             self._sequences.pace.count(1)
             self._tokens.pace.count(sequence.num_prompt_tokens)
-        self._charged[sequence.owner] += _charge(sequence)
-        self._placed.add(sequence.seq_id)
+        charge = self._placed[sequence.seq_id] = _charge(sequence)
+        self._charged[sequence.owner] += charge
         self._remove(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -148,8 +157,8 @@ class FairQueue:
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):
             self._remove(sequence)
         elif sequence.seq_id in self._placed:
-            self._placed.remove(sequence.seq_id)
-            self._charged[sequence.owner] -= _charge(sequence) - sequence.num_computed_tokens
+            used = max(sequence.num_computed_tokens - sequence.num_cached_tokens, 0)
+            self._charged[sequence.owner] -= self._placed.pop(sequence.seq_id) - used
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless rooms and owners agree."""
@@ -182,5 +191,5 @@ class FairQueue:
 
 
 def _charge(sequence: Sequence) -> int:
-    """All the tokens that it may use."""
-    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+    """All the tokens that may have to be computed for it."""
+    return sequence.num_uncached_tokens + sequence.sampling.max_tokens

@@ -16,6 +16,7 @@ from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.journeys import Ways
 from engine.places import DECODE, Places
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Leg, Route, Sequence
 
 
@@ -27,13 +28,22 @@ class Recovery:
         ledger: the blocks.
         ways: through the workers.
         copies: blocks that are under way.
+        prefixes: what others have computed.
     """
 
-    def __init__(self, places: Places, ledger: Ledger, ways: Ways, copies: Copies) -> None:
+    def __init__(
+        self,
+        places: Places,
+        ledger: Ledger,
+        ways: Ways,
+        copies: Copies,
+        prefixes: PrefixCache,
+    ) -> None:
         self._places = places
         self._ledger = ledger
         self._ways = ways
         self._copies = copies
+        self._prefixes = prefixes
 
     def detour(
         self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
@@ -46,8 +56,11 @@ class Recovery:
         if sequence.is_on_probation:
             open_workers = [name for name in open_workers if name not in others]
 
+        hits = self._prefixes.hits(sequence)
+
         def num_there(worker: str) -> int:
-            return self._num_computed(sequence, self._places.pool_of(worker))
+            pool = self._places.pool_of(worker)
+            return max(self._num_computed(sequence, pool), hits.get(pool, 0))
 
         for legs in self._ways.detours(sequence, open_workers, held, num_there):
             if self._take(sequence, legs):
@@ -63,7 +76,9 @@ class Recovery:
             return False
         here = self._places.pool_of(legs[0].worker)
         num_computed = self._num_computed(sequence, here)
-        if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}):
+        new_pools = [name for name in needed if not ledger.table(seq_id, name)]
+        found = self._prefixes.find(sequence, new_pools)
+        if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}, found):
             return False
         self._keep(sequence, needed, here, num_computed)
         sequence.legs = legs

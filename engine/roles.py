@@ -132,10 +132,20 @@ class Roles:
         pair: Pair,
         running: Iterable[Sequence],
         now_ns: int,
+        hits: Mapping[str, int],
         *,
         fits_prefill_pool: bool,
     ) -> Choice:
-        """How a sequence should be run by a pair of workers that is about to be placed."""
+        """How a sequence should be run by a pair of workers that is about to be placed.
+
+        Args:
+            sequence: which.
+            pair: of workers.
+            running: all that is on workers or between two.
+            now_ns: CLOCK_MONOTONIC.
+            hits: positions of it by pool that are computed there.
+            fits_prefill_pool: its whole length does.
+        """
         if self._roles == "colocated":
             return Choice(Route.DECODE, "colocated")
         if pair.prefill == pair.decode:
@@ -163,6 +173,7 @@ class Roles:
             last=self._last,
             closed=self.outcomes.closed(),
             names=pair,
+            num_cached=(hits.get(places.pool_of(prefill), 0), hits.get(places.pool_of(decode), 0)),
         )
         return choose(situation, partial(self._predict_ms, pair))
 
@@ -178,7 +189,7 @@ class Roles:
             choice.forecast,
             gap_worker=pair.decode if way.route is Route.MOVE else way.worker,
             num_cores=self._num_cores(cores.all if way.has_all else cores.own[way.worker]),
-            num_tokens=sequence.num_prompt_tokens,
+            num_tokens=sequence.num_uncached_tokens,
             at_ns=now_ns,
         )
 

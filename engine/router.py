@@ -10,16 +10,16 @@ Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.counters import Counters
-from engine.journeys import MIN_CHUNK_TOKENS, Ways, check_where, legs_of
-from engine.messages import Admit, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
+from engine.journeys import MIN_CHUNK_TOKENS, Ways, admit, check_where, legs_of
+from engine.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.places import DECODE, Places
+from engine.prefix_cache import PrefixCache
 from engine.queue import FairQueue
 from engine.recovery import Recovery
 from engine.roles import Roles
@@ -64,8 +64,9 @@ class Router:
         self.ledger = ledger
         self.ways = Ways(places, ledger)
         self.copies = Copies(ledger, places.passing_pools())
-        self.recovery = Recovery(places, ledger, self.ways, self.copies)
         self.counters = Counters()
+        self.prefixes = PrefixCache(places, ledger, self.counters, max_step_tokens)
+        self.recovery = Recovery(places, ledger, self.ways, self.copies, self.prefixes)
         self.queue = queue
         """Waiting and holding no blocks."""
         self.resuming: list[Sequence] = []
@@ -150,7 +151,7 @@ class Router:
         self.ledger.reap(worker)
         for pool in self.places.pools:
             if pool.home == worker:
-                self.ledger.pools[pool.name].life += 1
+                self.ledger.pools[pool.name].lose()
         self.copies.worker_died(worker)
         victims = [s for s in self.running.values() if s.worker == worker]
         if not self.places.has_followed(worker, self.roles.ready_workers):
@@ -223,6 +224,8 @@ class Router:
             is_full = not any(pool.num_free for pool in pools)
             if len(self.running) + len(self.moving) >= most or is_full:
                 break
+            if self.prefixes.is_coming(sequence, ahead):
+                continue
             if not self._place(sequence, ahead, now_ns):
                 if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                     break
@@ -239,15 +242,17 @@ class Router:
         open_workers = {
             name for name in self.roles.open_workers if ahead.num_tokens(sequence, name) < limit
         }
-        if not open_workers or not self.ways.fits_now(sequence):
+        prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
+        if not open_workers or not self.ways.fits_now(sequence, prefixes.saved(sequence, hits)):
             return False
         held, there = self._held(), self.roles.open_workers
-        pair = self.ways.choose(sequence, there, held, partial(ahead.num_tokens, sequence))
+        until = prefixes.tokens_until(sequence, hits, ahead)
+        pair = self.ways.choose(sequence, there, held, until, hits)
         can_stay = self.ways.can_stay(sequence, pair)
-        choice = self.roles.route(sequence, pair, held, now_ns, fits_prefill_pool=can_stay)
+        choice = self.roles.route(sequence, pair, held, now_ns, hits, fits_prefill_pool=can_stay)
         legs = legs_of(sequence, choice.route, pair)
         needed = self.ways.wants(sequence, legs)
-        if legs[0].worker not in open_workers or not self.ledger.reserve(sequence.seq_id, needed):
+        if legs[0].worker not in open_workers or not prefixes.reserve(sequence, legs, needed):
             return False
         self.roles.placed(sequence, pair, choice, now_ns)
         sequence.legs, sequence.route, sequence.route_reason = legs, choice.route, choice.words
@@ -313,36 +318,28 @@ class Router:
 
     def _admit(self, sequence: Sequence, leg: Leg) -> None:
         worker, pool = leg.worker, self.places.pool_of(leg.worker)
-        here = (pool, self.ledger.pools[pool].life)
-        if sequence.computed_in != here:
+        if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
+            self.copies.forget(sequence)
+            self.ledger.release_all(sequence.seq_id)
+            sequence.where, sequence.computed_in = Waiting(), None
             sequence.forget_computed()
-            sequence.computed_in = here
+            self.queue.put_back(sequence)
+            return
         sequence.generation += 1
         sequence.where = On(leg)
         self.running[sequence.seq_id] = sequence
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: table})
-        self._send(
-            worker,
-            Admit(
-                seq_id=sequence.seq_id,
-                generation=sequence.generation,
-                token_ids=sequence.token_ids,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_computed_tokens=sequence.num_computed_tokens,
-                block_table=table,
-                sampling=sequence.sampling,
-                until_output=leg.until_output,
-                max_chunk_tokens=sequence.max_chunk_tokens,
-            ),
-        )
+        self._send(worker, admit(sequence, leg, table))
+        self.prefixes.publish(sequence)
 
     # Progress
 
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
+        self.prefixes.publish(sequence)
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
             sequence.is_on_probation = False

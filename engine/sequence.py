@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.prefix_hashes import PrefixChain
+
 
 class Phase(StrEnum):
     """Where a sequence is, for people. Chunk progress is a number, not a phase."""
@@ -185,6 +187,13 @@ class Sequence:
     stamps: Stamps
     owner: str = ""
     """Whose it is, for fair shares of the queue."""
+    prefix: PrefixChain | None = None
+    """The hashes of its full blocks; None: it neither finds others' blocks nor leaves its own."""
+    num_cached_tokens: int = 0
+    """Of its prompt, those found computed when it was first placed; before that, when the cache was
+    last looked at."""
+    num_published_blocks: int = 0
+    """Of its table where it is computed, those that others have been able to find."""
     where: Where = QUEUED
     legs: tuple[Leg, ...] = ()
     """Chosen when its blocks are reserved."""
@@ -255,6 +264,17 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens in the prompt that are to be computed, as far as that is known."""
+        return len(self.prompt_token_ids) - self.num_cached_tokens
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens at positions from start to before end."""
+        num_prompt = len(self.prompt_token_ids)
+        outputs = self.output_token_ids[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
+        return self.prompt_token_ids[start:end] + outputs
 
     @property
     def num_output_tokens(self) -> int:

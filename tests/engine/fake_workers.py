@@ -52,6 +52,7 @@ class FakeWorker:
     def __init__(self, name, pool, memory, *, max_step_tokens=8, cpus=()):
         self.name, self.pool, self.memory = name, pool, memory
         self.own_cpus = list(cpus)
+        self.may_write = lambda pool, block_id: True
         self.breaks = False
         self.max_step_tokens = max_step_tokens
         self.inbox = deque()
@@ -101,6 +102,7 @@ class FakeWorker:
         copy, first = pending.copy, pending.num_done
         count = 0 if pending.is_void else count
         for from_id, to_id in copy.pairs[first : first + count]:
+            assert self.may_write(copy.to_pool, to_id), "a copy into a block that others can find"
             for offset in range(BLOCK_SIZE):
                 token = self.memory.get((copy.from_pool, from_id, offset))
                 self.memory[copy.to_pool, to_id, offset] = token
@@ -143,6 +145,7 @@ class FakeWorker:
         start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
         for position in range(start, end):
             block_id = running.block_table[position // BLOCK_SIZE]
+            assert self.may_write(self.pool, block_id), "a step writes what others can find"
             place = (self.pool, block_id, position % BLOCK_SIZE)
             self.memory[place] = running.token_ids[position]
         running.num_computed_tokens = end

@@ -177,7 +177,7 @@ def test_lost_memory_has_no_hashes():
     chain, pool = published(ledger, 1, 2), ledger.pools["kv"]
     other = published(ledger, 2, 1, "salt")
     ledger.release_all(1)
-    pool.forget_hashes()
+    pool.lose()
     ledger.check_invariants()
     assert pool.index.num_hit(chain.hashes) == pool.index.num_hit(other.hashes) == 0
     assert pool.counts[BlockState.FREE] == 6
@@ -242,7 +242,7 @@ class LedgerWalk(RuleBasedStateMachine):
     @rule()
     def lose(self):
         """The memory of a pool is lost with what was in it."""
-        self.ledger.pools["kv"].forget_hashes()
+        self.ledger.pools["kv"].lose()
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), worker=st.sampled_from(["prefill", "decode"]))

@@ -37,7 +37,7 @@ class Machine:
         now_ns = int(self.now_s * 1e9)
         prefill, decode = self.roles.places.names[0], self.roles.places.names[-1]
         pair = Pair(prefill, decode)
-        return self.roles.route(sequence, pair, running, now_ns, fits_prefill_pool=True)
+        return self.roles.route(sequence, pair, running, now_ns, {}, fits_prefill_pool=True)
 
     def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
         """Steps that took so long; decodes alone and together, so that some more are known."""

@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 
 import pytest
 
@@ -8,6 +9,7 @@ from engine.errors import InvariantViolated, QueueFull, RequestError
 from engine.messages import Copied, CoresUsed, Release, Stepped
 from engine.outcomes import Outcome
 from engine.places import make_places
+from engine.prefix_hashes import PrefixHasher
 from engine.queue import FairQueue
 from engine.roles import ROLES
 from engine.router import Router
@@ -15,6 +17,7 @@ from engine.sequence import FinishReason, Phase, Route, SamplingParams, Sequence
 from engine.suspicion import MAX_SUSPICIONS
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
+HASHER = PrefixHasher(bytes(32), b"", BLOCK_SIZE)
 COPYING = (
     *("peer", "shm", "elastic peer", "elastic shm", "gpu peer", "gpu shm"),
     *("2x1 peer", "1x2 shm", "2x2 peer", "gpu 2x2 shm"),
@@ -53,8 +56,12 @@ class World:
             worker.name: FakeWorker(worker.name, worker.pool, self.memory, cpus=cores[worker.name])
             for worker in self.places.workers
         }
+        for worker in self.workers.values():
+            worker.may_write = lambda pool, block_id: block_id not in self.ledger.pools[pool].index
         self.emitted = {}
         self.ended = {}
+        self.scheduled = Counter()
+        self.num_checks = 0
         self.router = Router(
             self.places,
             self.ledger,
@@ -75,16 +82,19 @@ class World:
         if is_last:
             self.ended[sequence.seq_id] = sequence.finish_reason
 
-    def sequence(self, num_prompt_tokens=10, max_tokens=5, owner=""):
+    def sequence(self, num_prompt_tokens=10, max_tokens=5, owner="", prompt=None, salt=""):
+        """Of a prompt that no other of these begins like, or of a given one."""
         seq_id, self.next_seq_id = self.next_seq_id, self.next_seq_id + 1
+        prompt = prompt or [(seq_id * 7 + i) % 991 for i in range(num_prompt_tokens)]
         return Sequence(
             seq_id=seq_id,
             request_id=f"r{seq_id}",
             index=0,
-            prompt_token_ids=[(seq_id * 7 + i) % 91 for i in range(num_prompt_tokens)],
+            prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
             stamps=Stamps(self.now_ns, self.now_ns),
             owner=owner,
+            prefix=HASHER.chain(prompt, salt),
         )
 
     def submit(self, *sequences):
@@ -96,6 +106,8 @@ class World:
         report = worker.outbox.popleft()
         match report:
             case Stepped():
+                for entry in report.entries:
+                    self.scheduled[entry.seq_id] += entry.num_scheduled_tokens
                 self.router.stepped(worker.name, report, self.now_ns)
             case CoresUsed():
                 self.router.cores_used(worker.name, report)
@@ -168,6 +180,16 @@ class World:
 
     def check(self):
         self.router.check_invariants()
+        self.num_checks += 1
+        if self.num_checks % 16 == 0:
+            self.check_hashes()
+
+    def check_hashes(self):
+        """Every block that can be found has the tokens that its hash says."""
+        for name, pool in self.ledger.pools.items():
+            for block_id, hashed in pool.index._hashed.items():
+                tokens = [self.memory[name, block_id, i] for i in range(BLOCK_SIZE)]
+                assert HASHER.hashes(hashed.parent, tokens) == [hashed.hash]
 
     def assert_all_free(self):
         for pool in self.ledger.pools.values():
@@ -612,7 +634,7 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
     rng = random.Random(seed)
     world = World(arm, num_blocks=33, num_slots=2)
 
-    def any_route(sequence, pair, running, now_ns, *, fits_prefill_pool):
+    def any_route(sequence, pair, running, now_ns, hits, *, fits_prefill_pool):
         routes = [Route.MOVE, Route.DECODE, *([Route.PREFILL] if fits_prefill_pool else [])]
         return Choice(rng.choice(routes), "drawn", "", rng.choice([None, 3]))
 
@@ -681,6 +703,17 @@ def short_prompts_are_worth_a_detour(request, monkeypatch):
         monkeypatch.setattr("engine.journeys.MIN_CHUNK_TOKENS", 4)
 
 
+def related(rng, earlier):
+    """A prompt that goes on from an earlier one, or is its twin; None: like no other."""
+    if not earlier or rng.random() < 0.3:
+        return None
+    other = rng.choice(earlier[-8:])
+    tokens = other.prompt_token_ids + other.output_token_ids
+    kept = tokens[: rng.choice([len(tokens), other.num_prompt_tokens, rng.randint(1, 60)])]
+    more = [rng.randrange(900) for _ in range(rng.choice([0, 1, 9]))]
+    return (kept + more)[:80]
+
+
 def walk(world, rng, sometimes=lambda: None):
     """Requests, aborts, deaths and messages in any order; then all that is left, to the end."""
     live, down = [], set()
@@ -693,7 +726,8 @@ def walk(world, rng, sometimes=lambda: None):
             sometimes()
         if action < 0.06 and len(world.router.queue) < 20:
             owner = rng.choice(["", "her", "him"])
-            sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25), owner)
+            prompt = related(rng, live)
+            sequence = world.sequence(rng.randint(1, 40), rng.randint(1, 25), owner, prompt)
             world.submit(sequence)
             live.append(sequence)
         elif action < 0.09 and live:

@@ -1,0 +1,213 @@
+"""The prefix cache: what of a sequence is computed already, or is about to be by another.
+
+Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
+needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
+its hit before the block of its last token, which it computes into a block of its own: so nobody
+writes a block that another can find.
+Owns: nothing but the rules; the blocks are the ledger's. Called by: the router.
+Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
+share it; a sequence waits only for one that is on a worker, and has further to go than itself.
+Never: moves a block, ends or admits a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter_ns
+
+from engine.ahead import Ahead
+from engine.blocks import BlockState, Ledger
+from engine.counters import Counters
+from engine.places import PREFILL, Places
+from engine.sequence import Leg, On, Sequence
+
+
+class PrefixCache:
+    """Of one router.
+
+    Args:
+        places: workers and pools.
+        ledger: the blocks.
+        counters: what is counted.
+        max_step_tokens: of prompts, in a worker's step.
+    """
+
+    def __init__(
+        self, places: Places, ledger: Ledger, counters: Counters, max_step_tokens: int
+    ) -> None:
+        self._places = places
+        self._ledger = ledger
+        self._counters = counters
+        self._max_step_tokens = max_step_tokens
+        self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
+
+    # Before a sequence is placed
+
+    def hits(self, sequence: Sequence) -> dict[str, int]:
+        """Positions by pool that are probably computed there, and need not be again."""
+        if sequence.prefix is None:
+            return {}
+        began_ns, hits = perf_counter_ns(), {}
+        for name in self._pools:
+            books = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
+            if num_blocks := books.index.num_hit(hashes):
+                hits[name] = num_blocks * books.block_size
+        if not sequence.legs:  # it has not been placed yet
+            sequence.num_cached_tokens = max(hits.values(), default=0)
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+        return hits
+
+    def saved(self, sequence: Sequence, hits: Mapping[str, int]) -> dict[str, int]:
+        """Blocks by pool that take no room from anybody, for others use them now."""
+        return {
+            name: sum(self._ledger.pools[name].state(b) is not BlockState.CACHED for b in blocks)
+            for name, blocks in self.find(sequence, hits).items()
+        }
+
+    def tokens_until(
+        self, sequence: Sequence, hits: Mapping[str, int], ahead: Ahead
+    ) -> Callable[[str], int]:
+        """What a worker would have to compute until the sequence is: before it, and of it."""
+
+        def num_tokens(worker: str) -> int:
+            left = sequence.num_tokens - hits.get(self._places.pool_of(worker), 0)
+            return ahead.num_tokens(sequence, worker) + left
+
+        return num_tokens
+
+    def is_coming(self, sequence: Sequence, ahead: Ahead) -> bool:
+        """True if another is computing more of its prompt, and it is cheaper to wait for that.
+
+        Waiting delays this one until the other's step is made. Computing it twice makes everybody
+        else wait for as many tokens as the two have in common, and so that counts as its cost.
+
+        Args:
+            sequence: is in the queue.
+            ahead: prompts on workers, also those that are ahead of the other.
+        """
+        chain = sequence.prefix
+        if chain is None or not chain.hashes:
+            return False
+        others = [
+            o for o in ahead.sequences if o.prefix and o.prefix.hashes[:1] == chain.hashes[:1]
+        ]
+        if not others:
+            return False
+        hits = self.hits(sequence)
+        until = self.tokens_until(sequence, hits, ahead)
+        alone = min(map(until, self._places.playing(PREFILL)))
+        return any(self._is_worth_it(sequence, other, hits, ahead, alone) for other in others)
+
+    def _is_worth_it(
+        self,
+        sequence: Sequence,
+        other: Sequence,
+        hits: Mapping[str, int],
+        ahead: Ahead,
+        alone: int,
+    ) -> bool:
+        """True if a sequence should wait for what another computes.
+
+        Args:
+            sequence: would wait.
+            other: begins alike.
+            hits: what the sequence has without it.
+            ahead: prompts on workers.
+            alone: prompt tokens that are computed until the sequence is if it does not wait.
+        """
+        where, computed = other.where, other.num_computed_tokens
+        if not isinstance(where, On) or sequence.prefix is None or other.prefix is None:
+            return False
+        books = self._ledger.pools[self._places.pool_of(where.leg.worker)]
+        size = books.block_size
+        num_common = sequence.prefix.num_common(other.prefix)
+        common = min(num_common, self._most(sequence, size)) * size
+        gain = common - max(hits.get(books.name, 0), computed)
+        left = other.num_prompt_tokens - computed
+        if gain <= 0 or left <= 0:
+            return False
+        chunk = other.max_chunk_tokens or self._max_step_tokens
+        in_steps = min(-(-(common - computed) // chunk) * chunk, left)
+        before = max(ahead.num_tokens(other, where.leg.worker) - left, 0)
+        return before + in_steps + sequence.num_tokens - common < alone + gain
+
+    def reserve(self, sequence: Sequence, legs: tuple[Leg, ...], needed: Mapping[str, int]) -> bool:
+        """Take the blocks of a way, those that are there and new ones; False if too few are free.
+
+        Args:
+            sequence: has no blocks.
+            legs: of the way.
+            needed: blocks by pool.
+        """
+        found = self.find(sequence, needed)
+        if not self._ledger.reserve(sequence.seq_id, needed, found):
+            return False
+        if sequence.prefix is not None and not sequence.legs:
+            books = self._ledger.pools[self._places.pool_of(legs[0].worker)]
+            sequence.num_cached_tokens = len(found.get(books.name, ())) * books.block_size
+            self._counters.prefix_cache_queries += sequence.num_prompt_tokens
+            self._counters.prefix_cache_hits += sequence.num_cached_tokens
+        return True
+
+    def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
+        """Blocks that its table would begin with, by pool."""
+        if sequence.prefix is None:
+            return {}
+        began_ns, found = perf_counter_ns(), {}
+        for name in pools:
+            books = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
+            if blocks := books.index.blocks(hashes):
+                found[name] = blocks
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+        return found
+
+    # While it runs
+
+    def settle(self, sequence: Sequence, pool: str) -> bool:
+        """See from where it goes on in a pool, and that it writes what nobody else knows.
+
+        Blocks that its table begins with and that have a hash are computed. Of those after them
+        that it had computed before and computes again, others may know some: these are exchanged.
+
+        Returns:
+            False: there is no room for that exchange now; it cannot be admitted yet.
+        """
+        books, size = self._ledger.pools[pool], self._ledger.pools[pool].block_size
+        here = (pool, books.life)
+        if sequence.computed_in != here:
+            sequence.forget_computed()
+            sequence.computed_in = here
+        sequence.num_published_blocks = 0
+        there = min(self._ledger.num_hashed(sequence.seq_id, pool), self._most(sequence, size))
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
+        return self._ledger.renew(sequence.seq_id, pool, sequence.num_computed_tokens // size)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are computed where it is, those not known yet."""
+        chain = sequence.prefix
+        if chain is None or sequence.computed_in is None:
+            return
+        pool, life = sequence.computed_in
+        size, first = self._ledger.pools[pool].block_size, sequence.num_published_blocks
+        if life != self._ledger.pools[pool].life:  # it was computed, and is lost
+            return
+        num_full = sequence.num_computed_tokens // size
+        if num_full <= first:
+            return
+        began_ns = perf_counter_ns()
+        if len(chain) < num_full:
+            chain.grow(sequence.tokens_between(chain.num_tokens, num_full * size))
+        self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
+        sequence.num_published_blocks = num_full
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+
+    def _most(self, sequence: Sequence, block_size: int) -> int:
+        """Blocks at most that a hit may have: not that of the last token.
+
+        Where prompt tokens are reported on, each has to be computed.
+        """
+        if sequence.sampling.prompt_logprobs is not None:
+            return 0
+        return (sequence.num_tokens - 1) // block_size
