@@ -45,6 +45,9 @@ class Arrival:
     """CLOCK_MONOTONIC when its head was here, and once it has a body, when all of that was."""
     received_at: str = field(default_factory=utc_now)
     """The same moment as ISO 8601, UTC."""
+    swap_wait_ns: int = 0
+    """Of the time since then, what it waited for its model to be swapped in."""
+    _has_body: bool = False
     hang_up: Callable[[], None] = lambda: None
     """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
 
@@ -60,7 +63,11 @@ class Arrival:
         """All of the body is here.
 
         A client that sends slowly has not waited for us, and gains no place in the queue by it.
+        Nothing happens the second time.
         """
+        if self._has_body:
+            return
+        self._has_body = True
         self.arrived_ns, self.received_at = time.monotonic_ns(), utc_now()
 
 

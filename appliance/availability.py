@@ -28,6 +28,10 @@ class Availability:
         self.is_draining = False
         self._is_stopping = self._takes_stragglers = False
 
+    def change_model(self, router: Router, supervisor: Supervisor) -> None:
+        """Speak of other workers from now on."""
+        self._router, self._supervisor = router, supervisor
+
     def check(self) -> None:
         """Raise Unavailable where a request cannot be accepted now."""
         if self.is_draining and not self._takes_stragglers:

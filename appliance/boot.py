@@ -68,6 +68,8 @@ class Plan:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     """How the model writes calls and reasoning, as the settings say."""
+    others: tuple[str, ...] = ()
+    """Models that a request may name, which are swapped in then."""
 
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
@@ -124,6 +126,9 @@ def make_plan(config: ServeConfig) -> Plan:
         model_id = checkpoint.folder.stem
     else:
         model_id = checkpoint.folder.resolve().name
+    if model_id in config.models:
+        what = "the model that is served first has this name, too"
+        raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
     return Plan(
         model_id,
         checkpoint,
@@ -136,6 +141,7 @@ def make_plan(config: ServeConfig) -> Plan:
         aliases=config.model_aliases,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
+        others=tuple(config.models),
     )
 
 
@@ -179,6 +185,26 @@ def is_to_be_fetched(model: Path | HubName | None) -> bool:
     if not isinstance(model, HubName):
         return False
     return cache.resolve(cache.hub_cache(os.environ), model) is None
+
+
+def check_others(config: ServeConfig) -> None:
+    """Look at the models that a request may name, as far as they are on this machine.
+
+    Raises:
+        ConfigError: as make_plan(), of the first that cannot be served.
+    """
+    for each in config.models.values():
+        if not is_to_be_fetched(each.model):
+            check_plan(each)
+
+
+def check_files(config: ServeConfig) -> None:
+    """Look at a model's files alone: memory is another's as long as that one is served.
+
+    Raises:
+        ConfigError: it cannot be served.
+    """
+    Checkpoint.open(model_folder(config.model))
 
 
 def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
@@ -339,4 +365,5 @@ def model_info(plan: Plan) -> ModelInfo:
         aliases=plan.aliases,
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
+        others=plan.others,
     )

@@ -1,6 +1,7 @@
 """Settings of the daemon: flag, environment, TOML file, default.
 
-Owns: every setting's name, allowed values, default and meaning. The only file that knows TOML.
+Owns: what the settings of the table in settings are by default, and who sets them. The only file
+that knows TOML.
 Called by: cli (serve, and every client verb for the socket), boot, http.access, daemon.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
 allowed and where it was set, to the line.
@@ -11,37 +12,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance import paths
-from appliance.models.names import HubName, a_model
-from appliance.setting_kinds import (
-    a_duration,
-    a_flag,
-    a_path,
-    an_address,
-    at_least,
-    is_meant,
-    names,
-    one_of,
-    parse_bytes,
-    some_devices,
-)
-from appliance.wanted_workers import ONE_OF_EACH, WantedWorkers, parse_place
+from appliance.models.names import HubName
+from appliance.models.tables import MODEL_SETTINGS, MODELS, read_tables
+from appliance.setting_kinds import a_path, is_meant
+from appliance.settings import SETTINGS
+from appliance.wanted_workers import ONE_OF_EACH, WantedWorkers
 from engine.errors import ConfigError
 
 DEFAULT = "default"
 PREFIX = "PENSTOCK_"
-ROLES = ("elastic", "static", "colocated")
-TOOL_PARSERS = (
-    *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
-    *("harmony", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "gemma", "functiongemma"),
-)
-"""Those of api.tool_format, which a test compares: importing that here would be slow."""
-REASONING_PARSERS = ("think", "mistral", "gemma", "granite")
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""
 
@@ -80,6 +65,9 @@ class ServeConfig:
     log_text: bool = False
     log_keep_days: int = 30
     log_max_bytes: int = 2 << 30
+    min_stay_s: float = 10.0
+    models: Mapping[str, ServeConfig] = field(default_factory=dict)
+    """Others that a request may name, by the name that it gives; each as it would be served."""
 
     def __post_init__(self) -> None:
         if self.place != ONE_OF_EACH and self.roles == "colocated":
@@ -99,108 +87,6 @@ class ServeConfig:
     def log_path(self) -> Path:
         """The request log's file."""
         return log_path(self.state_dir)
-
-
-class Setting(NamedTuple):
-    """One setting: how it is read, what it means, whether a running daemon can change it."""
-
-    parse: Callable[[object], object]
-    about: str
-    is_reloadable: bool = False
-    field: str | None = None
-    """Of ServeConfig, where it is not the setting's own name."""
-
-
-SETTINGS: Mapping[str, Setting] = {
-    "model": Setting(
-        a_model,
-        "model to serve: a folder, or a name on the hub such as Qwen/Qwen3-0.6B; without one the "
-        "embedded starter model",
-    ),
-    "dtype": Setting(
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "dtype to serve in: auto, float32, bfloat16 or float16",
-    ),
-    "transport": Setting(
-        one_of("auto", "alias", "peer", "shm"),
-        "how the KV is handed over: auto, alias (nothing moves), peer or shm",
-    ),
-    "roles": Setting(
-        one_of("auto", *ROLES),
-        "workers: elastic lets each do what pays, static has one for each phase, colocated one; "
-        "auto is elastic on CPU cores and colocated on a GPU",
-    ),
-    "place": Setting(
-        parse_place,
-        "workers by role: 2x1, or their cores as 'prefill=0,1 decode=2-3'; auto is one of each",
-    ),
-    "devices": Setting(some_devices, "what to serve on: auto, cpu, or a GPU by name, as gpu0"),
-    "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
-    "slo_ttft_ms": Setting(
-        at_least(0, "milliseconds"),
-        "target for the first token, and for a turn; 0 is relative to the prompt's own time",
-        True,
-    ),
-    "slo_itl_ms": Setting(
-        at_least(0, "milliseconds"),
-        "target for the gaps between tokens, likewise; 0 is relative to an undisturbed step",
-        True,
-    ),
-    "max_model_len": Setting(
-        at_least(2, "tokens"), "most tokens of a prompt and its reply together"
-    ),
-    "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
-    "socket": Setting(a_path, "the Unix socket to listen on"),
-    "state_dir": Setting(a_path, "folder for the request log"),
-    "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),
-    "api_keys": Setting(a_path, "file of the keys that clients on TCP need", True),
-    "operators": Setting(
-        names, "users and @groups who may cancel anything and drain, with commas", True
-    ),
-    "viewers": Setting(names, "users and @groups who may only look, with commas", True),
-    "max_queued": Setting(at_least(1, "sequences"), "most sequences that may wait", True),
-    "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens that may wait", True),
-    "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
-    "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
-    "model_aliases": Setting(
-        names, "other names of the model for clients, with commas; * is any text, as claude-*"
-    ),
-    "cors_origins": Setting(
-        names,
-        "web pages that may use the API in a browser, as https://app.example; * is all",
-        True,
-    ),
-    "tool_parser": Setting(
-        one_of("auto", *TOOL_PARSERS), "how the model writes tool calls; auto: by its chat template"
-    ),
-    "reasoning_parser": Setting(
-        one_of("auto", "none", *REASONING_PARSERS), "how the model marks its reasoning, likewise"
-    ),
-    "max_queue_wait": Setting(
-        a_duration,
-        "longest wait for a turn, as 60s: who would wait longer is refused at once, with a time to "
-        "come back; 0 lets everybody wait",
-        True,
-        "max_queue_wait_s",
-    ),
-    "max_drain": Setting(
-        a_duration,
-        "longest drain at a stop, as 90s, before replies are ended with a word; 0: no limit",
-        True,
-        "max_drain_s",
-    ),
-    "log_text": Setting(a_flag, "keep prompts in the request log: true or false", True),
-    "log_keep_days": Setting(
-        at_least(1, "days"), "days after which the log forgets a request", True
-    ),
-    "log_max_size": Setting(
-        parse_bytes,
-        "largest request log, as 2GiB; beyond it the oldest are forgotten",
-        True,
-        "log_max_bytes",
-    ),
-}
-"""By the one name that a setting has in the file, as a flag and as PENSTOCK_NAME."""
 
 
 OTHER_VARIABLES = ("PENSTOCK_CONFIG", "PENSTOCK_HOST", "PENSTOCK_API_KEY")
@@ -262,7 +148,22 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     values = {SETTINGS[name].field or name: value for name, value, _ in given}
     values.setdefault("socket", _socket(sources).value)
     values.setdefault("state_dir", paths.default_state_dir(environ))
-    return ServeConfig(**values)
+    config = ServeConfig(**values)
+    return replace(config, models=_models(sources, config))
+
+
+def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
+    """The tables [models.NAME], each over the settings that all share."""
+
+    def where(key: str) -> str:
+        return f"{sources.file}:{_line_of(sources.text, key)}: {key}"
+
+    parsers = {name: setting.parse for name, setting in SETTINGS.items()}
+    tables = read_tables(sources.table.get(MODELS, {}), parsers, where)
+    return {
+        name: replace(config, **{SETTINGS[key].field or key: value for key, value in own.items()})
+        for name, own in tables.items()
+    }
 
 
 def explain(
@@ -305,7 +206,14 @@ def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
         if getattr(old, setting.field or name) != getattr(new, setting.field or name)
     ]
     can = [name for name in changed if SETTINGS[name].is_reloadable]
-    return can, [name for name in changed if name not in can]
+    fixed = [name for name in changed if name not in can]
+    return can, [*fixed, *([MODELS] if _tables(old) != _tables(new) else [])]
+
+
+def _tables(config: ServeConfig) -> dict[str, list[object]]:
+    """What the tables [models.NAME] come to."""
+    own = [SETTINGS[key].field or key for key in MODEL_SETTINGS]
+    return {name: [getattr(each, f) for f in own] for name, each in config.models.items()}
 
 
 def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
@@ -378,7 +286,7 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
     for key in table:
-        if key not in SETTINGS:
+        if key not in SETTINGS and key != MODELS:
             raise ConfigError(
                 f"unknown setting {key!r}",
                 where=f"{path}:{_line_of(text, key)}",

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from appliance.address import TcpAddress
 from appliance.announcement import announcement
 from appliance.api.routes import build_app
-from appliance.boot import Plan, is_to_be_fetched, lock_state_dir, make_plan
+from appliance.boot import Plan, check_others, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.fetching import Fetching
 from appliance.folders import prepare_directories
@@ -40,6 +40,7 @@ from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.supervisor import Supervisor
+from appliance.swapping import Swapping
 from appliance.watchdog import LOOK_INTERVAL_S
 from engine.blocks import Ledger
 from engine.errors import PenstockError
@@ -79,6 +80,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         log.warning("%s%d open files are allowed (ulimit -Hn, LimitNOFILE=)", about, num_files)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
+    check_others(config)
     plan = None if is_to_be_fetched(config.model) else make_plan(config)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
@@ -156,7 +158,7 @@ class _Daemon:
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
             if fetching is not None:
-                if not await self._has_fetched(fetching):
+                if not await fetching.has_fetched(unless=self._drain):
                     return 0
                 app.state.appliance = self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -181,35 +183,44 @@ class _Daemon:
         self._addresses = [_address(listener) for listener in listeners]
         return listeners
 
-    async def _has_fetched(self, fetching: Fetching) -> bool:
-        """Wait for the model; False if the daemon was told to stop meanwhile."""
-        coming = asyncio.create_task(fetching.run())
-        stopping = asyncio.create_task(self._drain.wait())
-        try:
-            await asyncio.wait({coming, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            coming.cancel()
-        if not coming.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await coming
-            return False
-        coming.result()
-        return True
-
     def _start_model(self) -> Service:
         """Workers, router and service of the model, which is here now."""
-        self._plan = self._first_plan or make_plan(self._config)
+        plan = self._first_plan or make_plan(self._config)
         self._request_log.start_run(
             version=version("penstock"),
-            model=self._plan.model_id,
-            dtype=self._plan.dtype,
-            roles=self._plan.roles,
-            transport=self._plan.placement.places.transport,
+            model=plan.model_id,
+            dtype=plan.dtype,
+            roles=plan.roles,
+            transport=plan.placement.places.transport,
         )
+        self._start_workers(plan)
+        self._service = Service(
+            plan,
+            self._router,
+            self._supervisor,
+            Tokenizer.from_folder(plan.checkpoint.folder),
+            self._request_log,
+            keeps_text=self._config.log_text,
+        )
+        self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
+        if self._request_log.crash is not None:
+            self._service.event("error", "daemon.died", self._request_log.crash)
+        if self._config.models:
+            self._service.swaps = Swapping(
+                lambda: self._config,
+                self._service,
+                self._request_log,
+                start=self._start_workers,
+                stop=self._stop_workers,
+                load=self._load,
+            ).swaps
+        return self._service
+
+    def _start_workers(self, plan: Plan) -> tuple[Router, Supervisor]:
+        self._plan = plan
         self._supervisor = Supervisor(
-            self._plan.workers,
-            self._plan.inherited_fds,
+            plan.workers,
+            plan.inherited_fds,
             on_report=self._on_report,
             on_ready=lambda worker: self._service.worker_ready(worker),
             on_died=self._on_died,
@@ -218,24 +229,18 @@ class _Daemon:
         self._supervisor.spawn_all()
         self._has_workers = True
         self._router = self._make_router()
-        max_step_tokens = self._plan.placement.max_step_tokens
+        max_step_tokens = plan.placement.max_step_tokens
         self._rehearsing = Rehearsing(self._router, self._supervisor.send, max_step_tokens)
-        self._service = Service(
-            self._plan,
-            self._router,
-            self._supervisor,
-            Tokenizer.from_folder(self._plan.checkpoint.folder),
-            self._request_log,
-            keeps_text=self._config.log_text,
-        )
-        self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
-        if self._request_log.crash is not None:
-            self._service.event("error", "daemon.died", self._request_log.crash)
-        return self._service
+        return self._router, self._supervisor
 
     async def _stop_workers(self) -> None:
-        if self._has_workers:
-            await self._supervisor.stop()
+        """End them, and give back what they shared."""
+        if not self._has_workers:
+            return
+        await self._supervisor.stop()
+        self._has_workers = False
+        for fd in self._plan.inherited_fds:
+            os.close(fd)
 
     async def _serve(self) -> None:
         """From loading to drained."""
@@ -251,10 +256,12 @@ class _Daemon:
                 self._announce(about)
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
+                if self._service.swaps is not None:
+                    await self._service.swaps.run_until(stopping)
                 await stopping
         finally:
-            for task in (loading, stopping):
-                task.cancel()
+            loading.cancel()
+            stopping.cancel()
         notify(STOPPING="1", STATUS=self._service.drain_status)
         self._server.open()
         self._service.stop_accepting(takes_stragglers=bool(self._inherited))

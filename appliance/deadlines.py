@@ -73,6 +73,12 @@ class Deadlines:
         self.max_queue_wait_s = 0.0
         """Of the setting; 0: for ever."""
 
+    def change_model(self, router: Router, supervisor: Supervisor, max_step_tokens: int) -> None:
+        """Look at other workers from now on; no request is live."""
+        self._router, self._supervisor = router, supervisor
+        self._max_step_tokens, self._watchdog = max_step_tokens, Watchdog()
+        self._marks.clear()
+
     @property
     def reason(self) -> str | None:
         """Which worker stands still, as /ready says it; None: none does."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from appliance import config
 from appliance.address import UnixAddress
 from appliance.client import Client, ClientError
+from appliance.settings import SETTINGS
 from engine.errors import PenstockError
 
 READY_S = 300.0
@@ -66,7 +67,7 @@ def _end_with_parent() -> None:
 
 
 def _environ() -> dict[str, str]:
-    left_out = {config.variable(name) for name in config.SETTINGS} | {"PENSTOCK_API_KEY"}
+    left_out = {config.variable(name) for name in SETTINGS} | {"PENSTOCK_API_KEY"}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 

@@ -9,6 +9,7 @@ Never: imports huggingface_hub.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -89,6 +90,26 @@ class Fetching:
         log.info("downloaded %s in %.1f s", self._name, time.monotonic() - self._started_s)
         return Path(said["folder"])
 
+    async def has_fetched(self, *, unless: asyncio.Event) -> bool:
+        """Download it; False if something else came first.
+
+        Raises:
+            PenstockError: as run().
+        """
+        coming = asyncio.create_task(self.run())
+        stopping = asyncio.create_task(unless.wait())
+        try:
+            await asyncio.wait({coming, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            coming.cancel()
+        if not coming.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await coming
+            return False
+        coming.result()
+        return True
+
     def _progressed(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
         self._about = (
             f"downloading {self._name}: {done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB "
@@ -101,6 +122,8 @@ class Fetching:
             notify(STATUS=self._about, EXTEND_TIMEOUT_USEC=str(EXTEND_US))
 
     # What the api asks
+
+    swaps = None
 
     def not_ready_reason(self) -> str | None:
         """How far it is."""

@@ -30,6 +30,7 @@ from appliance.protocol import (
     MAX_FRAME_REQUESTS,
     Frame,
     RequestFrame,
+    SwapsFrame,
     TotalsFrame,
     WorkerFrame,
     utc_now,
@@ -56,6 +57,7 @@ class Standing:
     totals: TotalsFrame
     """As far as the service counts."""
     log_rows_lost: int
+    swaps: SwapsFrame | None = None
 
 
 class Frames:
@@ -86,6 +88,12 @@ class Frames:
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
+
+    def change_model(
+        self, plan: Plan, model: ModelInfo, router: Router, supervisor: Supervisor
+    ) -> None:
+        """Show another model from now on; numbers and counts go on."""
+        self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
 
     def make(self, standing: Standing) -> list[Change]:
         """Take one reading and wake those who wait for it; which alerts it has changed."""
@@ -168,6 +176,7 @@ class Frames:
             "requests": self.of_requests(shown, now_ns),
             "num_requests": len(standing.live),
             "events": list(self._telemetry.events),
+            "swaps": standing.swaps,
             **roles_frame(router),
         }
 

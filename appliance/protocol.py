@@ -157,9 +157,7 @@ class QueueFrame(msgspec.Struct):
     max_queued: int
     oldest_queued_ms: float | None
     num_owners: int = 0
-    """Users and keys whose sequences wait in the queue."""
     queued_tokens: int = 0
-    """Prompt tokens that wait in the queue."""
     max_queued_tokens: int = 0
 
 
@@ -187,7 +185,6 @@ class LatencyFrame(msgspec.Struct):
     ttft_slo_ratio: float | None = None
     """Share of first tokens in time, 0 to 1; None: no target, or no first token in the window."""
     itl_slo_ratio: float | None = None
-    """Share of gaps in time."""
     num_stalls: int = 0
     """Gaps in the window longer than four times their median and 100 ms."""
 
@@ -218,9 +215,8 @@ class EnergyFrame(msgspec.Struct):
     power_w: float | None
     """All devices together, over the window."""
     prefill_j_per_token: float | None
-    """Over the window, per prompt token computed."""
+    """Over the window, per prompt token computed; the next per output token."""
     decode_j_per_token: float | None
-    """Over the window, per output token."""
     method: str
     """How it was read and divided, for people; `not reported` if no device does."""
 
@@ -281,7 +277,16 @@ class TotalsFrame(msgspec.Struct):
     routes: dict[str, int] = {}
     """Sequences placed, by route and reason, as `move cheapest`."""
     ways: list[WayFrame] = []
-    """Those that elastic roles have predicted."""
+
+
+class SwapsFrame(msgspec.Struct):
+    """Several models: those that a request may name, who comes next, how many requests wait."""
+
+    others: list[str]
+    next: str | None
+    num_waiting: int
+    num_swaps: int
+    last_swap_ms: float | None
 
 
 class DeviceFrame(msgspec.Struct):
@@ -306,7 +311,6 @@ class DeviceFrame(msgspec.Struct):
     power_source: str | None = None
     """Where power_w comes from: `rapl`, `energy counter` or `instant field`."""
     power_instant_w: float | None = None
-    """A second opinion, where there is one."""
     memory_clock_mhz: float | None = None
     throttle_reasons: list[str] | None = None
     """In words; empty: none now."""
@@ -390,8 +394,7 @@ class Frame(msgspec.Struct):
     """What limits the appliance now, in one sentence; empty if nothing does."""
     handoff: HandoffFrame | None = None
     energy: EnergyFrame | None = None
+    swaps: SwapsFrame | None = None
 
 
-MAX_POOL_OWNERS = 20
-MAX_FRAME_REQUESTS = 200
-MAX_FRAME_EVENTS = 50
+MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

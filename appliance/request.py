@@ -20,6 +20,7 @@ from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.protocol import Frame
 from appliance.roles import RolesChange
+from appliance.swaps import Swaps
 from engine.errors import RequestError
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -196,6 +197,8 @@ class ModelInfo:
     """The same of its reasoning, a name in api.output_format, or none."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it; `*` in them is any text."""
+    others: tuple[str, ...] = ()
+    """Models that a request may name instead; each is swapped in when one does."""
 
     def is_called(self, name: str) -> bool:
         """Whether a client that says this name means this model."""
@@ -238,6 +241,10 @@ class Appliance(Protocol):
     @property
     def max_tokens_per_request(self) -> int:
         """Prompt tokens that one of several sequences may bring; likewise."""
+
+    @property
+    def swaps(self) -> Swaps | None:
+        """Which models a request may name; None: one is served, and no other."""
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""

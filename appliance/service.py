@@ -27,6 +27,7 @@ from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
+from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
@@ -53,15 +54,13 @@ class Service:
         keeps_text: bool,
         devices: Devices | None = None,
     ) -> None:
-        self._plan = plan
-        self._router = router
-        self._supervisor = supervisor
-        self._tokenizer = tokenizer
-        self._log = request_log
+        self._router, self._supervisor = router, supervisor
+        self._tokenizer, self._log = tokenizer, request_log
         self.log_rows, self.log_events = request_log.rows, request_log.events
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
+        self.swaps: Swaps | None = None
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
@@ -77,8 +76,8 @@ class Service:
         self._closed = ClosedRequests(request_log)
         self._last_seq_id = 0
         self._num_checked = -1
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # while no request is live
+        self.idle.set()
         self._frames.make(self._standing())
 
     # What the api asks
@@ -102,6 +101,18 @@ class Service:
     def max_tokens_per_request(self) -> int:
         """Prompt tokens that a request of several sequences may bring."""
         return self._router.queue.max_tokens_per_request
+
+    def change_model(
+        self, plan: Plan, router: Router, workers: Supervisor, text: Tokenizer
+    ) -> None:
+        """Serve another model from now on; no request is live."""
+        old, self._router = self._router, router
+        router.counters, router.roles.counts = old.counters, old.roles.counts
+        router.roles.slo = old.roles.slo  # which an operator may have changed
+        self._supervisor, self._tokenizer = workers, text
+        self._frames.change_model(plan, model_info(plan), router, workers)
+        self.deadlines.change_model(router, workers, plan.placement.max_step_tokens)
+        self.availability.change_model(router, workers)
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
@@ -130,7 +141,7 @@ class Service:
             raise
         self._log.opened(LogRow.from_request(request))
         self._live[request.request_id] = request
-        self._idle.clear()
+        self.idle.clear()
         self._totals.accepted += 1
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
@@ -182,7 +193,7 @@ class Service:
         self._closed.add(frame, LogRow.from_request(request, with_text=self.keeps_text))
         self._energy.closed(request)
         if not self._live:
-            self._idle.set()
+            self.idle.set()
 
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, oldest first, then finished ones, newest first."""
@@ -192,10 +203,7 @@ class Service:
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
         """One live or newly finished request by id."""
-        for frame in self.request_frames():
-            if frame["id"] == request_id:
-                return frame
-        return None
+        return next((one for one in self.request_frames() if one["id"] == request_id), None)
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
         """One finished request by id, from the log; blocking."""
@@ -227,6 +235,8 @@ class Service:
     def resume(self, by: str) -> None:
         """Take work again; raises RequestError if the daemon was told to end."""
         if self.availability.resume():
+            if self.swaps is not None:
+                self.swaps.open()
             self.event("info", "drain.ended", f"taking new work again, told by {by}", by)
             self.make_frame()
 
@@ -241,11 +251,7 @@ class Service:
     # What workers and the router cause
 
     def emit(
-        self,
-        sequence: Sequence,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob],
-        is_last: bool,
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprob], is_last: bool
     ) -> None:
         """Pass tokens on to the open reply."""
         request = self._live.get(sequence.request_id)
@@ -313,14 +319,15 @@ class Service:
         """Drain for good: the daemon ends when it has drained.
 
         Args:
-            takes_stragglers: what comes on connections that are open is still taken. Where another
-                daemon goes on with the listeners, new connections wait for that one, and a request
-                that crosses the signal on its way is not refused either.
+            takes_stragglers: what comes on open connections is still taken, lest a request that
+                crosses the signal is refused; new connections wait for the next daemon.
         """
         self.availability.stop(takes_stragglers=takes_stragglers)
         self._tell_of_drain("a signal to stop")
 
     def _tell_of_drain(self, by: str) -> None:
+        if self.swaps is not None:
+            self.swaps.close()
         self.event("info", "drain.started", f"{self.drain_status}, told by {by}", by)
         self.make_frame()
 
@@ -331,9 +338,9 @@ class Service:
         """
         while not all(request.is_finished for request in self._live.values()):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), DRAIN_CHECK_S)
+                await asyncio.wait_for(self.idle.wait(), DRAIN_CHECK_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            await asyncio.wait_for(self.idle.wait(), grace_s)
 
     def abort_all(self) -> None:
         """End every live request now; each open reply is told."""
@@ -355,12 +362,10 @@ class Service:
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:
-        return Standing(
-            reason=self.not_ready_reason() or self.degraded_reason(),
-            live=list(self._live.values()),
-            totals=self._totals,
-            log_rows_lost=self._log.rows_lost,
-        )
+        reason = self.not_ready_reason()
+        swaps = None if self.swaps is None else self.swaps.frame()
+        live, lost = list(self._live.values()), self._log.rows_lost
+        return Standing(reason or self.degraded_reason(), live, self._totals, lost, swaps)
 
     def _check_when_idle(self) -> None:
         if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:

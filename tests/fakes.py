@@ -30,6 +30,8 @@ class FakeAppliance:
         interval_s: time between them.
     """
 
+    swaps = None
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -30,6 +30,7 @@ DIRECTIONS = {
         "appliance.recording",
         "appliance.client",
         "appliance.config",
+        "appliance.settings",
     ),
 }
 TORCH_ROOMS = ("engine/model/", "engine/workers/")

@@ -148,7 +148,8 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
     """The request with its sequences."""
     appliance, arrival = appliance_of(http), arrival_of(http)
     model, peer = appliance.model, arrival.peer
-    tokenized_ns = time.monotonic_ns()
+    # A wait for a swap came before, and is of the queue: the two stages change places.
+    tokenized_ns = time.monotonic_ns() - arrival.swap_wait_ns
     sequences = [
         Sequence(
             seq_id=appliance.next_seq_id(),

@@ -13,21 +13,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept
 from appliance.api.ask import Ask
+from appliance.api.authority import require
 from appliance.api.stream import Delta, Reply
+from appliance.api.turns import hang_up
 from appliance.arrival import arrival_of
 from appliance.fields import Fields
-from appliance.request import HUNG_UP
+from appliance.request import HUNG_UP, Appliance, Role
 from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
@@ -93,13 +98,51 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Generation:
     """
     appliance = appliance_of(http)
     arrival_of(http).generates(endpoint.id_prefix)
+    with await _turn(http, appliance):
+        try:
+            accepted = await accept(http, lambda fields: endpoint.read(fields, http))
+        except RequestError as error:
+            raise endpoint.refusal(error) from error
+        reply = Generation(http, accepted, endpoint)
+        appliance.submit(accepted.request)
+        return reply
+
+
+class _Asked(msgspec.Struct):
+    """All of a body that decides which model it is for."""
+
+    model: str | None = None
+
+
+async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManager[None]:
+    """Where requests may name other models than the one that is served: wait for it, and hold it.
+
+    Raises:
+        ClientDisconnect: the client left meanwhile.
+    """
+    swaps, arrival = appliance.swaps, arrival_of(http)
+    if swaps is None:
+        return nullcontext()
+    require(http, Role.USER)
+    body = await http.body()
+    arrival.has_body()
     try:
-        accepted = await accept(http, lambda fields: endpoint.read(fields, http))
-    except RequestError as error:
-        raise endpoint.refusal(error) from error
-    reply = Generation(http, accepted, endpoint)
-    appliance.submit(accepted.request)
-    return reply
+        asked = msgspec.json.decode(body, type=_Asked).model or ""
+    except msgspec.MsgspecError:
+        asked = ""  # it will be refused in the usual words
+    name, owner = swaps.name_of(asked), arrival.peer.name
+    if swaps.can_enter(name):
+        await swaps.enter(name, owner, len(body))
+        return swaps
+    gone = asyncio.create_task(hang_up(http))
+    try:
+        is_in = await swaps.enter(name, owner, len(body), gone)
+    finally:
+        gone.cancel()
+    if not is_in:
+        raise ClientDisconnect
+    arrival.swap_wait_ns = time.monotonic_ns() - arrival.arrived_ns
+    return swaps
 
 
 class Generation:
@@ -127,7 +170,7 @@ class Generation:
         """Reply, and close."""
         request, appliance = self._request, self._appliance
         status = 500
-        hang_up = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(self._watch(receive))
         try:
             respond = self._stream if request.is_stream else self._respond
             status = await respond(scope, receive, send)
@@ -135,7 +178,7 @@ class Generation:
             status = 503
             raise
         finally:
-            hang_up.cancel()
+            watch.cancel()
             if not request.is_finished:
                 appliance.cancel(request.request_id, "drain" if status == 503 else "api")
             appliance.close(request, CLIENT_CLOSED_REQUEST if self._has_hung_up else status)

@@ -55,12 +55,14 @@ async def show_version(http: Request) -> Response:
 
 
 async def tags(http: Request) -> Response:
-    """The one model that is served."""
-    return json_response({"models": [_model(appliance_of(http))]})
+    """The model that is served, and those that a request may name instead."""
+    appliance = appliance_of(http)
+    others = [{"name": n, "model": n, "details": {}} for n in appliance.model.others]
+    return json_response({"models": [_model(appliance), *others]})
 
 
 async def running(http: Request) -> Response:
-    """The same: it is loaded as long as the daemon runs."""
+    """The one that is served."""
     appliance = appliance_of(http)
     return json_response(
         {"models": [_model(appliance) | {"context_length": appliance.model.max_model_len}]}
@@ -71,7 +73,11 @@ async def show(http: Request) -> Response:
     """What the model is and can do."""
     appliance, fields = appliance_of(http), Fields.of_body(await http.body())
     name = fields.get("model")
-    check_model(fields.get("name") if name is None else name, appliance.model)
+    name = fields.get("name") if name is None else name
+    if isinstance(name, str) and (plain := name.removesuffix(":latest")) in appliance.model.others:
+        known = {"general.architecture": "penstock", "general.basename": plain}
+        return json_response({"details": {}, "model_info": known, "capabilities": ["completion"]})
+    check_model(name, appliance.model)
     model, tokenizer = appliance.model, appliance.tokenizer
     output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
     can = ["completion"]

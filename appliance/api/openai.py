@@ -238,7 +238,7 @@ def check_model(asked: object, model: ModelInfo) -> None:
         raise invalid_type("model", "a string", asked)
     if model.is_called(asked):
         return
-    raise model_not_found(asked, model.model_id)
+    raise model_not_found(asked, model)
 
 
 def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
@@ -386,10 +386,13 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
     return value
 
 
-def model_not_found(asked: str, served: str) -> RequestError:
+def model_not_found(asked: str, model: ModelInfo) -> RequestError:
     """Another model was asked for than the one that is served."""
+    what = f"the model `{asked[:200]}` does not exist here; `{model.model_id}` does"
+    if asked.removesuffix(":latest") in model.others:
+        what = f"`{asked}` is not served now, `{model.model_id}` is; a request that generates swaps"
     return RequestError(
-        f"the model `{asked[:200]}` does not exist here; `{served}` does",
+        what,
         code="model_not_found",
         param="model",
         status=404,

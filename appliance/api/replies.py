@@ -259,6 +259,11 @@ def fingerprint(model: ModelInfo) -> str:
     return "fp_" + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
+def other_model_object(model_id: str) -> Json:
+    """An entry of /v1/models that a request may name: it is swapped in then."""
+    return {"id": model_id, "object": "model", "owned_by": "penstock", "is_loaded": False}
+
+
 def model_object(model: ModelInfo) -> Json:
     """One entry of /v1/models."""
     return {

@@ -24,8 +24,8 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
-from appliance.config import ROLES
 from appliance.protocol import Frame
+from appliance.settings import ROLES
 
 _USAGE: Json = shape({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
 _FINISH: Json = nullable(one_of("stop", "length", "abort", "tool_calls"))

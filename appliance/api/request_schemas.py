@@ -32,8 +32,8 @@ from appliance.api.schemas import (
     within,
 )
 from appliance.api.tools import MAX_TOOLS
-from appliance.config import ROLES
 from appliance.fields import INT64_MAX
+from appliance.settings import ROLES
 
 _SAMPLING: Json = {
     "model": STRING,

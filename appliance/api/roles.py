@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.api.authority import require
-from appliance.config import ROLES
 from appliance.fields import Fields, invalid_value
 from appliance.request import Role
 from appliance.roles import RolesChange
+from appliance.settings import ROLES
 from appliance.wire import appliance_of, json_response
 
 MAX_TARGET_MS = 86_400_000

@@ -24,7 +24,7 @@ from appliance.api.metrics import metrics
 from appliance.api.ollama_routes import ollama_routes
 from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
-from appliance.api.replies import model_object
+from appliance.api.replies import model_object, other_model_object
 from appliance.api.response_memory import memory_routes
 from appliance.api.response_store import ResponseStore
 from appliance.api.roles import switch_roles
@@ -62,16 +62,19 @@ def build_app(appliance: Appliance) -> Edge:
 
 
 async def models(http: Request) -> Response:
-    """The one model there is, as a list."""
-    return json_response({"object": "list", "data": [model_object(appliance_of(http).model)]})
+    """The model that is served, and those that a request may name instead."""
+    served = appliance_of(http).model
+    listed = [model_object(served), *map(other_model_object, served.others)]
+    return json_response({"object": "list", "data": listed})
 
 
 async def model(http: Request) -> Response:
-    """The one model there is, by its id, which may contain slashes."""
-    served = appliance_of(http).model
-    asked = http.path_params["id"]
+    """A model by its id, which may contain slashes."""
+    served, asked = appliance_of(http).model, http.path_params["id"]
+    if asked in served.others:
+        return json_response(other_model_object(asked))
     if not served.is_called(asked):
-        raise model_not_found(asked, served.model_id)
+        raise model_not_found(asked, served)
     return json_response(model_object(served))
 
 

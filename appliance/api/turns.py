@@ -80,15 +80,15 @@ class Turns:
         self._check_room(owner)
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(owner, deque()).append(turn)
-        hang_up = asyncio.create_task(_hang_up(http))
+        gone = asyncio.create_task(hang_up(http))
         has_turn = False
         try:
-            await asyncio.wait((turn, hang_up), return_when=asyncio.FIRST_COMPLETED)
-            if hang_up.done():
+            await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
                 raise ClientDisconnect
             has_turn = True
         finally:
-            hang_up.cancel()
+            gone.cancel()
             if not has_turn:
                 self._leave(owner, turn)
 
@@ -124,7 +124,7 @@ class Turns:
             self._lines[owner] = line
 
 
-async def _hang_up(http: Request) -> None:
+async def hang_up(http: Request) -> None:
     """Wait until the client, whose body has been read, is gone."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -28,6 +28,7 @@ from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.setting_kinds import a_flag
+from appliance.settings import SETTINGS
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -51,7 +52,7 @@ def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
                 typer.Option(*_decls(name), help=f"{setting.about[0].upper()}{setting.about[1:]}."),
             ],
         )
-        for name, setting in config.SETTINGS.items()
+        for name, setting in SETTINGS.items()
     ]
     verb.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
     return verb
@@ -89,12 +90,13 @@ def serve(
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from appliance.boot import check_plan
+    from appliance.boot import check_others, check_plan
     from appliance.http.access import AccessPolicy
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
     AccessPolicy.from_config(settings)
+    check_others(settings)
     terminal.write(f"{check_plan(settings)}\n")
 
 

@@ -16,8 +16,9 @@ from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import size, yes_or_no
-from appliance.config import SETTINGS, Found, explain
+from appliance.config import Found, explain
 from appliance.setting_kinds import a_duration, parse_bytes
+from appliance.settings import SETTINGS
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
 

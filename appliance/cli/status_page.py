@@ -19,7 +19,10 @@ _STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "deg
 def page(frame: Row, *, colour: bool) -> str:
     """`penstock status`: one screen, one subject a line."""
     state = printable(frame.get("state"))
-    lines = [("model", _model_text(frame)), ("roles", roles_text(frame))]
+    lines = [("model", _model_text(frame))]
+    if swaps := frame.get("swaps"):
+        lines.append(("swaps", _swaps_text(swaps)))
+    lines.append(("roles", roles_text(frame)))
     lines.append(("queue", _queue_text(frame.get("queue") or {})))
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
@@ -74,6 +77,18 @@ def _model_text(frame: Row) -> str:
     return (
         f"{frame.get('model')}{about}, {frame.get('dtype')},"
         f" up to {count(frame.get('max_model_len'))} tokens"
+    )
+
+
+def _swaps_text(swaps: Row) -> str:
+    """`to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
+    now = f"to {swaps['next']} now, " if swaps.get("next") else ""
+    last = swaps.get("last_swap_ms")
+    took = "" if last is None else f", the last in {ms(last)}"
+    return (
+        f"{now}{count(swaps.get('num_waiting'))} wait for another model;"
+        f" {things(swaps.get('num_swaps'), 'swap')}{took};"
+        f" knows {', '.join(swaps.get('others') or ())} too"
     )
 
 

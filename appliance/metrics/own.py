@@ -88,6 +88,12 @@ def _requests(frame: Frame) -> Iterator[Family]:
         ],
     )
     yield from _predictions(totals.ways)
+    if (swaps := frame.swaps) is not None:
+        yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
+        last_s = _s(swaps.last_swap_ms)
+        yield gauge("penstock_model_swap_last_seconds", "From one model to the other.", last_s)
+        waiting = swaps.num_waiting
+        yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
     recovered = totals.recovered_sequences
     yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
 

@@ -22,6 +22,7 @@ from appliance.config import (
 )
 from appliance.folders import prepare_directories
 from appliance.setting_kinds import parse_bytes
+from appliance.settings import SETTINGS
 from engine.errors import ConfigError
 
 
@@ -153,11 +154,11 @@ def test_lists_and_addresses_are_read_from_flag_and_file(machine: Path) -> None:
     assert origins["operators"] == f"{path}:1: operators"
     assert origins["listen"] == f"{path}:2: listen"
     assert (origins["dtype"], origins["viewers"]) == ("--dtype", "default")
-    assert origins.keys() == config.SETTINGS.keys()
+    assert origins.keys() == SETTINGS.keys()
 
 
 def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
-    settings = {config.variable(name): "x" for name in config.SETTINGS}
+    settings = {config.variable(name): "x" for name in SETTINGS}
     clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
     environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
     (sentence,) = config.unknown_variables(environ)

@@ -4,7 +4,7 @@ import pytest
 
 from appliance.api.output_format import THOUGHTS, output_format_of
 from appliance.api.tool_format import FORMATS
-from appliance.config import REASONING_PARSERS, TOOL_PARSERS
+from appliance.settings import REASONING_PARSERS, TOOL_PARSERS
 from engine.tokenizer import Tokenizer
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import CHATML, byte_level

@@ -1,4 +1,4 @@
-"""Repositories as they are published: configurations, and sizes of the files of weights."""
+"""Repositories in the likeness of published ones: configurations and sizes, written from memory."""
 
 from __future__ import annotations
 

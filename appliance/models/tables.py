@@ -1,0 +1,59 @@
+"""The tables [models.NAME] of the configuration: models that a request may name.
+
+Owns: what such a table may say. Called by: config.
+Invariant: every refusal names the table, its key and the line. Never: reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import ConfigError
+
+MODELS = "models"
+MODEL_SETTINGS = ("model", "dtype", "max_model_len", "kv_memory")
+"""The rest is everybody's."""
+
+
+def read_tables(
+    tables: object,
+    parsers: Mapping[str, Callable[[object], object]],
+    where: Callable[[str], str],
+) -> dict[str, dict[str, Any]]:
+    """Each model's own settings, by the model's name.
+
+    Args:
+        tables: what the file has under `models`.
+        parsers: how each setting is read.
+        where: the place of a key in the file.
+
+    Raises:
+        ConfigError: a table says what it may not, or not which model.
+    """
+    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+        raise ConfigError("models are tables, as [models.small]", where=where(MODELS))
+    return {
+        name: _read(f"{MODELS}.{name}", table, parsers, where) for name, table in tables.items()
+    }
+
+
+def _read(
+    name: str,
+    table: Mapping[str, object],
+    parsers: Mapping[str, Callable[[object], object]],
+    where: Callable[[str], str],
+) -> dict[str, Any]:
+    if "model" not in table:
+        raise ConfigError("it does not say which `model`", where=where(name))
+    values = {}
+    for key, value in table.items():
+        if key not in MODEL_SETTINGS:
+            hint = f"a model has {', '.join(MODEL_SETTINGS)}"
+            raise ConfigError(f"unknown setting {key!r}", where=where(name), hint=hint)
+        try:
+            values[key] = parsers[key](value)
+        except ValueError as error:
+            what = f"{key} = {value!r} is not allowed; give {error}"
+            raise ConfigError(what, where=where(name)) from error
+    return values

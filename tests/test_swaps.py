@@ -1,0 +1,206 @@
+"""A daemon that knows several models, under load: each request is served by the one it names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.daemons import is_alive
+from tests.test_exactness import assert_same, prompts
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    return make_checkpoint(folder, "qwen3", seed=1, max_position_embeddings=2048)
+
+
+def settings(tmp_path, text):
+    path = tmp_path / "penstock.toml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, tmp_path):
+    text = f'min_stay = 1\n[models.small]\nmodel = "{other}"\nmax_model_len = 512\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
+    daemon.wait_ready()
+    first = daemon.state()["model"]
+    listed = daemon.http.get("/v1/models").json()["data"]
+    assert [(each["id"], each.get("is_loaded", True)) for each in listed] == [
+        (first, True),
+        ("small", False),
+    ]
+    cases = [(name, p) for p in prompts([5, 40, 130, 300], seed=7) for name in (first, "small")]
+
+    def ask(case):
+        name, prompt = case
+        reply = daemon.complete(prompt, model=name, max_tokens=24, ignore_eos=True)
+        assert reply["model"] == name
+        return reply["choices"][0]["token_ids"]
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        got = list(pool.map(ask, cases))
+    oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
+    for (name, prompt), tokens in zip(cases, got, strict=True):
+        assert_same(prompt, tokens, oracles[name], 24)
+    events = [e["message"] for e in daemon.fresh_state()["events"] if e["code"] == "model.swapped"]
+    assert 1 <= len(events) <= 3
+    assert events[0].startswith(f"serving small in place of {first}, swapped in ")
+    totals = daemon.state()["totals"]
+    assert (totals["accepted"], totals["finished"]) == (8, 8)
+    rows = daemon.log_rows()
+    assert sorted({row["model"] for row in rows}) == sorted([first, "small"])
+    swaps = daemon.state()["swaps"]
+    assert (swaps["num_swaps"], swaps["num_waiting"], swaps["next"]) == (len(events), 0, None)
+    # Who waited for the first swap has waited in the queue; the clock of the log is the daemon's.
+    waited_ms = max(row["queue_ms"] for row in rows)
+    assert waited_ms >= 1000, "a model stays for a second at least"
+    assert max(row["tokenize_ms"] for row in rows) < waited_ms
+    assert (
+        daemon.http.post("/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
+    )
+    daemon.complete("a", model="small", max_tokens=2)
+    assert daemon.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    (prompt,) = prompts([200], seed=8)
+    with ThreadPoolExecutor(1) as pool:
+        daemon.complete(prompt, model="small", max_tokens=1)
+        body = {"model": "small", "max_tokens": 200, "ignore_eos": True}
+        reply = pool.submit(daemon.complete, prompt, **body)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        assert_same(prompt, reply.result()["choices"][0]["token_ids"], load_oracle(other), 200)
+    assert daemon.stop() == 0
+
+
+def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in other.iterdir():
+        (copy / path.name).symlink_to(path)
+    text = f'min_stay = 0\n[models.small]\nmodel = "{copy}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    (copy / "config.json").unlink()
+    assert refused(daemon).startswith("small cannot be served: ")
+    assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert "takes the place" not in daemon.stderr, "the old one was never taken down"
+    assert daemon.stop() == 0
+
+
+def refused(daemon):
+    """What a request for the other model is told."""
+    reply = daemon.http.post("/v1/completions", json={"model": "small", "prompt": "a"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "swap_failed")
+    assert int(reply.headers["retry-after"]) >= 1
+    return reply.json()["error"]["message"]
+
+
+def swapping_in(daemon):
+    """Wait until workers of another model are coming up; their pids."""
+    old = {worker["pid"] for worker in daemon.state()["workers"]}
+
+    def coming():
+        state = daemon.state()
+        pids = {worker["pid"] for worker in state["workers"]} - {None}
+        return state["swaps"]["next"] and not pids & old and len(pids) == len(old) and pids
+
+    return daemon.wait_for(coming)
+
+
+def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    first = daemon.state()["model"]
+    (prompt,) = prompts([40], seed=9)
+    with ThreadPoolExecutor(2) as pool:
+        told = pool.submit(refused, daemon)
+        pid = min(swapping_in(daemon))
+        # Who comes meanwhile, for the model that was there or for any, waits and is served.
+        waiting = pool.submit(daemon.complete, prompt, model=first, max_tokens=24, ignore_eos=True)
+        os.kill(pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in told.result()
+        reply = waiting.result()
+    assert reply["model"] == first
+    assert_same(prompt, reply["choices"][0]["token_ids"], load_oracle(tiny_llama), 24)
+    codes = [event["code"] for event in daemon.fresh_state()["events"]]
+    assert codes.index("model.swap_failed") < codes.index("model.back")
+    assert "killed by SIGKILL" in refused(daemon), "it is not tried again at once"
+    assert daemon.state()["swaps"]["num_swaps"] == 0
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "small", "prompt": "a"}
+        told = pool.submit(daemon.http.post, "/v1/completions", json=body)
+        pids = swapping_in(daemon)
+        daemon.process.send_signal(signal.SIGTERM)
+        reply = told.result()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+    assert daemon.process.wait(30) == 0
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def test_who_waits_for_a_swap_holds_a_place_only_as_long_as_its_client_stays(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = "1h"\nmax_queued = 1\n[models."o/small"]\nmodel = "{other}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    body = b'{"model": "o/small:latest", "messages": [{"role": "user", "content": "a"}]}'
+    head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+
+    def num_waiting():
+        return daemon.state()["swaps"]["num_waiting"]
+
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(daemon.socket))
+        client.sendall(head % len(body) + body)
+        daemon.wait_for(lambda: num_waiting() == 1)
+        full = daemon.http.post("/v1/completions", json={"model": "o/small", "prompt": "a"})
+        assert (full.status_code, full.headers["retry-after"]) == (429, "5")
+        assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    daemon.wait_for(lambda: num_waiting() == 0)
+    tags = [each["name"] for each in daemon.http.get("/api/tags").json()["models"]]
+    assert tags == [daemon.state()["model"], "o/small"]
+    tokenized = daemon.http.post("/tokenize", json={"model": "o/small", "prompt": "a"})
+    assert (tokenized.status_code, tokenized.json()["error"]["code"]) == (404, "model_not_found")
+    assert "is not served now" in tokenized.json()["error"]["message"]
+    assert "penstock_model_swap_waiting 0.0" in daemon.http.get("/metrics").text
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(daemon.http.post, "/api/chat", content=body)
+        daemon.wait_for(lambda: num_waiting() == 1)
+        daemon.http.post("/v1/penstock/drain")
+        assert late.result().status_code == 503
+    daemon.http.post("/v1/penstock/resume")
+    assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert daemon.stop() == 0
+
+
+def test_a_table_that_cannot_be_served_ends_the_start(start_daemon, tiny_llama, tmp_path):
+    text = f'[models.small]\nmodel = "{tmp_path / "nowhere"}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
+    assert daemon.process.wait(30) == 78
+    assert "no such model folder" in daemon.stderr
