@@ -11,12 +11,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from engine.errors import ConfigError
+
+TRACE_BLOCK_TOKENS = 512
+"""Of a prompt, for each of a trace's `hash_ids`."""
+TICK_S = 3.0
+"""Mooncake's traces tell arrivals in steps of so long."""
 
 
 class Arrival(NamedTuple):
@@ -25,6 +31,10 @@ class Arrival(NamedTuple):
     at_s: float
     input_tokens: int
     output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    """One for each block of the prompt: prompts that begin with the same ids begin alike.
+    Empty: the prompt is like no other."""
+    block_tokens: int = TRACE_BLOCK_TOKENS
 
 
 class Lengths(NamedTuple):
@@ -88,17 +98,21 @@ def regular(interval_s: float, seconds: float, inputs: int, outputs: int) -> lis
     return [Arrival(i * interval_s, inputs, outputs) for i in range(1, count + 1)]
 
 
-class _TraceLine(msgspec.Struct):
+class TraceLine(msgspec.Struct, omit_defaults=True):
+    """A request in the traces that Mooncake published, which other load generators read, too."""
+
     timestamp: float
+    """In ms."""
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: list[int] = []
+    """One for each 512 tokens of the prompt that are begun; the same id says the same prefix."""
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Arrivals from lines of JSON: `timestamp` in ms, `input_length`, `output_length`.
+    """Arrivals from lines of JSON, as `TraceLine` has them; times count from the earliest.
 
-    These are the keys of the traces that Mooncake published, which other load generators read too;
-    further keys are ignored. Times count from the earliest.
+    Further keys are ignored.
 
     Raises:
         ConfigError: the file cannot be read, or a line is wrong.
@@ -116,11 +130,61 @@ def read_trace(path: Path) -> list[Arrival]:
 
 def _arrival(line: bytes, where: str) -> Arrival:
     try:
-        each = msgspec.json.decode(line, type=_TraceLine)
+        each = msgspec.json.decode(line, type=TraceLine)
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"not a line of a trace: {error}",
             where=where,
             hint='give {"timestamp": ms, "input_length": n, "output_length": n}',
         ) from error
-    return Arrival(each.timestamp / 1000, each.input_length, each.output_length)
+    if each.hash_ids and len(each.hash_ids) != -(-each.input_length // TRACE_BLOCK_TOKENS):
+        raise ConfigError(
+            f"{len(each.hash_ids)} hash_ids for {each.input_length} tokens",
+            where=where,
+            hint=f"give one for each {TRACE_BLOCK_TOKENS} tokens that are begun",
+        )
+    lengths = each.input_length, each.output_length
+    return Arrival(each.timestamp / 1000, *lengths, tuple(each.hash_ids))
+
+
+def spread(arrivals: list[Arrival], rng: random.Random) -> list[Arrival]:
+    """The same within their ticks, as they may have come; a trace without ticks stays as it is."""
+    if len(arrivals) < 2 or any(each.at_s % TICK_S for each in arrivals):
+        return arrivals
+    return sorted(each._replace(at_s=each.at_s + rng.uniform(0, TICK_S)) for each in arrivals)
+
+
+def scaled(arrivals: list[Arrival], speed: float, length_scale: float) -> list[Arrival]:
+    """The same in less time and with other lengths.
+
+    Args:
+        arrivals: of a trace.
+        speed: times so fast.
+        length_scale: of prompts, outputs and blocks, so that what was shared is.
+    """
+
+    def length(num_tokens: int) -> int:
+        return max(1, round(num_tokens * length_scale))
+
+    return [
+        Arrival(
+            each.at_s / speed,
+            length(each.input_tokens),
+            length(each.output_tokens),
+            each.hash_ids,
+            length(each.block_tokens),
+        )
+        for each in arrivals
+    ]
+
+
+def reusable_tokens(arrivals: list[Arrival]) -> list[int | None]:
+    """Of each prompt, how many tokens an earlier one began with; None where that is not told."""
+    seen: set[int] = set()
+    found: list[int | None] = []
+    for each in arrivals:
+        known = list(takewhile(seen.__contains__, each.hash_ids))
+        num_tokens = min(len(known) * each.block_tokens, each.input_tokens)
+        found.append(num_tokens if each.hash_ids else None)
+        seen.update(each.hash_ids)
+    return found

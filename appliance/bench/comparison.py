@@ -35,6 +35,8 @@ LOAD_METRICS = (
     Metric("e2e_ms_p50"),
     Metric("e2e_ms_p99"),
     Metric("joules_per_token"),
+    Metric("hit_ratio", is_more_better=True),
+    Metric("infinite_hit_ratio"),
     Metric("refused"),
     Metric("failed"),
 )
@@ -50,6 +52,13 @@ INTERFERENCE_METRICS = (
     Metric("loaded_ttft_ms_max"),
     Metric("unanswered"),
 )
+
+
+def turn_metrics(figures: Sequence[Figures]) -> list[Metric]:
+    """Figures of conversations: each turn's, then what is over all of them."""
+    turns = sorted({name for each in figures for name in each if name.startswith("turn_")})
+    of_all = ("hit_ratio", "infinite_hit_ratio", "input_tokens", "output_tokens", "failed")
+    return [Metric(name, is_more_better=name.endswith("ratio")) for name in (*turns, *of_all)]
 
 
 def rows(

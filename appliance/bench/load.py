@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appliance.bench.arrivals import Arrival, Lengths, drawn
+from appliance.bench.arrivals import Arrival, Lengths, drawn, reusable_tokens
 from appliance.bench.exchange import exchange
 from appliance.bench.reply import Reply
 from appliance.bench.samples import Sample, sample_of
@@ -91,17 +91,21 @@ async def measure(target: Target, load: Load, label: str, round_index: int, tick
 
 async def offer(target: Target, schedule: list[Arrival], patience_s: float) -> list[Sample]:
     """Send each request when it is due, whatever has become of the others."""
-    requests = [target.request(each.input_tokens, each.output_tokens) for each in schedule]
+    requests = target.requests(schedule)
     origin_ns = time.perf_counter_ns()
     last_s = max((each.at_s for each in schedule), default=0.0)
 
-    async def send(at_s: float, request: bytes) -> Sample:
+    async def send_at(at_s: float, request: bytes) -> Sample:
         due_ns = origin_ns + int(at_s * 1e9)
         await asyncio.sleep((due_ns - time.perf_counter_ns()) / 1e9)
-        return await _send(target, request, origin_ns, due_ns, last_s + patience_s)
+        sample, _ = await send(target, request, origin_ns, due_ns, last_s + patience_s)
+        return sample
 
     pairs = zip(schedule, requests, strict=True)
-    return await asyncio.gather(*(send(each.at_s, request) for each, request in pairs))
+    samples = await asyncio.gather(*(send_at(each.at_s, request) for each, request in pairs))
+    for sample, num_tokens in zip(samples, reusable_tokens(schedule), strict=True):
+        sample.reusable_tokens = num_tokens
+    return samples
 
 
 async def _keep_open(
@@ -117,7 +121,7 @@ async def _keep_open(
             request = target.request(load.inputs.draw(rng), load.outputs.draw(rng))
             now_ns = time.perf_counter_ns()
             until_s = load.seconds + PATIENCE_S
-            sample = await _send(target, request, origin_ns, now_ns, until_s)
+            sample, _ = await send(target, request, origin_ns, now_ns, until_s)
             samples.append(sample)
             if sample.error is not None:
                 await asyncio.sleep(REFUSED_PAUSE_S)
@@ -126,15 +130,16 @@ async def _keep_open(
     return samples
 
 
-async def _send(
+async def send(
     target: Target, request: bytes, origin_ns: int, due_ns: int, until_s: float
-) -> Sample:
+) -> tuple[Sample, Reply]:
+    """Send a request, and wait for its reply, but not beyond `until_s` after the origin."""
     left_s = until_s - (time.perf_counter_ns() - origin_ns) / 1e9
     reply = Reply(time.perf_counter_ns())
     await exchange(target.address, request, reply, left_s)
     if reply.ended_ns is None and reply.problem is None:
         reply.problem = f"no end {PATIENCE_S:.0f} s after the last request was due"
-    return sample_of(reply, origin_ns=origin_ns, due_ns=due_ns)
+    return sample_of(reply, origin_ns=origin_ns, due_ns=due_ns), reply
 
 
 async def _watch(target: Target, seconds: float, tick: Tick) -> float | None:

@@ -26,6 +26,13 @@ class Sample(msgspec.Struct):
     status: int | None = None
     error: str | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, that were not computed again, as the server counts them."""
+    reusable_tokens: int | None = None
+    """Of the prompt, that earlier requests had in front, too: what an infinite cache would have;
+    None: not known."""
+    turn: int | None = None
+    """Of its conversation, from 1; None: it is of none."""
     output_tokens: int | None = None
     """As the server counts them."""
     ttft_ms: float | None = None
@@ -86,6 +93,7 @@ def sample_of(reply: Reply, *, origin_ns: int, due_ns: int) -> Sample:
         status=reply.status,
         error=reply.problem,
         prompt_tokens=reply.prompt_tokens,
+        cached_tokens=reply.cached_tokens,
         output_tokens=reply.output_tokens,
     )
     if reply.events:

@@ -75,12 +75,27 @@ def summarize(
         "joules_per_token": None if energy_j is None else _share(energy_j, num_tokens),
         "input_tokens": _mean(s.prompt_tokens for s in samples),
         "output_tokens": _mean(s.output_tokens for s in samples),
+        "hit_ratio": _hits([(s.cached_tokens, s.prompt_tokens) for s in samples]),
+        "infinite_hit_ratio": _hits([(s.reusable_tokens, s.prompt_tokens) for s in samples]),
         "merged_tokens": sum(sample.merged_tokens for sample in samples),
         "late_ms_max": max((sample.late_ms for sample in samples), default=None),
     }
     for name, values in times(samples).items():
         for label, q in QUANTILES.items():
             figures[f"{name}_{label}"] = quantile(values, q)
+    return figures
+
+
+def by_turn(samples: Sequence[Sample]) -> Figures:
+    """The median TTFT of each turn of conversations, and what of its prompts was cached."""
+    figures: Figures = {}
+    for turn in sorted({sample.turn for sample in samples if sample.turn is not None}):
+        own = [sample for sample in samples if sample.turn == turn]
+        ttft_ms = [sample.ttft_ms for sample in own if sample.ttft_ms is not None]
+        figures[f"turn_{turn:02}_ttft_ms"] = quantile(ttft_ms, 0.5)
+        figures[f"turn_{turn:02}_hit_ratio"] = _hits(
+            [(sample.cached_tokens, sample.prompt_tokens) for sample in own]
+        )
     return figures
 
 
@@ -130,6 +145,12 @@ def verdict(of: Spread | None, noise: tuple[float, float] | None, *, is_more_bet
 
 def _ends_by(sample: Sample, window_ms: float) -> bool:
     return sample.e2e_ms is not None and sample.offered_ms + sample.e2e_ms <= window_ms
+
+
+def _hits(pairs: Sequence[tuple[int | None, int | None]]) -> float | None:
+    """Tokens that were there over all tokens of prompts, where both are told."""
+    told = [(part, of) for part, of in pairs if part is not None and of is not None]
+    return _share(sum(part for part, _ in told), sum(of for _, of in told))
 
 
 def _share(part: float, whole: float) -> float | None:

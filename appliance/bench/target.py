@@ -2,7 +2,8 @@
 
 Owns: what is asked of every server alike, so that arms differ in nothing else.
 Called by: arms, load, interference.
-Invariant: no prompt is made twice, so that no server's prefix cache meets one again.
+Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a
+workload says so; and then never beyond one turn of one arm.
 Never: measures.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from appliance.address import Address, TcpAddress
+from appliance.bench.arrivals import Arrival
 from appliance.client import Client, ClientError, ReplyError
 from engine.errors import PenstockError
 
@@ -45,6 +48,8 @@ class Target:
         self.address = address
         self._rng = rng
         self._client = Client(address)
+        self.max_model_len: int | None = None
+        """Tokens of a prompt and its reply, where the server says so."""
         self._model: str | None = None
         self._ids: list[int] | None = None
         self._is_text = is_text
@@ -59,7 +64,8 @@ class Target:
             PenstockError: it is no such server.
         """
         try:
-            self._model = str(self._client.get("/v1/models")["data"][0]["id"])
+            model = self._client.get("/v1/models")["data"][0]
+            self._model, self.max_model_len = str(model["id"]), model.get("max_model_len")
         except (LookupError, TypeError) as error:
             raise PenstockError("the server lists no model", where=str(self.address)) from error
         if self._is_text:
@@ -67,6 +73,7 @@ class Target:
         try:
             reply = self._client.post("/tokenize", {"model": self._model, "prompt": _SAMPLE_TEXT})
             self._ids = sorted(set(reply["tokens"]))
+            self._words_per_token = len(_WORDS) / max(len(reply["tokens"]), 1)
         except (ReplyError, LookupError, TypeError) as error:
             raise PenstockError(
                 "the server does not tell ids by POST /tokenize",
@@ -76,24 +83,57 @@ class Target:
 
     def request(self, input_tokens: int, output_tokens: int) -> bytes:
         """A request for a streamed completion with a fresh prompt, ready to send."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": self._prompt(input_tokens),
+        return self.completion(self._prompt(self._rng, input_tokens), output_tokens)
+
+    def requests(self, schedule: Sequence[Arrival]) -> list[bytes]:
+        """The same for each arrival; prompts that a trace says begin alike do so, in these only."""
+        salt = self._rng.getrandbits(64)
+
+        def prompt(each: Arrival) -> list[int] | str:
+            if not each.hash_ids:
+                return self._prompt(self._rng, each.input_tokens)
+            blocks = [
+                self._prompt(random.Random(f"{salt}/{one}"), each.block_tokens)
+                for one in each.hash_ids
+            ]
+            if self._ids is None:
+                words = " ".join(map(str, blocks)).split()
+                return " ".join(words[: self._num_words(each.input_tokens)])
+            joined: list[Any] = [token_id for block in blocks for token_id in block]
+            return joined[: each.input_tokens]
+
+        return [self.completion(prompt(each), each.output_tokens) for each in schedule]
+
+    def ids(self, num_tokens: int) -> list[int] | None:
+        """Tokens that have not been sent before; None if the server cannot say which it has."""
+        return None if self._ids is None else self._rng.choices(self._ids, k=num_tokens)
+
+    def words(self, num_tokens: int) -> str:
+        """A text of about so many tokens that has not been sent before."""
+        return " ".join(self._rng.choices(_WORDS, k=self._num_words(num_tokens)))
+
+    def completion(self, prompt: list[int] | str, output_tokens: int) -> bytes:
+        """A request for a streamed completion, ready to send."""
+        body = {
+            "prompt": prompt,
             "max_tokens": output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        content = msgspec.json.encode(body)
+        return self.post("/v1/completions", body)
+
+    def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """A request for a greedy, streamed reply that goes on to its limit, ready to send."""
+        fixed = {"model": self._model, "temperature": 0, "ignore_eos": True, "stream": True}
+        content = msgspec.json.encode({**fixed, **body})
         is_tcp = isinstance(self.address, TcpAddress)
         host = str(self.address).removeprefix("http://") if is_tcp else "localhost"
         key = os.environ.get("PENSTOCK_API_KEY") if is_tcp else None
         head = [
-            "POST /v1/completions HTTP/1.1",
+            f"POST {path} HTTP/1.1",
             f"Host: {host}",
             "Content-Type: application/json",
+            "anthropic-version: 2023-06-01",
             f"Content-Length: {len(content)}",
             "Connection: close",
             *([f"Authorization: Bearer {key}"] if key else []),
@@ -117,8 +157,10 @@ class Target:
         readings = [each["power_w"] for each in devices if each.get("power_w") is not None]
         return sum(readings) if readings else None
 
-    def _prompt(self, num_tokens: int) -> list[int] | str:
+    def _prompt(self, rng: random.Random, num_tokens: int) -> list[int] | str:
         if self._ids is not None:
-            return self._rng.choices(self._ids, k=num_tokens)
-        num_words = max(1, round(num_tokens * self._words_per_token))
-        return " ".join(self._rng.choices(_WORDS, k=num_words))
+            return rng.choices(self._ids, k=num_tokens)
+        return " ".join(rng.choices(_WORDS, k=self._num_words(num_tokens)))
+
+    def _num_words(self, num_tokens: int) -> int:
+        return max(1, round(num_tokens * self._words_per_token))

@@ -1,4 +1,4 @@
-"""The verbs that measure: bench run, compare, interference, step; bench_device has the others.
+"""The verbs that measure servers: bench run, compare, turns, interference, step.
 
 Owns: the documents that they print and keep. Called by: main.
 Invariant: whatever is printed can be computed again from what --save keeps.
@@ -23,13 +23,15 @@ import typer
 from appliance import config
 from appliance.bench import comparison, plot
 from appliance.bench.arms import ROLES, Arms
+from appliance.bench.conversing import Pace, converse
 from appliance.bench.interference import Disturbed, Plan, disturb
 from appliance.bench.load import Load, Measured, measure
 from appliance.bench.rounds import interleaved
 from appliance.bench.samples import Sample
-from appliance.bench.statistics import Figures, Slo, summarize, times
+from appliance.bench.statistics import Figures, Slo, by_turn, summarize, times
+from appliance.bench.talk import APIS
 from appliance.bench.target import Target
-from appliance.cli import bench_device, bench_pages, tables, terminal
+from appliance.cli import bench_device, bench_pages, bench_workload, tables, terminal
 from appliance.cli import bench_options as options
 from appliance.cli.bench_pages import Bar
 from appliance.cli.tables import Format, Row
@@ -41,6 +43,7 @@ from engine.errors import ConfigError
 bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
 for verb in (bench_device.kernels, bench_device.steps, bench_device.transports):
     bench.command(verb.__name__)(verb)
+bench.command("workload")(bench_workload.workload)
 
 _MAX_ERRORS_TOLD = 3
 _DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}
@@ -109,6 +112,52 @@ def compare(
     _draw(results, plot_file)
     _tell_errors(samples)
     _show(comparison.rows(figures, comparison.LOAD_METRICS), measured, save, output)
+
+
+@bench.command("turns")
+def turns(
+    specs: options.Specs,
+    workload: Annotated[
+        str, typer.Option(help="chat, agent, or a file that `bench workload` wrote.")
+    ] = "chat",
+    count: bench_workload.Count = 8,
+    api: Annotated[str, typer.Option(help=f"How they are spoken: {', '.join(APIS)}.")] = "chat",
+    speed: options.Speed = 1.0,
+    length_scale: options.LengthScale = 1.0,
+    model: options.Model = None,
+    rounds: options.Rounds = 1,
+    alone: options.Alone = False,
+    prompt_text: options.PromptText = False,
+    seed: options.Seed = 0,
+    save: options.Save = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have conversations with servers by turns: TTFT and what was cached, by turn.
+
+    Every server and turn gets a system prompt and words of its own, so that nothing is cached but
+    what its conversations have said. infinite_hit_ratio is at most what a cache could have had.
+    """
+    if api not in APIS:
+        raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
+    conversations = bench_workload.conversations(workload, count, seed)
+    pace, bar = Pace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
+
+    def turn(target: Target, label: str, round_index: int) -> Measured:
+        return asyncio.run(
+            converse(target, conversations, pace, label, round_index, bar.turn(label))
+        )
+
+    with Arms(specs, model=model, is_text=prompt_text, is_alone=alone, seed=seed) as arms:
+        results = interleaved(arms, rounds, seed, turn)
+    bar.end()
+    figures = {
+        label: [_figures(each, Slo()) | by_turn(each.samples) for each in turns]
+        for label, turns in results.items()
+    }
+    measured = [each for turns in results.values() for each in turns]
+    _tell_errors([sample for each in measured for sample in each.samples])
+    names = [each for of_label in figures.values() for each in of_label]
+    _show(comparison.rows(figures, comparison.turn_metrics(names)), measured, save, output)
 
 
 @bench.command("interference")

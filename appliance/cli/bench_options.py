@@ -7,13 +7,14 @@ Invariant: an option means the same in every verb. Never: measures.
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from appliance.bench.arrivals import Lengths, read_trace
+from appliance.bench.arrivals import Lengths, read_trace, scaled, spread
 from appliance.bench.load import Load
 
 DEFAULT_SECONDS = 30.0
@@ -40,6 +41,10 @@ Seed = Annotated[int, typer.Option(help="Of schedules, lengths, prompts and turn
 Save = Annotated[Path | None, typer.Option(help="Keep every sample in this JSON file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw distributions to this SVG.")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Of a turn; what was sent may end later.")]
+Speed = Annotated[float, typer.Option(min=0.001, help="A workload's times: 2 is twice as fast.")]
+LengthScale = Annotated[
+    float, typer.Option(min=0.0001, help="A workload's lengths: 0.25 is a quarter of the tokens.")
+]
 SloTtft = Annotated[float | None, typer.Option(help="Goodput: first token within so many ms.")]
 SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's gaps within.")]
 
@@ -56,8 +61,10 @@ def _load(
     ] = 1.0,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Open loop: JSON lines of timestamp (ms), input_length, output_length."),
+        typer.Option(help="Open loop: JSON lines in the form of Mooncake's traces."),
     ] = None,
+    speed: Speed = 1.0,
+    length_scale: LengthScale = 1.0,
     seconds: Annotated[
         float | None, typer.Option(min=0.1, help="Of a turn: 30, or all of the trace.")
     ] = None,
@@ -71,7 +78,13 @@ def _load(
     given = [each for each in (concurrency, rate, trace) if each is not None]
     if len(given) > 1:
         raise typer.BadParameter("give one of --concurrency, --rate and --trace")
-    arrivals = None if trace is None else tuple(read_trace(trace))
+    if trace is None and (speed, length_scale) != (1.0, 1.0):
+        raise typer.BadParameter("--speed and --length-scale are of a --trace")
+    arrivals = None
+    if trace is not None:
+        # within their ticks in an order of the seed's, so that all arms have the same
+        ticked = spread(read_trace(trace), random.Random(f"{seed}/ticks"))
+        arrivals = tuple(scaled(ticked, speed, length_scale))
     whole_s = DEFAULT_SECONDS if arrivals is None else max(arrivals[-1].at_s, 1.0)
     return Load(
         seconds=whole_s if seconds is None else seconds,

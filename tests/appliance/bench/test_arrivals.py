@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.arrivals import Arrival, Lengths, drawn, read_trace, regular
+from appliance.bench.arrivals import (
+    Arrival,
+    Lengths,
+    drawn,
+    read_trace,
+    regular,
+    reusable_tokens,
+    scaled,
+    spread,
+)
 from engine.errors import ConfigError
 
 ANY = Lengths(10, 20)
@@ -72,7 +81,7 @@ def test_a_trace_begins_with_its_earliest_line(tmp_path: Path) -> None:
         '{"timestamp": 2500, "input_length": 7, "output_length": 2, "hash_ids": [1]}\n\n'
         '{"timestamp": 1000, "input_length": 5, "output_length": 1}\n'
     )
-    assert read_trace(path) == [Arrival(0, 5, 1), Arrival(1.5, 7, 2)]
+    assert read_trace(path) == [Arrival(0, 5, 1), Arrival(1.5, 7, 2, (1,))]
 
 
 @pytest.mark.parametrize(
@@ -92,3 +101,37 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path, text: str, where
     assert refusal.value.where.endswith(where)
     with pytest.raises(ConfigError, match="cannot read"):
         read_trace(tmp_path / "none")
+
+
+def test_a_trace_tells_which_prompts_begin_alike(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [5, 6]}\n'
+        '{"timestamp": 3000, "input_length": 1500, "output_length": 1, "hash_ids": [5, 6, 7]}\n'
+        '{"timestamp": 6000, "input_length": 700, "output_length": 1, "hash_ids": [9, 6]}\n'
+        '{"timestamp": 6000, "input_length": 9, "output_length": 1}\n'
+    )
+    arrivals = read_trace(path)
+    assert reusable_tokens(arrivals)[:2] == [0, 1024]
+    assert sorted(map(str, reusable_tokens(arrivals)[2:])) == ["0", "None"]
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [5]}')
+    with pytest.raises(ConfigError, match="1 hash_ids for 600 tokens"):
+        read_trace(path)
+
+
+def test_arrivals_are_spread_within_their_ticks_only() -> None:
+    ticks = [Arrival(3.0 * (n // 4), n + 1, 1) for n in range(40)]
+    moved = spread(ticks, random.Random(0))
+    assert moved == spread(ticks, random.Random(0)) == sorted(moved)
+    assert len({each.at_s for each in moved}) == 40
+    by_length = {each.input_tokens: each.at_s for each in moved}
+    assert all(0 <= by_length[each.input_tokens] - each.at_s < 3 for each in ticks)
+    exact = [*ticks, Arrival(1.5, 1, 1)]
+    assert spread(exact, random.Random(0)) == exact
+
+
+def test_a_scaled_trace_shares_what_it_shared() -> None:
+    trace = [Arrival(0, 1024, 40, (1, 2)), Arrival(8, 1500, 2, (1, 2, 3))]
+    half = scaled(trace, speed=4, length_scale=0.5)
+    assert [(e.at_s, e.input_tokens, e.output_tokens) for e in half] == [(0, 512, 20), (2, 750, 1)]
+    assert reusable_tokens(half) == [0, 512]

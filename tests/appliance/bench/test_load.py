@@ -85,6 +85,25 @@ def test_the_same_seed_and_round_give_the_same_load_and_never_the_same_prompt(
     assert len(set(long)) == len(long)
 
 
+def test_prompts_begin_alike_where_a_trace_says_so_and_only_within_a_turn(
+    server: FakeOpenAI, target: Target
+) -> None:
+    trace = (
+        Arrival(0, 40, 2, (1, 2), 20),
+        Arrival(0.01, 50, 2, (1, 2, 3), 20),
+        Arrival(0.02, 30, 2, (4, 2), 20),
+    )
+    for _ in range(2):
+        samples = run(target, Load(0.1, FIVE, THREE, trace=trace)).samples
+        assert [sample.reusable_tokens for sample in samples] == [0, 40, 0]
+    first, longer, other, again, *_ = [body["prompt"] for body in server.script.bodies]
+    assert (len(first), len(longer), len(other)) == (40, 50, 30)
+    assert longer[:40] == first
+    assert other[20:] == first[20:30]
+    assert other[:20] != first[:20]
+    assert again[:20] != first[:20]
+
+
 def test_refusals_are_samples_with_their_status(server: FakeOpenAI, target: Target) -> None:
     server.script.refuse = lambda index: index % 2 == 0
     samples = run(target, TRACE).samples

@@ -70,6 +70,39 @@ def test_compare_prints_the_band_first(server: FakeOpenAI, environ: dict[str, st
     assert judged
 
 
+@pytest.mark.parametrize("api", ["completions", "chat", "messages", "responses"])
+def test_turns_are_told_one_by_one(
+    tiny_llama: Path, environ: dict[str, str], tmp_path: Path, api: str
+) -> None:
+    written = penstock(environ, "bench", "workload", "chat", "--count", "2")
+    assert written.returncode == 0, written.stderr
+    (tmp_path / "chats.jsonl").write_text(written.stdout)
+    options = ["--workload", str(tmp_path / "chats.jsonl"), "--api", api, "--model"]
+    options += [str(tiny_llama), "--speed", "1000", "--length-scale", "0.02", "-o", "json"]
+    ended = penstock(environ, "bench", "turns", "colocated", *options)
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    metrics = {row["metric"] for row in document["data"] if row["arm"] == "colocated"}
+    assert {"turn_01_ttft_ms", "turn_02_ttft_ms", "infinite_hit_ratio", "failed"} <= metrics
+    samples = [sample for turn in document["turns"] for sample in turn["samples"]]
+    assert {sample["error"] for sample in samples} == {None}
+    assert all(sample["reusable_tokens"] <= sample["prompt_tokens"] for sample in samples)
+
+
+def test_a_written_trace_can_be_run(
+    server: FakeOpenAI, environ: dict[str, str], tmp_path: Path
+) -> None:
+    written = penstock(environ, "bench", "workload", "trace", "--count", "9", "--seed", "2")
+    assert written.returncode == 0, written.stderr
+    (tmp_path / "trace.jsonl").write_text(written.stdout)
+    options = ["--trace", str(tmp_path / "trace.jsonl"), "--speed", "100", "-o", "json"]
+    ended = penstock(environ, "bench", "run", *options, "--length-scale", "0.01")
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout)["figures"]
+    assert (figures["completed"], figures["failed"]) == (9, 0)
+    assert 0 < figures["infinite_hit_ratio"] < 1
+
+
 def test_interference_needs_no_more_than_two_arms(
     server: FakeOpenAI, environ: dict[str, str]
 ) -> None:
@@ -89,6 +122,10 @@ def test_interference_needs_no_more_than_two_arms(
         (["run", "--input-tokens", "9-1"], 2, "512 or 128-1024"),
         (["run", "--trace", "/none"], 78, "cannot read"),
         (["run"], 3, "not running"),
+        (["run", "--speed", "2"], 2, "are of a --trace"),
+        (["workload", "poem"], 2, "kinds are"),
+        (["turns", "static", "--api", "soap"], 2, "APIs are"),
+        (["turns", "static", "--workload", "/none"], 78, "cannot read"),
         (["compare", "static", "static"], 78, "two arms have one name"),
         (["step", "--roles", "none"], 2, "roles are"),
         (["step", "--case", "8"], 2, "give cases as"),
