@@ -7,7 +7,7 @@ Never: checks anything.
 
 from __future__ import annotations
 
-from appliance.api.openai import MAX_STOP_CHARS, MAX_STOPS
+from appliance.api.request_schemas import FUNCTION_NAME, SAMPLING, STOPS
 from appliance.api.schemas import (
     BOOLEAN,
     COUNT,
@@ -26,10 +26,6 @@ from appliance.api.tools import MAX_TOOLS
 
 _TEXT_BLOCK: Json = shape({"type": {"const": "text"}, "text": STRING})
 _TEXTS: Json = {"anyOf": [STRING, items(_TEXT_BLOCK)]}
-_NAME: Json = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
-_STOPS: Json = items(
-    {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, maxItems=MAX_STOPS
-)
 _OLLAMA: Json = {
     "model": STRING,
     "stream": BOOLEAN,
@@ -39,17 +35,13 @@ _OLLAMA: Json = {
     "options": shape(
         {},
         {
-            "temperature": within(0, 2),
-            "top_k": whole(-1),
-            "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-            "min_p": within(0, 1),
+            **{name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "min_p")},
+            **{name: SAMPLING[name] for name in ("repeat_penalty", "presence_penalty")},
+            "frequency_penalty": SAMPLING["frequency_penalty"],
             "seed": whole(0),
             "num_predict": whole(-2),
             "num_ctx": COUNT,
-            "stop": _STOPS,
-            "repeat_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
-            "presence_penalty": within(-2, 2),
-            "frequency_penalty": within(-2, 2),
+            "stop": STOPS,
         },
     ),
 }
@@ -61,13 +53,13 @@ REQUESTS: Json = {
             "model": STRING,
             "system": _TEXTS,
             "temperature": within(0, 1),
-            "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            "top_p": SAMPLING["top_p"],
             "top_k": whole(0),
-            "stop_sequences": _STOPS,
+            "stop_sequences": STOPS,
             "stream": BOOLEAN,
             "thinking": shape({"type": one_of("enabled", "adaptive", "disabled")}),
             "tools": items(
-                shape({"name": _NAME, "input_schema": OBJECT}, {"description": STRING}),
+                shape({"name": FUNCTION_NAME, "input_schema": OBJECT}, {"description": STRING}),
                 maxItems=MAX_TOOLS,
             ),
             "tool_choice": shape(
@@ -117,7 +109,7 @@ REQUESTS: Json = {
                                             {
                                                 "type": {"const": "tool_use"},
                                                 "id": STRING,
-                                                "name": _NAME,
+                                                "name": FUNCTION_NAME,
                                                 "input": OBJECT,
                                             }
                                         ),

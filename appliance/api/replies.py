@@ -65,6 +65,8 @@ class ReplyShape:
             if self.ask.return_token_ids:
                 choice["prompt_token_ids"] = delta.sequence.prompt_token_ids
         reply = self._object("chat.completion", choices) | {"usage": self._usage()}
+        if self.ask.return_token_ids and self.ask.is_chat:
+            reply["prompt_token_ids"] = told[0].sequence.prompt_token_ids
         if self.ask.prompt_logprobs is not None:
             of_prompts = [
                 prompt_logprobs(self.tokenizer, one.sequence, self.ask.prompt_logprobs)

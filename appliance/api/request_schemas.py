@@ -35,34 +35,32 @@ from appliance.api.tools import MAX_TOOLS
 from appliance.fields import INT64_MAX
 from appliance.settings import ROLES
 
-_SAMPLING: Json = {
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+STOPS: Json = items(_STOP, maxItems=MAX_STOPS)
+_SHARE: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+_PENALTY: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 2}
+
+SAMPLING: Json = {
     "model": STRING,
     "max_tokens": whole(1),
     "min_tokens": whole(0),
     "n": whole(1, MAX_CHOICES),
     "best_of": whole(1, MAX_CHOICES),
     "temperature": within(0, 2),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_p": _SHARE,
     "top_k": whole(-1),
     "min_p": within(0, 1),
     "seed": whole(-INT64_MAX - 1),
     "presence_penalty": within(-2, 2),
     "frequency_penalty": within(-2, 2),
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
+    "repetition_penalty": _PENALTY,
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]+$"},
         "additionalProperties": within(-100, 100),
         "maxProperties": MAX_BIASES,
     },
-    "stop": {
-        "anyOf": [
-            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-            items(
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, maxItems=MAX_STOPS
-            ),
-        ]
-    },
+    "stop": {"anyOf": [_STOP, STOPS]},
     "stop_token_ids": items(COUNT, maxItems=MAX_STOP_IDS),
     "ignore_eos": BOOLEAN,
     "stream": BOOLEAN,
@@ -83,12 +81,10 @@ _SAMPLING: Json = {
     "truncate_prompt_tokens": whole(1),
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
     "allowed_token_ids": items(COUNT, minItems=1),
-    "bad_words": items(
-        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, maxItems=MAX_BAD_WORDS
-    ),
+    "bad_words": items(_STOP, maxItems=MAX_BAD_WORDS),
     "echo": BOOLEAN,
     "n_predict": whole(-1),
-    "repeat_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
+    "repeat_penalty": _PENALTY,
 }
 """What both generating POSTs read."""
 
@@ -99,8 +95,9 @@ _NOT_OF_RESPONSES = {
     *("prompt_logprobs", "allowed_token_ids", "bad_words"),
 }
 _ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
+FUNCTION_NAME: Json = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 _FUNCTION: Json = shape(
-    {"name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}},
+    {"name": FUNCTION_NAME},
     {"description": STRING, "parameters": OBJECT, "strict": BOOLEAN},
 )
 TOOL_CALL: Json = shape(
@@ -145,7 +142,7 @@ REQUESTS: Json = {
             }
         },
         {
-            **_SAMPLING,
+            **SAMPLING,
             "logprobs": whole(0, MAX_LOGPROBS),
             "suffix": {"type": "string", "maxLength": 0},  # more, where the model can
         },
@@ -153,7 +150,7 @@ REQUESTS: Json = {
     "ChatRequest": shape(
         {"messages": items(ref("Message"), minItems=1)},
         {
-            **_SAMPLING,
+            **SAMPLING,
             **_CHAT_INPUT,
             "max_completion_tokens": whole(1),
             "logprobs": BOOLEAN,
@@ -185,7 +182,7 @@ REQUESTS: Json = {
     "ResponseRequest": shape(
         {"input": {"anyOf": [_PROMPT, items(ref("InputItem"), minItems=1)]}},
         {
-            **{n: schema for n, schema in _SAMPLING.items() if n not in _NOT_OF_RESPONSES},
+            **{n: schema for n, schema in SAMPLING.items() if n not in _NOT_OF_RESPONSES},
             "chat_template_kwargs": OBJECT,
             "instructions": STRING,
             "previous_response_id": {"type": "string", "maxLength": 0},  # one that is kept

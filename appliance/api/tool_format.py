@@ -7,6 +7,7 @@ Never: reads; call_readers does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import secrets
 import string
@@ -68,6 +69,51 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
+def _deepseek(signs: tuple[str, ...], syntax: CallSyntax) -> ToolFormat:
+    """Calls between marks of their own, whose name stands behind a separator."""
+    return ToolFormat(
+        signs=signs,
+        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        read=read_deepseek,
+        syntax=syntax,
+        closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        specials=("<｜tool▁sep｜>",),
+    )
+
+
+def _gemma(mark: str, end: str, quote: str) -> ToolFormat:
+    """`call:name{...}` between two marks, with texts between quotes that are tokens."""
+    return ToolFormat(
+        signs=(mark,),
+        marks=(mark,),
+        read=functools.partial(read_gemma, quote=quote),
+        syntax=CallSyntax(
+            style="gemma", begin=f"{mark}call:", head="{name}{{", tail="}", end=end, quote=quote
+        ),
+        closers=(end,),
+        specials=(quote,),
+    )
+
+
+def _json_list(mark: str, read: CallReader) -> ToolFormat:
+    """A JSON list of calls behind one mark."""
+    return ToolFormat(
+        signs=(mark,),
+        marks=(mark,),
+        read=read,
+        syntax=CallSyntax(opening=f"{mark}[", separator=", ", closing="]"),
+        closers=("]", ","),
+        loose="{",
+        is_list=True,
+    )
+
+
+_MISTRAL_LIST = dataclasses.replace(
+    _json_list("[TOOL_CALLS]", read_mistral),
+    has_short_ids=True,
+    specials=("[ARGS]", "[CALL_ID]"),
+)
+
 FORMATS = {
     "harmony": ToolFormat(
         signs=("<|channel|>", "<|message|>"),
@@ -85,11 +131,9 @@ FORMATS = {
             *("<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
         ),
     ),
-    "deepseek_v3": ToolFormat(
-        signs=("<｜tool▁sep｜>", "```json"),
-        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        read=read_deepseek,
-        syntax=CallSyntax(
+    "deepseek_v3": _deepseek(
+        ("<｜tool▁sep｜>", "```json"),
+        CallSyntax(
             opening="<｜tool▁calls▁begin｜>",
             begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             head="{name}\n```json\n",
@@ -98,14 +142,10 @@ FORMATS = {
             separator="\n",
             closing="<｜tool▁calls▁end｜>",
         ),
-        closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        specials=("<｜tool▁sep｜>",),
     ),
-    "deepseek_v31": ToolFormat(
-        signs=("<｜tool▁sep｜>",),
-        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        read=read_deepseek,
-        syntax=CallSyntax(
+    "deepseek_v31": _deepseek(
+        ("<｜tool▁sep｜>",),
+        CallSyntax(
             opening="<｜tool▁calls▁begin｜>",
             begin="<｜tool▁call▁begin｜>",
             head="{name}<｜tool▁sep｜>",
@@ -113,8 +153,6 @@ FORMATS = {
             end="<｜tool▁call▁end｜>",
             closing="<｜tool▁calls▁end｜>",
         ),
-        closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        specials=("<｜tool▁sep｜>",),
     ),
     "deepseek_v32": ToolFormat(
         signs=("DSML",),
@@ -176,67 +214,15 @@ FORMATS = {
         syntax=CallSyntax(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
         closers=("</tool_call>",),
     ),
-    "mistral": ToolFormat(
+    "mistral": dataclasses.replace(
+        _MISTRAL_LIST,
         signs=("[TOOL_CALLS]", "[ARGS]"),
-        marks=("[TOOL_CALLS]",),
-        read=read_mistral,
         syntax=CallSyntax(begin="[TOOL_CALLS]", head="{name}[ARGS]", tail=""),
-        closers=("]", ","),
-        loose="{",
-        is_list=True,
-        has_short_ids=True,
-        specials=("[ARGS]", "[CALL_ID]"),
     ),
-    "mistral_list": ToolFormat(
-        signs=("[TOOL_CALLS]",),
-        marks=("[TOOL_CALLS]",),
-        read=read_mistral,
-        syntax=CallSyntax(opening="[TOOL_CALLS][", separator=", ", closing="]"),
-        closers=("]", ","),
-        loose="{",
-        is_list=True,
-        has_short_ids=True,
-        specials=("[ARGS]", "[CALL_ID]"),
-    ),
-    "granite": ToolFormat(
-        signs=("<|tool_call|>",),
-        marks=("<|tool_call|>",),
-        read=read_json_list,
-        syntax=CallSyntax(opening="<|tool_call|>[", separator=", ", closing="]"),
-        closers=("]", ","),
-        loose="{",
-        is_list=True,
-    ),
-    "gemma": ToolFormat(
-        signs=("<|tool_call>",),
-        marks=("<|tool_call>",),
-        read=functools.partial(read_gemma, quote='<|"|>'),
-        syntax=CallSyntax(
-            style="gemma",
-            begin="<|tool_call>call:",
-            head="{name}{{",
-            tail="}",
-            end="<tool_call|>",
-            quote='<|"|>',
-        ),
-        closers=("<tool_call|>",),
-        specials=('<|"|>',),
-    ),
-    "functiongemma": ToolFormat(
-        signs=("<start_function_call>",),
-        marks=("<start_function_call>",),
-        read=functools.partial(read_gemma, quote="<escape>"),
-        syntax=CallSyntax(
-            style="gemma",
-            begin="<start_function_call>call:",
-            head="{name}{{",
-            tail="}",
-            end="<end_function_call>",
-            quote="<escape>",
-        ),
-        closers=("<end_function_call>",),
-        specials=("<escape>",),
-    ),
+    "mistral_list": _MISTRAL_LIST,
+    "granite": _json_list("<|tool_call|>", read_json_list),
+    "gemma": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "pythonic": ToolFormat(
         signs=("func_name1(",),
         marks=("<|python_start|>", "<|python_tag|>"),

@@ -22,9 +22,10 @@ import httpx
 import openai
 import pytest
 import requests
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 URL, KEY = os.environ["PENSTOCK_URL"], os.environ["PENSTOCK_KEY"]
+MODEL = os.environ["PENSTOCK_MODEL"]
 TIMEOUT_S = 120
 MODELS = set()
 """Names under which tests have asked for a server."""
@@ -59,6 +60,16 @@ class EmptyModule(ModuleType):
         return Nothing()
 
 
+class ModelConfig:
+    """What tests ask of a model's settings."""
+
+    def __init__(self, *_arguments, **_options):
+        self.vocab_size = AutoConfig.from_pretrained(MODEL).vocab_size
+
+    def get_vocab_size(self):
+        return self.vocab_size
+
+
 class Empty(MetaPathFinder, Loader):
     """Finds modules of packages that are not there."""
 
@@ -71,9 +82,9 @@ class Empty(MetaPathFinder, Loader):
 
     def exec_module(self, module):
         if module.__name__ == "vllm.tokenizers":
-            module.get_tokenizer = lambda *_a, **_o: AutoTokenizer.from_pretrained(
-                os.environ["PENSTOCK_MODEL"]
-            )
+            module.get_tokenizer = lambda *_a, **_o: AutoTokenizer.from_pretrained(MODEL)
+        if module.__name__ == "vllm.config":
+            module.ModelConfig = ModelConfig
 
 
 @functools.cache
@@ -129,14 +140,15 @@ class RemoteOpenAIServer:
 
     def get_async_client(self, **options):
         http = httpx.AsyncClient(transport=Renaming(), timeout=TIMEOUT_S)
-        return openai.AsyncOpenAI(base_url=self.url_for("v1"), **self._options(options, http))
+        own = self._options(options, http_client=http)
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), **own)
 
     def get_async_client_anthropic(self, **options):
-        http = httpx.AsyncClient(transport=Renaming(), timeout=TIMEOUT_S)
-        return anthropic.AsyncAnthropic(base_url=URL, **self._options(options, http))
+        # its HTTP library is another; the daemon's --model-aliases knows the name that is asked for
+        return anthropic.AsyncAnthropic(base_url=URL, **self._options(options))
 
-    def _options(self, options, http):
-        return {"api_key": KEY, "max_retries": 0, "http_client": http, **options}
+    def _options(self, options, **own):
+        return {"api_key": KEY, "max_retries": 0, "timeout": TIMEOUT_S, **own, **options}
 
 
 _request = requests.Session.request

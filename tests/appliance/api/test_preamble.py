@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,6 @@ from tests.appliance.api_server import events, says, serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 END = "!"
 """The last token is the end of the text, which is silent."""
 PARAMETERS = {
@@ -21,17 +21,19 @@ PARAMETERS = {
     "type": "object",
 }
 ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
-LANGCHAIN = {"tools": [{"type": "function", "function": ADD}], "stream": False}
-"""What ChatOpenAI.bind_tools([add]).invoke() sends beside model and messages."""
-INSTRUCTOR = {
-    "tools": [{"type": "function", "function": {**ADD, "description": "Extracted `add`"}}],
-    "tool_choice": {"type": "function", "function": {"name": "add"}},
-}
-PYDANTIC_AI = {
-    "tools": [{"type": "function", "function": {**ADD, "strict": True}}],
-    "tool_choice": "required",
-    "stream": False,
-}
+BODIES = json.loads((Path(__file__).parent / "framework_bodies.json").read_text())
+"""What came over the wire from langchain-openai, instructor and pydantic-ai, which were asked to
+add two numbers by a function, or to answer in the form of a class."""
+FIRST = [name for name in BODIES if name != "captured_with"]
+LANGCHAIN = {name: BODIES["langchain"][0][name] for name in ("tools", "stream")}
+
+
+def call_of(name: str) -> str:
+    arguments = '{"a": 2, "b": 2}'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+CALL = call_of("add")
 REFUSES_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
     "{% endif %}" + CHATML
@@ -51,19 +53,51 @@ async def served(appliance, tmp_path):
         yield served
 
 
-@pytest.mark.parametrize("body", [LANGCHAIN, INSTRUCTOR, PYDANTIC_AI])
-async def test_frameworks_get_their_call(served, appliance, body):
-    says(appliance, CALL + END)
-    reply = (await served.chat(**body)).json()
-    choice = reply["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] is None
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "add"
-    assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 2}
+@pytest.mark.parametrize("name", FIRST)
+async def test_frameworks_get_their_call(served, appliance, name):
+    body = BODIES[name][0]
+    function = body["tools"][0]["function"]
+    says(appliance, call_of(function["name"]) + END)
+    reply = await served.http.post("/v1/chat/completions", json=body)
+    if body.get("stream"):
+        calls, finish_reason = streamed_calls(reply.text)
+    else:
+        choice = reply.json()["choices"][0]
+        assert choice["message"]["content"] is None
+        calls = [each["function"] for each in choice["message"]["tool_calls"]]
+        finish_reason = choice["finish_reason"]
+    assert finish_reason == "tool_calls"
+    assert [each["name"] for each in calls] == [function["name"]]
+    assert json.loads(calls[0]["arguments"]) == {"a": 2, "b": 2}
     prompt = appliance.submitted[0].prompt_text
     assert "<tools>" in prompt
-    assert '"Add two numbers."' in prompt or "Extracted" in prompt
+    assert json.dumps(function["description"]) in prompt
+    is_forced = body.get("tool_choice") not in (None, "auto")
+    assert is_forced <= (appliance.submitted[0].sequences[0].sampling.grammar is not None)
+    assert "x-penstock-ignored" not in reply.headers
+
+
+def streamed_calls(text: str) -> tuple[list[dict[str, str]], str | None]:
+    """The functions that a stream has called, put together, and why it ended."""
+    calls: list[dict[str, str]] = []
+    finish_reason = None
+    for chunk in events(text):
+        for choice in chunk["choices"]:
+            finish_reason = choice["finish_reason"] or finish_reason
+            for part in choice["delta"].get("tool_calls", []):
+                if part["index"] == len(calls):
+                    calls.append({"name": part["function"]["name"], "arguments": ""})
+                calls[part["index"]]["arguments"] += part["function"].get("arguments", "")
+    return calls, finish_reason
+
+
+async def test_a_frameworks_second_turn_has_the_call_and_its_result(served, appliance):
+    says(appliance, "It is 4." + END)
+    reply = await served.http.post("/v1/chat/completions", json=BODIES["pydantic_ai"][1])
+    assert reply.json()["choices"][0]["message"]["content"] == "It is 4."
+    prompt = appliance.submitted[0].prompt_text
+    assert CALL in prompt
+    assert "<tool_response>\n4\n</tool_response>" in prompt
 
 
 async def test_calls_and_results_are_read_as_they_would_be_written(served, appliance):
