@@ -61,6 +61,7 @@ class ServeConfig:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_queue_wait_s: float = 60.0
+    priorities: tuple[tuple[str, float], ...] = ()
     max_drain_s: float = 90.0
     log_text: bool = False
     log_keep_days: int = 30

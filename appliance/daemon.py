@@ -36,10 +36,11 @@ from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
 from appliance.notify import notify, notify_watchdog
-from appliance.open_files import max_connections, raise_limit
+from appliance.open_files import raise_limit
 from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
+from appliance.stacks import wait_for_signal
 from appliance.supervisor import Supervisor
 from appliance.swapping import Swapping
 from appliance.watchdog import LOOK_INTERVAL_S
@@ -73,20 +74,19 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    num_files = raise_limit()
     inherited = inherited_sockets(os.environ)
     config = load_config()
-    if (fit := max_connections(config.max_connections)) < config.max_connections:
-        about = f"max_connections is {config.max_connections}, but there is room for {fit}: "
-        log.warning("%s%d open files are allowed (ulimit -Hn, LimitNOFILE=)", about, num_files)
+    if about := raise_limit(config.max_connections):
+        log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
     check_others(config)
     plan = None if is_to_be_fetched(config.model) else make_plan(config)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
+    stacks_fd = wait_for_signal(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, plan, inherited).run())
+        return asyncio.run(_Daemon(config, load_config, plan, inherited, stacks_fd).run())
     finally:
         os.close(lock_fd)
 
@@ -120,12 +120,14 @@ class _Daemon:
         load_config: Callable[[], ServeConfig],
         plan: Plan | None,
         inherited: list[socket.socket],
+        stacks_fd: int,
     ) -> None:
         """Take what was decided; without a plan the model is downloaded first."""
         self._config = config
         self._load_config = load_config
         self._first_plan = plan
         self._has_workers = False
+        self._stacks_fd = stacks_fd
         self._inherited = inherited
         """Listeners of a socket unit: they and who waits in them outlive us."""
         self._num_signals = 0
@@ -204,8 +206,6 @@ class _Daemon:
             keeps_text=self._config.log_text,
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
-        if self._request_log.crash is not None:
-            self._service.event("error", "daemon.died", self._request_log.crash)
         if self._config.models:
             self._service.swaps = Swapping(
                 lambda: self._config,
@@ -226,6 +226,7 @@ class _Daemon:
             on_ready=lambda worker: self._service.worker_ready(worker),
             on_died=self._on_died,
             on_lost=lambda _, about: self._service.worker_lost(about),
+            stacks_fd=self._stacks_fd,
         )
         self._supervisor.spawn_all()
         self._has_workers = True
@@ -326,6 +327,7 @@ class _Daemon:
         self._service.deadlines.set_queue_limits(
             config.max_queued, config.max_queued_tokens, config.max_queue_wait_s
         )
+        self._router.queue.weights = dict(config.priorities)
         self._service.keeps_text = config.log_text
         if {"slo_ttft_ms", "slo_itl_ms"} & set(changed):  # else what was set live stays
             self._service.set_roles(self._targets(), None)
@@ -375,6 +377,7 @@ class _Daemon:
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
         )
+        router.queue.weights = dict(self._config.priorities)
         change_roles(router, self._targets(), time.monotonic_ns())
         return router
 

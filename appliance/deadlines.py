@@ -26,6 +26,8 @@ from engine.step_times import StepLoad
 
 HANDOFF_S = 120.0
 """Without progress on the way from one worker to the other."""
+MIN_QUEUE_SHARE = 0.25
+"""Of the target for the first token, that one may always wait for a turn."""
 STAGE_S = 600.0
 """Without progress in any other stage but the queue: a bug of ours, since its worker has steps."""
 
@@ -116,8 +118,14 @@ class Deadlines:
             self._supervisor.end_hung(name, f"it hangs: {about}")
 
     def _max_wait_ms(self) -> float:
-        """For a turn: that of the setting, and less where the first token is due before."""
-        limits = (1e3 * self.max_queue_wait_s, self._router.roles.slo.ttft_ms)
+        """For a turn: that of the setting, and less where the first token is due before.
+
+        From the turn to that token it takes a while, too. Where that alone takes most of what the
+        target allows, no limit could keep it, and a short queue remains.
+        """
+        target_ms = self._router.roles.slo.ttft_ms or 0.0
+        left_ms = target_ms - self._router.queue.to_first_token.most
+        limits = (1e3 * self.max_queue_wait_s, max(left_ms, target_ms * MIN_QUEUE_SHARE))
         return min((limit for limit in limits if limit), default=0.0)
 
     def _reading(self, name: str, state: WorkerState) -> Reading:

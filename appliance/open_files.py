@@ -16,12 +16,20 @@ NUM_APART = 128
 """Descriptors for all that is no connection: log, workers, pools, /proc, replies on their way."""
 
 
-def raise_limit() -> int:
-    """Raise the soft limit as far as it goes; what it is then."""
+def raise_limit(wanted: int) -> str | None:
+    """Raise the soft limit as far as it goes; what is to be said if connections do not fit in it.
+
+    Args:
+        wanted: connections, as the settings allow them.
+    """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit, fit = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max_connections(wanted)
+    if fit == wanted:
+        return None
+    about = f"max_connections is {wanted}, but {limit} open files are allowed, with room for {fit}"
+    return f"{about} (ulimit -Hn, LimitNOFILE=)"
 
 
 def max_connections(wanted: int, limit: int | None = None) -> int:

@@ -78,6 +78,8 @@ class Service:
         self._num_checked = -1
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
+        if request_log.crash is not None:
+            self.event("error", "daemon.died", request_log.crash)
         self._frames.make(self._standing())
 
     # What the api asks
@@ -257,6 +259,8 @@ class Service:
         request = self._live.get(sequence.request_id)
         if request is None:
             return
+        if token_ids and len(token_ids) == sequence.num_output_tokens:
+            self._router.queue.answered(sequence)
         if token_ids and sequence.stamps.last_token_ns is not None:
             self._telemetry.token(sequence, sequence.stamps.last_token_ns)
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))

@@ -17,8 +17,13 @@ LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
 _SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 _GPUS = re.compile(r"gpu\d{1,3}(?:,gpu\d{1,3})*")
 _MIN_BYTES = 1 << 20
+_GONE = {
+    "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
+}
+"""Settings of earlier releases, and what to write in their place."""
 
 
 def parse_bytes(text: object) -> int:
@@ -106,6 +111,19 @@ def a_flag(value: object) -> bool:
     return words[str(value).lower()]
 
 
+def some_weights(value: object) -> tuple[tuple[str, float], ...]:
+    """Users and keys with their share of the turns: `ann=4,key:batch=0.5`, or a list of such."""
+    parts = value.split(",") if isinstance(value, str) else value
+    found: dict[str, float] = {}
+    for part in parts if isinstance(parts, list) else [None]:
+        name, _, weight = str(part).strip().rpartition("=")
+        is_number = bool(name.strip()) and _WEIGHT.fullmatch(weight.strip())
+        if not is_number or not 0.01 <= float(weight) <= 100:
+            raise ValueError("users and keys with weights of 0.01 to 100, as ann=4,key:batch=0.5")
+        found[name.strip()] = float(weight)
+    return tuple(found.items())
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The one that was probably meant; empty if none is near."""
     from difflib import get_close_matches  # for mistakes only
@@ -116,6 +134,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
-    """`is kv_memory meant? `, to stand before all the names; empty if none is near."""
+    """`is kv_memory meant? `, to stand before all the names; empty if none is near.
+
+    Of a setting of an earlier release: what there is in its place.
+    """
+    gone = _GONE.get(name.lower().removeprefix("penstock_"))
+    if gone is not None:
+        return f"{gone}; "
     near = nearest(name, names)
     return f"is {near} meant? " if near else ""

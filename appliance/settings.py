@@ -21,6 +21,7 @@ from appliance.setting_kinds import (
     one_of,
     parse_bytes,
     some_devices,
+    some_weights,
 )
 from appliance.wanted_workers import parse_place
 
@@ -114,6 +115,9 @@ SETTINGS: Mapping[str, Setting] = {
         "come back; 0 lets everybody wait",
         True,
         "max_queue_wait_s",
+    ),
+    "priorities": Setting(
+        some_weights, "users and keys that get more turns, or fewer: ann=4,key:batch=0.5", True
     ),
     "max_drain": Setting(
         a_duration,

@@ -75,10 +75,12 @@ class Supervisor:
         on_died: OnDied,
         on_lost: OnDied,
         program: Sequence[str] = WORKER_PROGRAM,
+        stacks_fd: int | None = None,
     ) -> None:
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
         self._program = program
+        self._stacks_fd = stacks_fd
         self._on_report = on_report
         self._on_ready = on_ready
         self._on_died = on_died
@@ -162,10 +164,14 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         command = [*self._program, "--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
+        fds = [theirs.fileno(), *self._fds]
+        if self._stacks_fd is not None:
+            command += ["--stacks-fd", str(self._stacks_fd)]
+            fds.append(self._stacks_fd)
         try:
             worker.process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno(), *self._fds],
+                pass_fds=fds,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),

@@ -2,25 +2,28 @@
 
 Owns: the order of the queue, and what each owner has been charged.
 Called by: the router, which decides whether what is next can be placed; telemetry counts.
-Invariants: of two owners that keep waiting, neither gets ahead by more than one sequence; one owner
+Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one
+sequence; one owner
 alone sees the order of prefill_key; no owner fills the queue.
 Never: knows blocks or workers, or reads a clock (now_ns is given).
 
-Turns are start-time fair queueing with equal weights. Placing a sequence charges its owner for all
-the tokens that may be computed for it, those of its prompt that are cached left out; its end gives
-back those that were not. The owner charged least is next. Whoever begins to wait starts level with
-the least charged of those who wait, so that nobody saves up a share; when nobody waits all is
-forgotten: what no one else wanted was free.
+Turns are start-time fair queueing. Placing a sequence charges its owner for all the tokens that may
+be computed for it, those of its prompt that are cached left out, divided by the owner's weight; its
+end gives back those that were not. The owner charged least is next: one of weight two gets twice as
+much while all wait. Whoever begins to wait starts level with the least charged of those who wait,
+so that nobody saves up a share; when nobody waits all is forgotten: what no one else wanted was
+free.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
-from engine.errors import InvariantViolated
+from engine.errors import InvariantViolated, QueueFull
 from engine.plan import prefill_key
-from engine.room import Room
+from engine.room import MAX_RETRY_MS, Lately, Room
 from engine.sequence import Sequence
 
 
@@ -31,10 +34,19 @@ class FairQueue:
         self._sequences = Room("sequences", max_sequences)
         self._tokens = Room("prompt tokens", max_tokens)
         self._waiting: dict[str, dict[int, Sequence]] = {}
-        self._charged: dict[str, int] = {}
-        """Tokens by owner since somebody began to wait; also of owners that do not wait now."""
-        self._placed: dict[int, int] = {}
-        """What was charged for these, which may be more than they use."""
+        self._charged: dict[str, float] = {}
+        """Tokens over the owner's weight, by owner, since somebody began to wait; also of owners
+        that do not wait now."""
+        self._placed: dict[int, tuple[int, float]] = {}
+        """Tokens charged for these, which may be more than they use, and the weight then."""
+        self.weights: Mapping[str, float] = {}
+        """By owner; others have 1. A change holds for what is placed from then on."""
+        self._taken_ns: dict[int, int] = {}
+        """When these were placed that have no token yet."""
+        self.to_first_token = Lately()
+        """Milliseconds from a sequence's turn to its first token."""
+        self._promised: dict[str, float] = {}
+        """Until when owners' refused clients have been told times to come back."""
         self._pushed_ns = -1
         self.max_wait_ms = 0.0
         """Who would wait longer, as predicted, is refused; 0: nobody is."""
@@ -91,11 +103,16 @@ class FairQueue:
         owner, is_single = sequences[0].owner, len(sequences) == 1
         num_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
         self._advance(now_ns)
-        self._sequences.check(owner, len(sequences), is_single=is_single)
-        self._tokens.check(owner, num_tokens, is_single=is_single)
-        if self.max_wait_ms:
-            self._sequences.check_wait(owner, len(sequences), self.max_wait_ms)
-            self._tokens.check_wait(owner, num_tokens, self.max_wait_ms)
+        share = self._share(owner)
+        try:
+            for room, amount in ((self._sequences, len(sequences)), (self._tokens, num_tokens)):
+                room.check(owner, amount, is_single=is_single)
+                if self.max_wait_ms:
+                    room.check_wait(owner, amount, self.max_wait_ms, share)
+        except QueueFull as full:
+            turn_ms = self._sequences.pace.wait_ms(len(sequences) / share) or 0.0
+            full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
+            raise
         self._enter(sequences, num_tokens)
         self._pushed_ns = now_ns
 
@@ -115,6 +132,16 @@ class FairQueue:
         self._sequences.enter(owner, len(sequences))
         self._tokens.enter(owner, num_tokens)
 
+    def _promise(self, owner: str, retry_ms: int | None, turn_ms: float, now_ns: int) -> int:
+        """When a refused client should come back: as soon as there is room, but one at a time.
+
+        Were all of a flood told the same time, all but the first would come in vain.
+        """
+        soonest_ns = now_ns + (retry_ms or 0) * 1e6
+        slot_ns = max(soonest_ns, self._promised.get(owner, 0) + turn_ms * 1e6)
+        self._promised[owner] = min(slot_ns, now_ns + MAX_RETRY_MS * 1e6)
+        return math.ceil((self._promised[owner] - now_ns) / 1e6)
+
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """What waits, the next one first; taking one moves its owner's next turn back."""
         return self._by_turns(self._charged, now_ns)
@@ -123,10 +150,17 @@ class FairQueue:
         """What waits, in the order in which it will be taken if nothing else comes."""
         charged = dict(self._charged)
         for sequence in self._by_turns(charged, now_ns):
-            charged[sequence.owner] += _charge(sequence)
+            charged[sequence.owner] += _charge(sequence) / self._weight(sequence.owner)
             yield sequence
 
-    def _by_turns(self, charged: dict[str, int], now_ns: int) -> Iterator[Sequence]:
+    def _weight(self, owner: str) -> float:
+        return self.weights.get(owner, 1.0)
+
+    def _share(self, owner: str) -> float:
+        """Of the turns, an owner's if it waits."""
+        return self._weight(owner) / sum(map(self._weight, {owner, *self._waiting}))
+
+    def _by_turns(self, charged: dict[str, float], now_ns: int) -> Iterator[Sequence]:
         def key(sequence: Sequence) -> float:
             return prefill_key(sequence.num_uncached_tokens, now_ns - sequence.stamps.arrived_ns)
 
@@ -148,17 +182,28 @@ class FairQueue:
         if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
             self._sequences.pace.count(1)
             self._tokens.pace.count(sequence.num_prompt_tokens)
-        charge = self._placed[sequence.seq_id] = _charge(sequence)
-        self._charged[sequence.owner] += charge
+        charge, weight = _charge(sequence), self._weight(sequence.owner)
+        self._placed[sequence.seq_id] = charge, weight
+        self._charged[sequence.owner] += charge / weight
+        self._taken_ns[sequence.seq_id] = now_ns
         self._remove(sequence)
+
+    def answered(self, sequence: Sequence) -> None:
+        """Its first token is there."""
+        taken_ns = self._taken_ns.pop(sequence.seq_id, None)
+        first_ns = sequence.stamps.first_token_ns
+        if taken_ns is not None and first_ns is not None:
+            self.to_first_token.observe((first_ns - taken_ns) / 1e6)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, waiting or placed: its owner gets back what it did not use."""
+        self._taken_ns.pop(sequence.seq_id, None)
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):
             self._remove(sequence)
         elif sequence.seq_id in self._placed:
             used = max(sequence.num_computed_tokens - sequence.num_cached_tokens, 0)
-            self._charged[sequence.owner] -= self._placed.pop(sequence.seq_id) - used
+            charge, weight = self._placed.pop(sequence.seq_id)
+            self._charged[sequence.owner] -= (charge - used) / weight
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless rooms and owners agree."""
@@ -186,6 +231,7 @@ class FairQueue:
         if not waiting:
             del self._waiting[sequence.owner]
         if not self._waiting:
+            self._promised.clear()
             self._charged.clear()
             self._placed.clear()
 

@@ -105,25 +105,31 @@ class Room:
                 retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
             )
 
-    def ahead_of(self, owner: str, wanted: int) -> int:
+    def ahead_of(self, owner: str, wanted: int, share: float) -> float:
         """What leaves before the last of so much more of an owner's, if nothing else comes.
 
-        Owners take turns, so others' queues count only as far as its own is long.
+        Owners take turns, so others' queues count only as far as its own is long, by its share.
         """
-        num_owners = self.num_owners + (owner not in self._held)
         own = self.held(owner) + wanted
-        return min(own * num_owners, self.total + wanted) - wanted
+        return min(own / share, self.total + wanted) - wanted
 
-    def check_wait(self, owner: str, wanted: int, max_wait_ms: float) -> None:
+    def check_wait(self, owner: str, wanted: int, max_wait_ms: float, share: float) -> None:
         """Refuse what would wait too long at the pace at which the queue has been going down.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            max_wait_ms: for a turn.
+            share: the owner's, of the turns.
 
         Raises:
             QueueFull: with the time after which it would wait no longer than that.
         """
-        wait_ms = self.pace.wait_ms(self.ahead_of(owner, wanted))
+        ahead = self.ahead_of(owner, wanted, share)
+        wait_ms = self.pace.wait_ms(ahead)
         if wait_ms is None or wait_ms <= max_wait_ms or not self.total:
             return
-        excess = math.ceil(self.ahead_of(owner, wanted) * (1 - max_wait_ms / wait_ms))
+        excess = math.ceil(ahead * (1 - max_wait_ms / wait_ms))
         raise QueueFull(
             f"it would wait about {wait_ms / 1e3:.0f} s for its turn, longer than the "
             f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",
@@ -136,6 +142,31 @@ class Room:
             raise InvariantViolated(
                 f"{self.total} {self.unit} wait, by owner {self._held}", where="queue"
             )
+
+
+class Lately:
+    """What something has taken lately, as TCP estimates round trips: a mean, and the usual miss."""
+
+    MEAN_GAIN = 1 / 8
+    MISS_GAIN = 1 / 4
+    NUM_MISSES = 2.0
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._miss = 0.0
+
+    def observe(self, value: float) -> None:
+        """It has taken so much this time."""
+        if self._mean is None:
+            self._mean, self._miss = value, value / 2
+            return
+        self._miss += self.MISS_GAIN * (abs(value - self._mean) - self._miss)
+        self._mean += self.MEAN_GAIN * (value - self._mean)
+
+    @property
+    def most(self) -> float:
+        """What it hardly ever exceeds; 0 while nothing is known."""
+        return 0.0 if self._mean is None else self._mean + self.NUM_MISSES * self._miss
 
 
 class Pace:
@@ -158,7 +189,7 @@ class Pace:
         """So much has left after it has waited."""
         self._amount += amount
 
-    def wait_ms(self, amount: int) -> float | None:
+    def wait_ms(self, amount: float) -> float | None:
         """How long it takes until so much has left; None while nothing has left yet."""
         if not self._amount or not self._waited_s:
             return None

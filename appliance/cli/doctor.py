@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,6 +71,10 @@ def doctor(
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     host: Host = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Also write a file for a report: no prompts, no keys.", metavar="FILE"),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Look at this machine, the settings, the log and the daemon; say what is wrong and what to do.
@@ -79,7 +84,13 @@ def doctor(
     from appliance.doctor import examine
 
     settings = {"model": model, "config": config_file}
-    rows = [asdict(each) for each in examine(settings, lambda: terminal.client(host))]
+    findings = list(examine(settings, lambda: terminal.client(host)))
+    if bundle is not None:
+        from appliance.bundle import write_bundle
+
+        parts = write_bundle(bundle, settings, findings, lambda: terminal.client(host))
+        terminal.note(f"wrote {bundle}; it has {', '.join(parts)}")
+    rows = [asdict(each) for each in findings]
     if output is Format.TABLE:
         for row in rows:
             terminal.write(f"{row['verdict']:5}{row['check']:15}{row['found']}\n")

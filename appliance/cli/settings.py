@@ -17,7 +17,7 @@ from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import size, yes_or_no
 from appliance.config import Found, explain
-from appliance.setting_kinds import a_duration, parse_bytes
+from appliance.setting_kinds import a_duration, parse_bytes, some_weights
 from appliance.settings import SETTINGS
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
@@ -67,6 +67,8 @@ def _plain(found: Found) -> Any:
             return found.value
         case (str(host), int(port)):
             return f"{host}:{port}"
+        case tuple() as pairs if SETTINGS[found.name].parse is some_weights:
+            return ",".join(f"{name}={weight:g}" for name, weight in pairs)
         case tuple() as names:
             return ",".join(map(str, names))
     return str(found.value)

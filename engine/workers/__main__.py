@@ -39,8 +39,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.workers")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--cpus", required=True)
+    parser.add_argument("--stacks-fd", type=int)
     options = parser.parse_args()
     faulthandler.enable()
+    if options.stacks_fd is not None:  # a report asks for them, also while we hang
+        faulthandler.register(signal.SIGUSR1, options.stacks_fd, all_threads=True)
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too

@@ -172,6 +172,26 @@ def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) 
     assert refused.value.hint.startswith("is kv_memory meant? the settings are ")
 
 
+def test_a_setting_of_an_earlier_release_says_what_there_is_in_its_place(machine: Path) -> None:
+    write_toml(machine, "max_queued = 9\ncache_dir = '/x'\n")
+    with pytest.raises(ConfigError) as refused:
+        load({}, {})
+    assert refused.value.where.endswith(":2")
+    assert refused.value.hint.startswith("cache_dir is gone, for nothing is made at first start")
+    (told,) = config.unknown_variables({"PENSTOCK_CACHE_DIR": "/x"})
+    assert "leave it out" in told
+
+
+def test_priorities_are_weights_by_user_and_key(machine: Path) -> None:
+    expected = (("ann", 4.0), ("key:batch", 0.5))
+    assert load({"priorities": "ann=4, key:batch=0.5"}, {}).priorities == expected
+    write_toml(machine, 'priorities = ["ann=4", "key:batch=0.5"]\n')
+    assert load({}, {}).priorities == expected
+    for wrong in ("ann", "ann=0", "ann=x", "=4", "ann=1000", 'ann=4,,bob="5"'):
+        with pytest.raises(ConfigError, match=r"weights of 0\.01 to 100"):
+            load({"priorities": wrong}, {})
+
+
 def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) -> None:
     write_toml(machine, 'max_queued = 8\nlog_max_size = "1GiB"\n')
     old = load({}, {})

@@ -3,6 +3,7 @@
 import pytest
 
 from appliance.deadlines import HANDOFF_S, STAGE_S
+from appliance.roles import RolesChange
 from engine.sequence import FinishReason, Leg, Moving, On
 from tests.appliance.machine import make_machine
 
@@ -45,6 +46,24 @@ def test_who_waited_too_long_for_a_turn_is_told_when_to_come_back(machine, clock
     machine.service.close(request, 503)
     (row,) = machine.log_rows()
     assert (row["finish_reason"], row["http_status"]) == ("error", 503)
+
+
+def test_a_target_for_the_first_token_leaves_time_for_the_prompt(machine, clock):
+    queue, deadlines = machine.router.queue, machine.service.deadlines
+    deadlines.set_queue_limits(8, 100, 60.0)
+    deadlines.keep()
+    assert queue.max_wait_ms == 60_000
+    machine.service.set_roles(RolesChange(None, 4_000, None), None)
+    deadlines.keep()
+    assert queue.max_wait_ms == 4_000
+    for _ in range(60):
+        queue.to_first_token.observe(1_500.0)
+    deadlines.keep()
+    assert queue.max_wait_ms == pytest.approx(2_500, abs=1)
+    for _ in range(60):
+        queue.to_first_token.observe(9_000.0)  # no queue at all would keep the target
+    deadlines.keep()
+    assert queue.max_wait_ms == 1_000
 
 
 def test_without_a_limit_one_waits_for_ever(machine, clock):

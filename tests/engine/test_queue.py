@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +102,47 @@ def test_owners_that_keep_waiting_stay_within_one_sequence_of_each_other(work):
         served[sequence.owner] += cost(sequence)
         left[sequence.owner] -= 1
         assert max(served.values()) - min(served.values()) <= dearest
+
+
+@given(st.lists(Sizes, min_size=2, max_size=4), st.lists(st.sampled_from([0.5, 1, 4]), min_size=4))
+def test_owners_that_keep_waiting_get_turns_by_their_weights(work, weights):
+    make, queue = Makes(), roomy()
+    queue.weights = dict(zip(OWNERS, weights, strict=False))
+    for owner, sizes in zip(OWNERS, work, strict=False):
+        queue.push([make(owner, *size) for size in sizes], 0)
+    served = dict.fromkeys(OWNERS[: len(work)], 0.0)
+    left = {owner: len(sizes) for owner, sizes in zip(OWNERS, work, strict=False)}
+    dearest = max(cost(sequence) / queue.weights[sequence.owner] for sequence in queue)
+    while all(left.values()):
+        sequence = take_next(queue)
+        served[sequence.owner] += cost(sequence) / queue.weights[sequence.owner]
+        left[sequence.owner] -= 1
+        assert max(served.values()) - min(served.values()) <= dearest + 1e-9
+
+
+def test_an_owner_of_weight_three_gets_three_of_four_turns_and_waits_so_much_less(make):
+    queue = roomy()
+    queue.weights = {"key:app": 3.0}
+    for owner in ("key:app", "batch"):
+        queue.push([make(owner) for _ in range(40)], 0)
+    assert queue._share("key:app") == 0.75
+    assert queue._share("newcomer") == 0.2
+    taken = [take_next(queue).owner for _ in range(40)]
+    assert taken.count("key:app") == 30
+
+
+def test_what_was_charged_by_one_weight_is_given_back_by_it(make):
+    queue = roomy()
+    queue.weights = {"a": 4.0}
+    first, second = make("a", 100), make("b", 100)
+    queue.push([first, make("a", 100)], 0)
+    queue.push([second, make("b", 100)], 0)
+    queue.take(first, 0)
+    queue.take(second, 0)
+    queue.weights = {}
+    queue.forget(first)
+    queue.forget(second)
+    assert queue._charged == {"a": 0.0, "b": 0.0}
 
 
 @given(st.lists(Sizes, min_size=1, max_size=3), st.integers(0, 20), st.integers(1, 5000))
@@ -214,6 +257,50 @@ def test_when_to_come_back_is_learned_from_what_waited(make):
         queue.push([make("a")], now_ns)
     assert refused.value.code == "user_quota"
     assert 2000 <= refused.value.retry_after_ms <= 4000
+
+
+def test_of_a_flood_each_is_told_a_time_of_its_own(make):
+    queue = FairQueue(8, 10**6)
+    now_ns = SECOND_NS
+    queue.push([make("a") for _ in range(6)], now_ns)
+    for _ in range(3):  # one in two seconds
+        now_ns += 2 * SECOND_NS
+        take_next(queue, now_ns)
+    queue.push([make("a") for _ in range(3)], now_ns)
+
+    def told(owner="a"):
+        with pytest.raises(QueueFull) as refused:
+            queue.push([make(owner)], now_ns)
+        return refused.value.retry_after_ms
+
+    times = [told() for _ in range(4)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(1800 <= gap <= 2200 for gap in gaps)
+    assert [told() for _ in range(100)][-1] == 120_000  # no client waits longer
+    now_ns += 30 * SECOND_NS
+    assert 80_000 < told() < 120_000
+    while queue:
+        take_next(queue, now_ns)
+    queue.push([make("a") for _ in range(6)], now_ns)
+    assert told() < 10_000  # what was promised is forgotten with the queue
+
+
+def test_what_it_takes_from_a_turn_to_the_first_token_is_learned(make):
+    queue, now_ns = roomy(), SECOND_NS
+    assert queue.to_first_token.most == 0
+    for _ in range(60):
+        sequence = make("a")
+        queue.push([sequence], now_ns)
+        queue.take(sequence, now_ns + SECOND_NS)
+        sequence.stamps.first_token_ns = now_ns + 3 * SECOND_NS
+        queue.answered(sequence)
+    assert 2000 <= queue.to_first_token.most <= 2001
+    queue.answered(sequence)  # once for each
+    unanswered = make("a")
+    queue.push([unanswered], now_ns)
+    queue.take(unanswered, now_ns)
+    queue.forget(unanswered)
+    assert not queue._taken_ns
 
 
 @given(st.data())

@@ -173,22 +173,22 @@ def paced(limit=1000, held=None, per_s=2.0):
 
 def test_who_would_wait_too_long_is_refused_with_the_time_after_which_he_would_not():
     room = paced(held={"a": 40})
-    room.check_wait("a", 1, 20_000)  # 40 before it, 2 a second
+    room.check_wait("a", 1, 20_000, 1.0)  # 40 before it, 2 a second
     with pytest.raises(QueueFull) as refused:
-        room.check_wait("a", 1, 10_000)
+        room.check_wait("a", 1, 10_000, 1.0)
     assert refused.value.retry_after_ms == 10_000
     assert "about 20 s" in refused.value.what
 
 
 def test_a_newcomer_waits_for_one_turn_of_each_and_not_for_their_queues():
     room = paced(held={"a": 40, "b": 40})
-    assert room.ahead_of("c", 1) == 2
-    room.check_wait("c", 1, 1_000)
-    assert room.ahead_of("a", 1) == 80
+    assert room.ahead_of("c", 1, 1 / 3) == 2
+    room.check_wait("c", 1, 1_000, 1 / 3)
+    assert room.ahead_of("a", 1, 1 / 2) == 80
 
 
 def test_nobody_is_refused_where_nothing_waits_or_the_pace_is_unknown():
-    paced().check_wait("a", 5, 1)
+    paced().check_wait("a", 5, 1, 1.0)
     unknown = Room("sequences", 100)
     unknown.enter("a", 50)
-    unknown.check_wait("a", 1, 1)
+    unknown.check_wait("a", 1, 1, 1.0)
