@@ -36,10 +36,10 @@ def way_frames(roles: Roles) -> list[WayFrame]:
     closed = roles.outcomes.closed()
     return [
         WayFrame(
-            route=str(way.route),
+            route=way.pair.route,
             worker=way.worker,
             is_beside=way.is_beside,
-            has_all=way.has_all,
+            has_all=way.num_cores == len(roles.cores.all),
             step_tokens=1 << max(way.size - 1, 0),
             num_judged=record.num_judged,
             num_missed=record.num_missed,

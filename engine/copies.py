@@ -24,6 +24,8 @@ from engine.places import Hop, Link
 from engine.sequence import Moving, On, Sequence
 
 Send = Callable[[str, Command], None]
+_NEWEST_SHARE = 0.1
+"""That the newest copy has in what a block is taken to take."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,20 @@ class Copies:
         self._transfers: dict[int, _Transfer] = {}
         self._open: dict[int, _Open] = {}
         self._last_id = 0
+        self._block_ms: dict[tuple[str, str], float] = {}
+        """What a block took between two pools, on average; lately for the most part."""
+
+    def expected_ms(self, link: Link, num_tokens: int) -> float | None:
+        """The work of copying the blocks of so many tokens; None: no copy has been timed yet.
+
+        Links are alike, so that one which has not been used yet is taken to be as fast as others.
+        """
+        if link.hops and not self._block_ms:
+            return None
+        num_blocks = self._ledger.pools[link.to_pool].num_blocks_for(num_tokens)
+        usual_ms = sum(self._block_ms.values()) / max(len(self._block_ms), 1)
+        hops = ((hop.from_pool, hop.to_pool) for hop in link.hops)
+        return num_blocks * sum(self._block_ms.get(hop, usual_ms) for hop in hops)
 
     def begin(self, sequence: Sequence, link: Link) -> None:
         """A sequence has been placed that will move over this link; its blocks are reserved.
@@ -140,6 +156,11 @@ class Copies:
         done, copy.pairs = copy.pairs[: report.num_pairs], copy.pairs[report.num_pairs :]
         key, transfer = _key(report.copy_id), copy.transfer
         self._answer(key, copy.hop, done)
+        if done:
+            pools = copy.hop.from_pool, copy.hop.to_pool
+            block_ms = (report.ended_ns - report.started_ns) / 1e6 / len(done)
+            usual_ms = self._block_ms.get(pools, block_ms)
+            self._block_ms[pools] = usual_ms + _NEWEST_SHARE * (block_ms - usual_ms)
         if report.is_last:
             self._ledger.close_command(key)
             del self._open[report.copy_id]

@@ -1,29 +1,31 @@
-"""Which workers should run a sequence: predicted wait, harm and cost of every way, and a choice.
+"""Which workers should run a sequence: predicted wait, harm and cost of every pair, and a choice.
 
-Owns: the ways there are, what each would mean, and the words for why one was chosen. Pure.
+Owns: what each pair would mean for a sequence, and the words for why one was chosen. Pure.
 Called by: roles, for each sequence that is about to be placed.
-Invariant: the choice is one of the ways open; of those that meet the targets the cheapest, of
-those that miss them the one that misses least; within a tenth, the way that was taken before.
+Invariant: the choice is one of the candidates; of those that meet the targets the cheapest, of
+those that miss them the one that misses least; within a tenth, the kind of way taken before.
 Never: chooses on a guess: a way whose steps have not been measured, or that turned out far from
-what was predicted of it, is no candidate; with none left it is as with static roles.
+what was predicted of it, is left out; with none left it is the first candidate, as with static
+roles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.journeys import MIN_CHUNK_TOKENS
-from engine.sequence import Route
+from engine.journeys import MIN_CHUNK_TOKENS, Pair
 from engine.step_times import StepLoad, size_class
 
 EXPECTED_OUTPUT_TOKENS = 64
 """What a request is taken to generate, where it may generate more."""
 MOVE_COST_MS = 1.0
-"""Of a handoff, and of cores that change hands for it."""
+"""Of a handoff, and of cores that change hands for it; copies of blocks come on top."""
+WAIT_SHARE = 0.1
+"""Of what a prompt waits for others, in the cost: of workers that are alike the freer one."""
 KEEP_RATIO = 1.1
 """A way that is better by less than this does not replace the one taken before."""
 DEFAULT_TTFT_RATIO = 3.0
@@ -49,7 +51,6 @@ class WorkerLoad(NamedTuple):
     """Sequences that decode there, or are about to."""
     context: int = 0
     """Their positions, all together."""
-    is_ready: bool = True
 
     @property
     def is_idle(self) -> bool:
@@ -57,22 +58,25 @@ class WorkerLoad(NamedTuple):
         return not (self.num_prefill_tokens or self.batch)
 
 
-Predict = Callable[[str, bool, StepLoad], float | None]
-"""A step's ms by role (`prefill` or `decode`), whether it has all cores, and its load."""
+Predict = Callable[[str, int, StepLoad], float | None]
+"""A step's ms by worker, its number of cores (0 where none are lent), and its load."""
 
 
 class Way(NamedTuple):
     """What is alike enough that one outcome tells of the next."""
 
-    route: Route
-    worker: str
-    """Who computes its prompt."""
+    pair: Pair
     is_beside: bool
     """Somebody decodes where it is prefilled, or, if it moves, where it goes."""
-    has_all: bool
-    """Its prompt is computed on all cores."""
+    num_cores: int
+    """On which its prompt is computed; 0 where none are lent."""
     size: int
     """Class of the prompt tokens in one of its steps, as size_class() has it."""
+
+    @property
+    def worker(self) -> str:
+        """Who computes its prompt."""
+        return self.pair.prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +85,23 @@ class Situation:
 
     num_prompt_tokens: int
     max_tokens: int
-    prefill: WorkerLoad
-    decode: WorkerLoad
+    candidates: tuple[Pair, ...]
+    """That are there, with room for its blocks; the first is that of static roles."""
+    loads: Mapping[str, WorkerLoad]
+    """Of every worker."""
+    num_cores: Mapping[str, int]
+    """Every worker's own."""
     max_step_tokens: int
     slo: Slo
     shares_memory_bus: bool
     lends_cores: bool
-    num_cores: tuple[int, int]
-    """Of the prefill worker, of the decode worker."""
-    fits_prefill_pool: bool = True
-    """Its whole length, so that it could stay there."""
-    last: Route | None = None
-    names: tuple[str, str] = ("prefill", "decode")
-    """Of the two workers."""
-    num_cached: tuple[int, int] = (0, 0)
-    """Of the prompt, what each worker would find computed."""
+    """Workers with nothing to do lend theirs to the others, equal shares to each."""
+    copy_ms: Mapping[Pair, float] = field(default_factory=dict)
+    """To copy its blocks from the one to the other; of pairs that are left out it is unknown."""
+    last: str | None = None
+    """The kind of way that was taken last, as Pair.route has it."""
+    num_cached: Mapping[str, int] = field(default_factory=dict)
+    """By worker, of the prompt, what it would find computed."""
     closed: frozenset[Way] = frozenset()
     """Ways that turned out far worse than predicted, and have not been measured since."""
 
@@ -118,15 +124,15 @@ class Forecast(NamedTuple):
     max_chunk_tokens: int | None = None
 
     @property
-    def route(self) -> Route:
+    def pair(self) -> Pair:
         """Of its way."""
-        return self.way.route
+        return self.way.pair
 
 
 class Choice(NamedTuple):
-    """A route, and why."""
+    """A pair of workers, or one worker twice, and why."""
 
-    route: Route
+    pair: Pair
     reason: str
     """One of `cheapest`, `closest`, `kept`, `only`, `unknown`, `wary`, or what roles say for
     themselves."""
@@ -142,7 +148,7 @@ class Choice(NamedTuple):
 
 
 _UNKNOWN = "its steps are not all of sizes that have been measured; as static roles do"
-_WARY = "the other way was far worse than predicted and is not measured anew; as static roles do"
+_WARY = "the other ways were far worse than predicted and are not measured anew; as static roles do"
 
 
 class _Unknown(Exception):
@@ -151,40 +157,28 @@ class _Unknown(Exception):
 
 def choose(situation: Situation, predict: Predict) -> Choice:
     """Choose how a sequence is run."""
-    routes = _open_routes(situation)
-    if len(routes) == 1:
-        return Choice(routes[0], "only", "the other worker is not there")
+    first = situation.candidates[0]
+    if len(situation.candidates) == 1:
+        return Choice(first, "only", "no other worker is there, or has room")
     try:
-        forecasts = _Forecaster(situation, predict).all(routes)
+        forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
-        return Choice(Route.MOVE, "unknown", _UNKNOWN)
-    static = next(f for f in forecasts if f.route is Route.MOVE)
-    trusted = [f for f in forecasts if f is static or f.way not in situation.closed]
+        return Choice(first, "unknown", _UNKNOWN)
+    static = forecasts[0]
+    trusted = [f for f in forecasts if f.pair.moves or f is static or f.way not in situation.closed]
     if trusted == [static]:
         reason, why = ("unknown", _UNKNOWN) if len(forecasts) == 1 else ("wary", _WARY)
         return _choice(static, reason, f"; {why}")
     best = min(trusted, key=_key)
-    kept = [f for f in trusted if f.route == situation.last and _is_as_good(f, best)]
-    if kept and situation.last != best.route:
+    kept = [f for f in trusted if f.pair.route == situation.last and _is_as_good(f, best)]
+    if kept and situation.last != best.pair.route:
         return _choice(min(kept, key=_key), "kept")
     return _choice(best, "cheapest" if best.miss <= 1 else "closest")
 
 
-def _open_routes(situation: Situation) -> list[Route]:
-    prefill, decode = situation.prefill, situation.decode
-    if prefill.is_ready == decode.is_ready:
-        routes = [Route.DECODE, Route.MOVE]
-        # two that decode on one bus read the weights twice
-        if not situation.shares_memory_bus and situation.fits_prefill_pool:
-            routes.append(Route.PREFILL)
-        return routes
-    if decode.is_ready:
-        return [Route.DECODE]
-    return [Route.PREFILL if situation.fits_prefill_pool else Route.MOVE]
-
-
 def _key(forecast: Forecast) -> tuple[float, float]:
-    return max(forecast.miss, 1.0), forecast.cost_ms
+    waits_ms = WAIT_SHARE * (forecast.ttft_ms - forecast.own_ms)
+    return max(forecast.miss, 1.0), forecast.cost_ms + waits_ms
 
 
 def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
@@ -196,116 +190,112 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
 
 def _choice(forecast: Forecast, reason: str, why: str = "") -> Choice:
     about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.itl_ms:.1f} ms predicted{why}"
-    return Choice(forecast.route, reason, about, forecast.max_chunk_tokens, forecast)
+    return Choice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
 
 
 class _Forecaster:
-    """The arithmetic of all ways in one situation."""
+    """The arithmetic of all candidates in one situation."""
 
     def __init__(self, situation: Situation, predict: Predict) -> None:
         self._s = situation
         self._predict = predict
-        prefill, decode = situation.prefill, situation.decode
-        self._prefill_has_all = situation.lends_cores and decode.is_idle
-        self._decode_has_all = situation.lends_cores and prefill.is_idle
+        self._busy = {name for name, load in situation.loads.items() if not load.is_idle}
         self._context = situation.num_prompt_tokens + situation.max_tokens // 2
         self._ttft_target_ms: float | None = situation.slo.ttft_ms
         if self._ttft_target_ms is None:
             # relative to what it would take undisturbed, which may not have been measured
             with suppress(_Unknown):
-                chunk, has_all = situation.max_step_tokens, situation.lends_cores
-                self._ttft_target_ms = DEFAULT_TTFT_RATIO * self._prompt_ms(
-                    "decode", has_all, chunk
-                )
-        own_step = self._decode_ms("decode", decode, 1, has_all=False)
-        self._itl_target_ms = situation.slo.itl_ms or own_step * DEFAULT_ITL_RATIO
+                worker, chunk = situation.candidates[0].decode, situation.max_step_tokens
+                alone_ms = self._prompt_ms(worker, self._cores(worker, {worker}), chunk)
+                self._ttft_target_ms = DEFAULT_TTFT_RATIO * alone_ms
+        self._added_ms: dict[str, float] = {}
+        steps_ms = []
+        for end in dict.fromkeys(pair.decode for pair in situation.candidates):
+            with suppress(_Unknown):
+                cores = situation.num_cores[end]
+                step_ms = self._decode_ms(end, cores, 1)
+                steps_ms.append(step_ms)
+                if situation.loads[end].batch:
+                    step_ms -= self._decode_ms(end, cores, 0)
+                self._added_ms[end] = self._output_ms(step_ms * cores)
+        if situation.candidates[0].decode not in self._added_ms:
+            raise _Unknown
+        self._itl_target_ms = situation.slo.itl_ms or min(steps_ms) * DEFAULT_ITL_RATIO
 
-    def all(self, routes: list[Route]) -> list[Forecast]:
-        """Every way that can be predicted, with each size of chunk that makes a difference.
+    def all(self) -> list[Forecast]:
+        """Every candidate that can be predicted, with each size of chunk that makes a difference.
 
-        Without a target there is nothing to compare by, and the static way is all there is.
+        The first is that of static roles. Without a target there is nothing to compare by, and it
+        is all there is.
 
         Raises:
-            _Unknown: the static way cannot be predicted.
+            _Unknown: it cannot be predicted.
         """
-        forecasts = [self._moved()]
+        static, *others = self._s.candidates
+        chunk = self._s.max_step_tokens
+        forecasts = [self._moves(static) if static.moves else self._stays(static, chunk)]
         if self._ttft_target_ms is None:
             return forecasts
-        if Route.DECODE in routes:
-            for chunk in self._chunks():
+        for pair in others:
+            if pair.decode not in self._added_ms:
+                continue
+            for chunk in [0] if pair.moves else self._chunks(pair.decode):
                 with suppress(_Unknown):
-                    forecasts.append(self._on_decode(chunk))
-        if Route.PREFILL in routes:
-            with suppress(_Unknown):
-                forecasts.append(self._on_prefill())
+                    forecasts.append(self._stays(pair, chunk) if chunk else self._moves(pair))
         return forecasts
 
-    def _chunks(self) -> list[int]:
+    def _chunks(self, worker: str) -> list[int]:
         """From the largest down; one is enough where nobody waits for a step's end."""
         chunks = [self._s.max_step_tokens]
-        while self._s.decode.batch and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
+        while self._s.loads[worker].batch and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
             chunks.append(chunks[-1] // 2)
         return chunks
 
-    def _on_decode(self, chunk: int) -> Forecast:
-        decode, has_all = self._s.decode, self._decode_has_all
-        beside_ms = self._decode_ms("decode", decode, 0, has_all=has_all) if decode.batch else 0.0
-        tokens = self._num_left("decode")
+    def _stays(self, pair: Pair, chunk: int) -> Forecast:
+        """One worker does all of it."""
+        worker, load, tokens = pair.decode, self._s.loads[pair.decode], self._num_left(pair.decode)
+        cores = self._cores(worker, self._busy | {worker})
         steps = math.ceil(tokens / chunk)
-        own_ms = self._prompt_ms("decode", has_all, chunk, decode)
+        own_ms = self._prompt_ms(worker, cores, chunk, load)
         # what is there already goes at the chunk it was given, which is taken to be the same
-        ahead_ms = own_ms * decode.num_prefill_tokens / tokens
-        itl_ms = self._decode_ms("decode", decode, 1, has_all=has_all)
-        if decode.batch:
+        ahead_ms = own_ms * load.num_prefill_tokens / tokens
+        itl_ms, beside_ms = self._decode_ms(worker, cores, 1), 0.0
+        if load.batch:
+            beside_ms = self._decode_ms(worker, cores, 0)
             itl_ms = max(itl_ms, own_ms / steps)
-        added_ms = own_ms - beside_ms * steps
-        cost_ms = added_ms * self._num_cores(1, has_all)
+        cost_ms = (own_ms - beside_ms * steps) * cores + self._splits_ms(worker)
         if not self._s.shares_memory_bus:
             cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
-        limit = chunk if decode.batch and chunk < self._s.max_step_tokens else None
-        way = self._way(Route.DECODE, has_all, is_beside=bool(decode.batch), chunk=chunk)
+        limit = chunk if load.batch and chunk < self._s.max_step_tokens else None
+        way = Way(pair, bool(load.batch), cores, size_class(min(tokens, chunk)))
         return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms, limit)
 
-    def _moved(self) -> Forecast:
-        decode = self._s.decode
-        ahead_ms, own_ms = self._prefill_ms()
-        itl_ms = self._decode_ms("decode", decode, 1, has_all=False)
-        cost_ms = own_ms * self._num_cores(0, self._prefill_has_all) + MOVE_COST_MS
+    def _moves(self, pair: Pair) -> Forecast:
+        """One worker computes the prompt, another goes on."""
+        first, load = pair.prefill, self._s.loads[pair.prefill]
+        tokens, chunk = self._num_left(first), self._s.max_step_tokens
+        busy = self._busy | {first}
+        cores = self._cores(first, busy)
+        own_ms = self._prompt_ms(first, cores, chunk, load)
+        ahead_ms = own_ms * load.num_prefill_tokens / tokens
+        itl_ms = self._decode_ms(pair.decode, self._cores(pair.decode, busy | {pair.decode}), 1)
+        if load.batch:
+            itl_ms = max(itl_ms, own_ms / math.ceil(tokens / chunk))
+        copy_ms = self._s.copy_ms.get(pair)
+        if copy_ms is None:
+            raise _Unknown
+        cost_ms = own_ms * cores + MOVE_COST_MS + copy_ms + self._splits_ms(pair.decode)
         if not self._s.shares_memory_bus:
-            cost_ms = ahead_ms + own_ms + MOVE_COST_MS + self._output_ms(itl_ms)
-        way = self._way(Route.MOVE, self._prefill_has_all, is_beside=bool(decode.batch))
+            # blocks go behind the steps that fill them; those of the last are waited for
+            tail_ms = copy_ms * min(chunk / tokens, 1.0)
+            cost_ms = ahead_ms + own_ms + MOVE_COST_MS + tail_ms + self._output_ms(itl_ms)
+        is_beside = bool(load.batch or self._s.loads[pair.decode].batch)
+        way = Way(pair, is_beside, cores, size_class(min(tokens, chunk)))
         return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms)
 
-    def _on_prefill(self) -> Forecast:
-        prefill = self._s.prefill
-        ahead_ms, own_ms = self._prefill_ms()
-        itl_ms = self._decode_ms("prefill", prefill, 1, has_all=self._prefill_has_all)
-        is_beside = not prefill.is_idle
-        if is_beside:
-            steps = math.ceil(self._num_left("prefill") / self._s.max_step_tokens)
-            itl_ms = max(itl_ms, own_ms / steps)
-        cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
-        way = self._way(Route.PREFILL, self._prefill_has_all, is_beside=is_beside)
-        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms)
-
-    def _prefill_ms(self) -> tuple[float, float]:
-        """On the prefill worker: what is there already, and this prompt."""
-        prefill = self._s.prefill
-        own_ms = self._prompt_ms("prefill", self._prefill_has_all, self._s.max_step_tokens, prefill)
-        return own_ms * prefill.num_prefill_tokens / self._num_left("prefill"), own_ms
-
-    def _num_left(self, role: str) -> int:
-        """Prompt tokens that the worker would have to compute."""
-        return max(self._s.num_prompt_tokens - self._s.num_cached[role == "decode"], 1)
-
-    def _way(
-        self, route: Route, has_all: bool, *, is_beside: bool, chunk: int | None = None
-    ) -> Way:
-        worker, role = self._s.names[route is Route.DECODE], "prefill"
-        if route is Route.DECODE:
-            role = "decode"
-        step_tokens = min(self._num_left(role), chunk or self._s.max_step_tokens)
-        return Way(route, worker, is_beside, has_all, size_class(step_tokens))
+    def _num_left(self, worker: str) -> int:
+        """Prompt tokens that a worker would have to compute."""
+        return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
 
     def _forecast(
         self,
@@ -322,26 +312,34 @@ class _Forecaster:
         promise_ms = max(itl_ms, self._itl_target_ms)
         return Forecast(way, ttft_ms, own_ms, itl_ms, cost_ms, miss, promise_ms, chunk)
 
+    def _cores(self, worker: str, busy: set[str]) -> int:
+        """On how many a worker computes while these do; who has nothing to do lends his."""
+        own = self._s.num_cores
+        if not self._s.lends_cores:
+            return own[worker]
+        active = [name for name in own if name in busy]
+        spare = sum(count for name, count in own.items() if name not in busy)
+        return own[worker] + len(range(active.index(worker), spare, len(active)))
+
     def _prompt_ms(
-        self, role: str, has_all: bool, chunk: int, beside: WorkerLoad | None = None
+        self, worker: str, cores: int, chunk: int, beside: WorkerLoad | None = None
     ) -> float:
         """What is left of the prompt in steps of a chunk, with those who decode beside it."""
-        tokens = self._num_left(role)
+        tokens = self._num_left(worker)
         count = min(tokens, chunk)
         batch, context = (beside.batch, beside.context) if beside else (0, 0)
         attended = self._s.num_prompt_tokens - tokens / 2  # by one of those left, on average
         step = StepLoad(count, count * attended, batch, context)
-        return self._step_ms(role, has_all, step) * tokens / count
+        return self._step_ms(worker, cores, step) * tokens / count
 
-    def _decode_ms(self, role: str, load: WorkerLoad, num_more: int, *, has_all: bool) -> float:
+    def _decode_ms(self, worker: str, cores: int, num_more: int) -> float:
         """A step of those who decode there, with so many more like this one."""
-        step = StepLoad(
-            batch=load.batch + num_more, context=load.context + num_more * self._context
-        )
-        return self._step_ms(role, has_all, step)
+        load = self._s.loads[worker]
+        context = load.context + num_more * self._context
+        return self._step_ms(worker, cores, StepLoad(batch=load.batch + num_more, context=context))
 
-    def _step_ms(self, role: str, has_all: bool, load: StepLoad) -> float:
-        predicted_ms = self._predict(role, has_all, load)
+    def _step_ms(self, worker: str, cores: int, load: StepLoad) -> float:
+        predicted_ms = self._predict(worker, cores, load)
         if predicted_ms is None:
             raise _Unknown
         return predicted_ms
@@ -349,5 +347,9 @@ class _Forecaster:
     def _output_ms(self, itl_ms: float) -> float:
         return itl_ms * min(self._s.max_tokens, EXPECTED_OUTPUT_TOKENS)
 
-    def _num_cores(self, index: int, has_all: bool) -> int:
-        return sum(self._s.num_cores) if has_all else self._s.num_cores[index]
+    def _splits_ms(self, worker: str) -> float:
+        """Core-ms that decoding there adds beyond where it adds least.
+
+        Two workers that decode read the weights twice; one more in a step hardly costs anything.
+        """
+        return self._added_ms[worker] - min(self._added_ms.values())

@@ -16,27 +16,36 @@ from engine.blocks import BlockPool, Ledger
 from engine.errors import InvariantViolated, RequestError
 from engine.messages import Admit
 from engine.places import DECODE, PREFILL, Places
-from engine.sequence import Leg, Moving, On, Route, Sequence, Waiting
+from engine.sequence import Leg, Moving, On, Sequence, Waiting, route_of
 
 MIN_CHUNK_TOKENS = 64
 """Of a prompt in a step: those who decode beside it hardly notice them; fewer are not worth it."""
 
 
 class Pair(NamedTuple):
-    """Two workers between which a sequence would move; one worker, where there is only that."""
+    """Who computes a prompt and who goes on; one worker twice does all of it."""
 
     prefill: str
     decode: str
 
+    @property
+    def moves(self) -> bool:
+        """True if the one hands over to the other."""
+        return self.prefill != self.decode
 
-def legs_of(sequence: Sequence, route: Route, pair: Pair) -> tuple[Leg, ...]:
+    @property
+    def route(self) -> str:
+        """In a word, as route_of() has it."""
+        return route_of(self)
+
+
+def legs_of(sequence: Sequence, pair: Pair) -> tuple[Leg, ...]:
     """A way from worker to worker; one that ends with its next token does not move."""
     max_tokens, until_output = sequence.sampling.max_tokens, sequence.num_output_tokens + 1
-    prefill, decode = pair
-    if route is not Route.MOVE or prefill == decode:
-        return (Leg(prefill if route is Route.PREFILL else decode, max_tokens),)
-    first = Leg(prefill, until_output)
-    return (first,) if until_output == max_tokens else (first, Leg(decode, max_tokens))
+    if not pair.moves:
+        return (Leg(pair.decode, max_tokens),)
+    first = Leg(pair.prefill, until_output)
+    return (first,) if until_output == max_tokens else (first, Leg(pair.decode, max_tokens))
 
 
 def wants(
@@ -87,7 +96,9 @@ class Ways:
     def __init__(self, places: Places, ledger: Ledger) -> None:
         self._places = places
         self._ledger = ledger
-        self._pairs = [Pair(p, d) for p in places.playing(PREFILL) for d in places.playing(DECODE)]
+        firsts, ends = places.playing(PREFILL), places.playing(DECODE)
+        self._moving = [Pair(first, end) for first in firsts for end in ends]
+        self._staying = [Pair(name, name) for name in places.names]
 
     def wants(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
         """Blocks by pool that a way takes."""
@@ -95,10 +106,12 @@ class Ways:
 
     def fits_now(self, sequence: Sequence, saved: Mapping[str, int] = MappingProxyType({})) -> bool:
         """True if the blocks of some way are free, but for those by pool that others have."""
-        ways = (legs_of(sequence, route, pair) for pair in self._pairs for route in Route)
-        needed = (self.wants(sequence, legs) for legs in ways)
-        room = {name: p.num_free + saved.get(name, 0) for name, p in self._ledger.pools.items()}
-        return any(all(n <= room[name] for name, n in each.items()) for each in needed)
+        return any(self._has_room(sequence, p, saved) for p in (*self._moving, *self._staying))
+
+    def _has_room(self, sequence: Sequence, pair: Pair, saved: Mapping[str, int]) -> bool:
+        """True if the blocks of a way are free, but for those by pool that others have."""
+        needed, pools = self.wants(sequence, legs_of(sequence, pair)), self._ledger.pools
+        return all(n <= pools[name].num_free + saved.get(name, 0) for name, n in needed.items())
 
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
@@ -113,17 +126,17 @@ class Ways:
         pool_of = self._places.pool_of
         near = [
             pair
-            for pair in self._pairs
+            for pair in self._moving
             if pair.decode == worker != pair.prefill
             and pair.prefill in ready_workers
             and pool_of(pair.prefill) == pool_of(worker)
         ]
         is_open = sequence.num_computed_tokens < sequence.num_prompt_tokens
-        return legs_of(sequence, Route.MOVE, near[0]) if near and is_open else ()
+        return legs_of(sequence, near[0]) if near and is_open else ()
 
-    def can_stay(self, sequence: Sequence, pair: Pair) -> bool:
-        """True if the pool of the worker that prefills could hold its whole length."""
-        needed = self.wants(sequence, legs_of(sequence, Route.PREFILL, pair))
+    def _can_stay(self, sequence: Sequence, worker: str) -> bool:
+        """True if a worker's pool could hold its whole length."""
+        needed = self.wants(sequence, legs_of(sequence, Pair(worker, worker)))
         return all(n <= self._ledger.pools[name].capacity for name, n in needed.items())
 
     def check_fits(self, sequence: Sequence) -> None:
@@ -132,7 +145,7 @@ class Ways:
         Raises:
             RequestError: `context_length_exceeded`.
         """
-        needed = self.wants(sequence, legs_of(sequence, Route.MOVE, self._pairs[0]))
+        needed = self.wants(sequence, legs_of(sequence, self._moving[0]))
         for name, count in needed.items():
             capacity = self._ledger.pools[name].capacity
             if count > capacity:
@@ -144,19 +157,22 @@ class Ways:
                     param="max_tokens",
                 )
 
-    def choose(
+    def candidates(
         self,
         sequence: Sequence,
         open_workers: Collection[str],
         held: Iterable[Sequence],
         tokens_until: Callable[[str], int],
         hits: Mapping[str, int],
-    ) -> Pair:
-        """The pair that has least to do: one until this prompt is computed, one by its batch.
+        saved: Mapping[str, int],
+    ) -> list[Pair]:
+        """Pairs of workers that could run a sequence now.
 
-        Of those that are there, first those whose pool has room now, and of equals those that hold
-        most of it. Where all workers of a role are down, one of the other does both, if its pool
-        could hold the whole.
+        The first is that of static roles, with least to do: one until this prompt is computed, one
+        by its batch, and before that by whether their pools have room; of equals those that hold
+        most of it. The others have room, too. Where all workers of a role are down, those of the
+        other do both, each in a pool that could hold the whole. On one memory bus those that
+        prefill do not decode otherwise: the weights would be read twice.
 
         Args:
             sequence: is about to be placed.
@@ -164,28 +180,31 @@ class Ways:
             held: all that is on workers or between two.
             tokens_until: prompt tokens that a worker would have to compute until it is done.
             hits: positions by pool that are computed there.
+            saved: blocks by pool of those that take no room.
         """
-        batches = Counter(other.legs[-1].worker for other in held)
+        places, batches = self._places, Counter(other.legs[-1].worker for other in held)
         length, most = sequence.num_prompt_tokens, sequence.sampling.max_tokens
 
-        def least(role: str, num_tokens: int, load: Callable[[str], int]) -> str | None:
+        def there(role: str, num_tokens: int, load: Callable[[str], int]) -> list[str]:
             def key(name: str) -> tuple[bool, int, int, int]:
-                books = self._ledger.pools[self._places.pool_of(name)]
+                books = self._ledger.pools[places.pool_of(name)]
                 num_there = hits.get(books.name, 0)
                 has_room = books.num_blocks_for(num_tokens - num_there) <= books.num_free
                 return not has_room, load(name), -num_there, -books.num_free
 
-            there = [name for name in self._places.playing(role) if name in open_workers]
-            return min(there, key=key, default=None)
+            return sorted((n for n in places.playing(role) if n in open_workers), key=key)
 
-        prefill = least(PREFILL, length, tokens_until)
-        decode = least(DECODE, length + most, batches.__getitem__)
-        if prefill is None:
-            return Pair(decode, decode) if decode is not None else self._pairs[0]
-        if decode is None:
-            stays = self.can_stay(sequence, Pair(prefill, prefill))
-            return Pair(prefill, prefill if stays else self._places.playing(DECODE)[0])
-        return Pair(prefill, decode)
+        firsts = there(PREFILL, length, tokens_until)
+        ends = there(DECODE, length + most, batches.__getitem__)
+        stays = [*ends]
+        if not (ends and places.shares_memory_bus):
+            can = [name for name in firsts if self._can_stay(sequence, name)]
+            stays += [name for name in can if name not in ends]
+        if not (ends or stays):  # then it decodes where nobody is yet
+            ends = places.playing(DECODE)
+        pairs = [Pair(first, end) for first in firsts for end in ends if first != end]
+        pairs += [Pair(name, name) for name in stays]
+        return pairs[:1] + [pair for pair in pairs[1:] if self._has_room(sequence, pair, saved)]
 
     def detours(
         self,
@@ -217,7 +236,7 @@ class Ways:
             num_left = sequence.num_tokens - num_there(end)
             if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS:
                 pairs = [Pair(first, end) for first in firsts if first != end]
-                ways += [legs_of(sequence, Route.MOVE, pair) for pair in pairs]
+                ways += [legs_of(sequence, pair) for pair in pairs]
             ways.append((Leg(end, sequence.sampling.max_tokens),))
         return ways
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from engine.elastic import Forecast, Way
 from engine.messages import SequenceStep, Stepped
-from engine.sequence import Route
 from engine.step_times import MAX_ERROR
 
 MISS_RATIO = 2.0
@@ -64,11 +63,7 @@ class Outcome(NamedTuple):
 class _Open:
     """A prompt under way."""
 
-    worker: str
-    gap_worker: str
-    """Whose gaps it may widen."""
     forecast: Forecast
-    num_cores: int
     num_tokens: int
     placed_ns: int
     num_computed: int = 0
@@ -105,8 +100,6 @@ class Outcomes:
         seq_id: int,
         forecast: Forecast,
         *,
-        gap_worker: str,
-        num_cores: int,
         num_tokens: int,
         at_ns: int,
     ) -> None:
@@ -115,14 +108,10 @@ class Outcomes:
         Args:
             seq_id: whose.
             forecast: by which it was placed.
-            gap_worker: that decodes meanwhile, perhaps the one that computes it.
-            num_cores: that the forecast presumed the worker to have.
             num_tokens: of the prompt.
             at_ns: now, by the clock of the workers' steps.
         """
-        self._open[seq_id] = _Open(
-            forecast.way.worker, gap_worker, forecast, num_cores, num_tokens, at_ns
-        )
+        self._open[seq_id] = _Open(forecast, num_tokens, at_ns)
 
     def forget(self, seq_id: int) -> None:
         """It has ended, or its worker has: nothing can be said of its forecast any more."""
@@ -137,16 +126,18 @@ class Outcomes:
         elapsed_ms = (step.ended_ns - step.started_ns) / 1e6
         outcomes = []
         for seq_id, prompt in list(self._open.items()):
-            entry = entries.get(seq_id) if worker == prompt.worker else None
+            way = prompt.forecast.way
+            computes, decodes = way.pair
+            entry = entries.get(seq_id) if worker == computes else None
             is_in_it = entry is not None and entry.num_scheduled_tokens > 0
-            if is_in_it and num_cores == prompt.num_cores:
+            if is_in_it and num_cores == way.num_cores:
                 assert entry is not None
                 prompt.num_steps += 1
                 prompt.judged_ms += elapsed_ms
                 prompt.judged_tokens += entry.num_scheduled_tokens
             # of another worker's steps those count that began when the prompt was there
             is_beside = is_in_it or (
-                worker == prompt.gap_worker != prompt.worker and step.started_ns > prompt.placed_ns
+                worker == decodes != computes and step.started_ns > prompt.placed_ns
             )
             if is_beside and decoding - {seq_id}:
                 prompt.gaps_ms.append(elapsed_ms)
@@ -162,7 +153,7 @@ class Outcomes:
         way, gap_ms = prompt.forecast.way, _mean(prompt.gaps_ms)
         is_done = bool(entry.token_ids)
         exceeds = gap_ms > prompt.forecast.promise_ms * GIVE_WAY_RATIO
-        gives_way = way.route is Route.DECODE and exceeds and not is_done
+        gives_way = not way.pair.moves and exceeds and not is_done
         if not (is_done or gives_way):
             if entry.finish_reason is not None or entry.released is not None:
                 self.forget(seq_id)
@@ -200,7 +191,7 @@ class Outcomes:
         record.num_missed += is_miss
         is_clear = prompt.num_steps >= CLEAR_STEPS or record.missed_last
         is_far = record.num_judged >= CLEAR_STEPS and record.error > MAX_ERROR
-        if forecast.way.route is not Route.MOVE and ((is_miss and is_clear) or is_far):
+        if not forecast.way.pair.moves and ((is_miss and is_clear) or is_far):
             record.closed_at = self._measured(forecast.way)
         record.missed_last = is_miss
         return is_miss

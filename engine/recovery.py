@@ -15,9 +15,9 @@ from collections.abc import Collection
 from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.journeys import Ways
-from engine.places import DECODE, Places
+from engine.places import Places
 from engine.prefix_cache import PrefixCache
-from engine.sequence import Leg, Route, Sequence
+from engine.sequence import Leg, Sequence
 
 
 class Recovery:
@@ -82,10 +82,7 @@ class Recovery:
             return False
         self._keep(sequence, needed, here, num_computed)
         sequence.legs = legs
-        plays_decode = DECODE in self._places.by_name[legs[0].worker].roles
-        sequence.route = Route.DECODE if plays_decode else Route.PREFILL
         if len(legs) > 1:
-            sequence.route = Route.MOVE
             copies.begin(sequence, self._places.link(legs[0].worker, legs[1].worker))
         sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
         return True

@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 
+from engine.copies import Copies
 from engine.cores import Cores, Cpus
 from engine.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
 from engine.journeys import Pair
 from engine.messages import Command, CoresUsed, Rehearsed, Stepped
 from engine.outcomes import Outcome, Outcomes
-from engine.places import DECODE, Places
-from engine.sequence import Phase, Route, Sequence
+from engine.places import Places
+from engine.sequence import Phase, Sequence
 from engine.step_times import StepLoad, StepTimes
 
 ROLES = ("elastic", "static", "colocated")
@@ -38,6 +38,7 @@ class Roles:
         places: which worker is which.
         cores: each worker's own.
         roles: one of ROLES; one worker is always colocated.
+        copies: knows what copying takes.
         max_step_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
     """
@@ -47,11 +48,12 @@ class Roles:
         places: Places,
         cores: Mapping[str, tuple[int, ...]],
         roles: str,
-        *,
+        copies: Copies,
         max_step_tokens: int,
         send: Callable[[str, Command], None],
     ) -> None:
         self.places = places
+        self._copies = copies
         self._recent = {name: _RecentBatch() for name in places.names}
         self.cores = Cores(cores, send)
         self.slo = Slo()
@@ -64,7 +66,7 @@ class Roles:
         self._max_step_tokens = max_step_tokens
         self._times: dict[tuple[str, int], StepTimes] = {}
         self.outcomes = Outcomes(self._num_measured)
-        self._last: Route | None = None
+        self._last: str | None = None
 
     @property
     def roles(self) -> str:
@@ -117,11 +119,11 @@ class Roles:
         self._times_of(worker).observe(load, (step.ended_ns - step.started_ns) / 1e6)
         if load.batch:
             self._recent[worker].observe(load, step.ended_ns)
-        return self.outcomes.stepped(worker, step, self._num_cores(self.cores.used(worker)))
+        return self.outcomes.stepped(worker, step, self._num_cores(worker))
 
     def _times_of(self, worker: str) -> StepTimes:
         """Its step times on the cores that it has now."""
-        key = (worker, self._num_cores(self.cores.used(worker)))
+        key = (worker, self._num_cores(worker))
         return self._times.setdefault(key, StepTimes())
 
     # What the router asks
@@ -129,69 +131,58 @@ class Roles:
     def route(
         self,
         sequence: Sequence,
-        pair: Pair,
+        candidates: list[Pair],
         running: Iterable[Sequence],
         now_ns: int,
         hits: Mapping[str, int],
-        *,
-        fits_prefill_pool: bool,
     ) -> Choice:
-        """How a sequence should be run by a pair of workers that is about to be placed.
+        """How a sequence should be run that is about to be placed.
 
         Args:
-            sequence: which.
-            pair: of workers.
-            running: all that is on workers or between two.
+            sequence: it has no legs yet.
+            candidates: as Ways gives them, the one of static roles first.
+            running: all that is on workers, or between two.
             now_ns: CLOCK_MONOTONIC.
             hits: positions of it by pool that are computed there.
-            fits_prefill_pool: its whole length does.
         """
+        static = candidates[0]
         if self._roles == "colocated":
-            return Choice(Route.DECODE, "colocated")
-        if pair.prefill == pair.decode:
-            is_decoder = DECODE in self.places.by_name[pair.decode].roles
-            route = Route.DECODE if is_decoder else Route.PREFILL
-            return Choice(route, "only", "the other worker is not there")
-        if self._roles == "static":
-            return Choice(Route.MOVE, "static")
-        if self.acts_static:
-            return Choice(Route.MOVE, "static", "both workers share one device")
-        places, loads, own = self.places, self._loads(running), self.cores.own
-        prefill, decode = pair
-        others_are_idle = all(load.is_idle for name, load in loads.items() if name not in pair)
+            return Choice(Pair(static.decode, static.decode), "colocated")
+        if self._roles == "static" or self.acts_static:
+            if not static.moves:
+                return Choice(static, "only", "no worker of the other role is there")
+            about = "both workers share one device" if self._roles == "elastic" else ""
+            return Choice(static, "static", about)
+        loads = {
+            name: self._recent[name].added_to(load, now_ns)
+            for name, load in self._loads(running).items()
+        }
         situation = Situation(
-            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_prompt_tokens=sequence.num_tokens,
             max_tokens=sequence.sampling.max_tokens,
-            prefill=loads[prefill],
-            decode=self._recent[decode].added_to(loads[decode], now_ns),
+            candidates=tuple(candidates),
+            loads=loads,
+            num_cores={name: len(own) or 1 for name, own in self.cores.own.items()},
             max_step_tokens=self._max_step_tokens,
             slo=self.slo,
-            shares_memory_bus=places.shares_memory_bus,
-            lends_cores=self.cores.can_lend and others_are_idle,
-            num_cores=(len(own[prefill]) or 1, len(own[decode]) or 1),
-            fits_prefill_pool=fits_prefill_pool,
+            shares_memory_bus=self.places.shares_memory_bus,
+            lends_cores=self.cores.can_lend,
+            copy_ms=self._copy_ms(sequence.num_tokens, hits, candidates),
             last=self._last,
             closed=self.outcomes.closed(),
-            names=pair,
-            num_cached=(hits.get(places.pool_of(prefill), 0), hits.get(places.pool_of(decode), 0)),
+            num_cached={w.name: hits[w.pool] for w in self.places.workers if w.pool in hits},
         )
-        return choose(situation, partial(self._predict_ms, pair))
+        return choose(situation, self._predict_ms)
 
-    def placed(self, sequence: Sequence, pair: Pair, choice: Choice, now_ns: int) -> None:
+    def placed(self, sequence: Sequence, choice: Choice, now_ns: int) -> None:
         """The choice has been acted on."""
-        self._last = choice.route
-        self.counts[f"{choice.route} {choice.reason}"] += 1
-        if choice.forecast is None:
-            return
-        way, cores = choice.forecast.way, self.cores
-        self.outcomes.begin(
-            sequence.seq_id,
-            choice.forecast,
-            gap_worker=pair.decode if way.route is Route.MOVE else way.worker,
-            num_cores=self._num_cores(cores.all if way.has_all else cores.own[way.worker]),
-            num_tokens=sequence.num_uncached_tokens,
-            at_ns=now_ns,
-        )
+        self._last = choice.pair.route
+        self.counts[f"{choice.pair.route} {choice.reason}"] += 1
+        if choice.forecast is not None:
+            num_tokens = sequence.num_uncached_tokens
+            self.outcomes.begin(
+                sequence.seq_id, choice.forecast, num_tokens=num_tokens, at_ns=now_ns
+            )
 
     def settle(self, running: Iterable[Sequence]) -> None:
         """Bring the cores to where the work is."""
@@ -224,30 +215,30 @@ class Roles:
             batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
         return {
-            name: WorkerLoad(tokens[name], batches[name], contexts[name], name in self.open_workers)
+            name: WorkerLoad(tokens[name], batches[name], contexts[name])
             for name in self.places.names
         }
 
-    def _predict_ms(self, pair: Pair, role: str, has_all: bool, load: StepLoad) -> float | None:
+    def _predict_ms(self, worker: str, num_cores: int, load: StepLoad) -> float | None:
         """By this worker's own steps; on one bus all workers are alike, so also by another's."""
-        worker = pair.prefill if role == "prefill" else pair.decode
-        for times in self._times_like(worker, has_all):
+        for times in self._times_like(worker, num_cores):
             if (known_ms := times.predict_ms(load)) is not None:
                 return known_ms
         return None
 
-    def _times_like(self, worker: str, has_all: bool) -> list[StepTimes]:
-        """What is known of a worker on its own cores or on all; its own steps first."""
-        cores, places = self.cores, self.places
-        num_cores = self._num_cores(cores.all if has_all else cores.own[worker])
-        others = [name for name in places.names if name != worker]
-        names = [worker, *others] if places.shares_memory_bus else [worker]
-        known = (self._times.get((name, num_cores)) for name in names)
+    def _times_like(self, worker: str, num_cores: int) -> list[StepTimes]:
+        """What is known of a worker on so many cores; its own steps first."""
+        known = (self._times.get((name, num_cores)) for name in self._like(worker))
         return [times for times in known if times is not None]
+
+    def _like(self, worker: str) -> list[str]:
+        """Workers whose steps take as long as this one's, which is the first."""
+        others = [name for name in self.places.names if name != worker]
+        return [worker, *others] if self.places.shares_memory_bus else [worker]
 
     def _num_measured(self, way: Way) -> int:
         """Steps made of its size on the cores that it uses."""
-        likes = self._times_like(way.worker, way.has_all)
+        likes = self._times_like(way.worker, way.num_cores)
         return sum(times.num_prompt_steps(way.size) for times in likes)
 
     def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
@@ -257,8 +248,21 @@ class Roles:
         ]
         return max((known_ms for known_ms in every if known_ms is not None), default=None)
 
-    def _num_cores(self, cpus: Cpus) -> int:
-        return len(cpus) if self.cores.can_lend else 0
+    def _num_cores(self, worker: str) -> int:
+        """On which it computes now."""
+        cores = self.cores
+        return len(cores.used(worker) if cores.can_lend else cores.own[worker]) or 1
+
+    def _copy_ms(
+        self, num_tokens: int, hits: Mapping[str, int], pairs: list[Pair]
+    ) -> dict[Pair, float]:
+        """What copying a prompt's blocks takes, where that is known; nothing within one pool."""
+        links = {pair: self.places.link(*pair) for pair in pairs if pair.moves}
+        known = {
+            pair: self._copies.expected_ms(link, num_tokens - hits.get(link.to_pool, 0))
+            for pair, link in links.items()
+        }
+        return {pair: copy_ms for pair, copy_ms in known.items() if copy_ms is not None}
 
 
 def _shares(own: Mapping[str, Cpus], idle: Collection[str]) -> dict[str, Cpus]:

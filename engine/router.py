@@ -29,7 +29,6 @@ from engine.sequence import (
     Leg,
     Moving,
     On,
-    Route,
     Sequence,
     TokenLogprob,
     Waiting,
@@ -59,11 +58,11 @@ class Router:
         cores: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.places = places
-        cores = cores or dict.fromkeys(places.names, ())
-        self.roles = Roles(places, cores, roles, max_step_tokens=max_step_tokens, send=send)
         self.ledger = ledger
         self.ways = Ways(places, ledger)
         self.copies = Copies(ledger, places.passing_pools())
+        cores = cores or dict.fromkeys(places.names, ())
+        self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
         self.counters = Counters()
         self.prefixes = PrefixCache(places, ledger, self.counters, max_step_tokens)
         self.recovery = Recovery(places, ledger, self.ways, self.copies, self.prefixes)
@@ -243,19 +242,19 @@ class Router:
             name for name in self.roles.open_workers if ahead.num_tokens(sequence, name) < limit
         }
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
-        if not open_workers or not self.ways.fits_now(sequence, prefixes.saved(sequence, hits)):
+        saved = prefixes.saved(sequence, hits)
+        if not open_workers or not self.ways.fits_now(sequence, saved):
             return False
         held, there = self._held(), self.roles.open_workers
         until = prefixes.tokens_until(sequence, hits, ahead)
-        pair = self.ways.choose(sequence, there, held, until, hits)
-        can_stay = self.ways.can_stay(sequence, pair)
-        choice = self.roles.route(sequence, pair, held, now_ns, hits, fits_prefill_pool=can_stay)
-        legs = legs_of(sequence, choice.route, pair)
+        candidates = self.ways.candidates(sequence, there, held, until, hits, saved)
+        choice = self.roles.route(sequence, candidates, held, now_ns, hits)
+        legs = legs_of(sequence, choice.pair)
         needed = self.ways.wants(sequence, legs)
         if legs[0].worker not in open_workers or not prefixes.reserve(sequence, legs, needed):
             return False
-        self.roles.placed(sequence, pair, choice, now_ns)
-        sequence.legs, sequence.route, sequence.route_reason = legs, choice.route, choice.words
+        self.roles.placed(sequence, choice, now_ns)
+        sequence.legs, sequence.route_reason = legs, choice.words
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(legs) > 1:
             self.copies.begin(sequence, self.places.link(legs[0].worker, legs[1].worker))
@@ -366,7 +365,7 @@ class Router:
         leg = sequence.where.leg
         legs = self.ways.elsewhere(sequence, leg.worker, self.roles.ready_workers)
         if legs:
-            leg, sequence.legs, sequence.route = legs[0], legs, Route.MOVE
+            leg, sequence.legs = legs[0], legs
         sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
         self._wait_for(leg, self.running.pop(sequence.seq_id))
 

@@ -11,6 +11,7 @@ Never: text, HTTP, block ids of more than it owns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -30,22 +31,17 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
-class Route(StrEnum):
-    """Which workers run a sequence."""
-
-    MOVE = "move"
-    """Prefilled by the prefill worker, decoded by the decode worker."""
-    DECODE = "decode"
-    """All of it by the decode worker."""
-    PREFILL = "prefill"
-    """All of it by the prefill worker."""
-
-
 class Leg(NamedTuple):
     """A part of a sequence's way: it runs at a worker until it has so many output tokens."""
 
     worker: str
     until_output: int
+
+
+def route_of(workers: Iterable[str]) -> str:
+    """A way in a word: the name of the worker that does all of it, or `move` if there are two."""
+    first, *others = dict.fromkeys(workers)
+    return "move" if others else first
 
 
 class Waiting(NamedTuple):
@@ -199,12 +195,10 @@ class Sequence:
     """Chosen when its blocks are reserved."""
     generation: int = 0
     """Grows with every admit; messages of older generations are dropped."""
-    route: Route | None = None
-    """The kind of way that its legs are."""
     route_reason: str | None = None
-    """Why, in words; the first is one of engine.elastic's reasons."""
+    """Why these legs, in words; the first is one of engine.elastic's reasons."""
     max_chunk_tokens: int | None = None
-    """Of its prompt in one step, where the route says so."""
+    """Of its prompt in one step; None: as many as a step takes."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Positions whose KV is written and acknowledged."""
@@ -251,6 +245,11 @@ class Sequence:
                 return Phase.FINISHED
         is_prompt = self.num_computed_tokens < self.num_prompt_tokens
         return Phase.PREFILLING if is_prompt else Phase.DECODING
+
+    @property
+    def route(self) -> str | None:
+        """Its way in a word, as route_of() has it; None until it is placed."""
+        return route_of(leg.worker for leg in self.legs) if self.legs else None
 
     @property
     def worker(self) -> str | None:

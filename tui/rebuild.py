@@ -34,8 +34,6 @@ _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
     "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
-_WORKERS = {"decode": "decode", "prefill": "prefill"}
-"""Who runs all of a request, by its route."""
 
 
 class PastRequest(RequestFrame):
@@ -177,9 +175,10 @@ def _num_blocks(row: Mapping[str, Any], frame: Frame) -> int:
 
 
 def _worker(row: Mapping[str, Any], phase: str, frame: Frame) -> str | None:
-    """By its route; of a request that moved, by its phase; else the only one there is."""
+    """Its route is who ran all of it; if it moved, by its phase; else the only one there is."""
     if len(frame.workers) == 1:
         return frame.workers[0].name
     if row["route"] == "move":
         return "decode" if phase == "decoding" else "prefill"
-    return _WORKERS.get(row["route"])
+    names = (worker.name for worker in frame.workers)
+    return next((name for name in names if name == row["route"]), None)

@@ -3,13 +3,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.elastic import Forecast, Way
+from engine.journeys import Pair
 from engine.messages import SequenceStep, Stepped
 from engine.outcomes import ANEW_STEPS, Outcomes
-from engine.sequence import Route
 
-BESIDE = Way(Route.DECODE, "decode", is_beside=True, has_all=True, size=10)
-ALONE = Way(Route.DECODE, "decode", is_beside=False, has_all=True, size=10)
-MOVED = Way(Route.MOVE, "prefill", is_beside=True, has_all=False, size=10)
+BESIDE = Way(Pair("decode", "decode"), is_beside=True, num_cores=2, size=10)
+ALONE = Way(Pair("decode", "decode"), is_beside=False, num_cores=2, size=10)
+MOVED = Way(Pair("prefill", "decode"), is_beside=True, num_cores=2, size=10)
 
 
 class Ways:
@@ -24,8 +24,6 @@ class Ways:
         self.outcomes.begin(
             seq_id,
             Forecast(way, 50.0, 40.0, 10.0, 1.0, 1.0, promise_ms=12.0),
-            gap_worker="decode",
-            num_cores=2,
             num_tokens=400,
             at_ns=self.now_ns,
         )

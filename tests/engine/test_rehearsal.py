@@ -1,6 +1,7 @@
 import pytest
 
 from engine.blocks import Ledger
+from engine.copies import Copies
 from engine.messages import CoresUsed, Rehearse, Rehearsed, RehearsedStep, UseCores
 from engine.places import make_places
 from engine.rehearsal import BUDGET_MS, Rehearsal, steps
@@ -20,7 +21,8 @@ class Machine:
         places = make_places(["prefill"], ["decode"], transport, buses=buses)
         places = places.with_pools({pool.name: num_blocks for pool in places.pools})
         self.ledger = Ledger(places.books(16))
-        self.roles = Roles(places, cores, "elastic", max_step_tokens=512, send=send)
+        copies = Copies(self.ledger, places.passing_pools())
+        self.roles = Roles(places, cores, "elastic", copies, 512, send)
         for name in cores:
             self.roles.worker_ready(name)
         self.rehearsal = Rehearsal(self.roles, self.ledger, send, PLAN)

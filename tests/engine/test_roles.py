@@ -1,15 +1,19 @@
 import pytest
 
+from engine.blocks import Ledger
+from engine.copies import Copies
 from engine.cores import Cores
 from engine.elastic import Choice
 from engine.journeys import Pair
 from engine.messages import CoresUsed, SequenceStep, Stepped
 from engine.places import make_places
 from engine.roles import Roles
-from engine.sequence import Leg, On, Phase, Route, SamplingParams, Sequence, Stamps
+from engine.sequence import Leg, On, Phase, SamplingParams, Sequence, Stamps
 
 PLACES = make_places(["prefill"], ["decode"], "alias")
-PAIR = Pair("prefill", "decode")
+MOVE = Pair("prefill", "decode")
+DECODE = Pair("decode", "decode")
+PREFILL = Pair("prefill", "prefill")
 TWO_CORES = {"prefill": (0,), "decode": (1,)}
 
 
@@ -21,7 +25,8 @@ class Machine:
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        self.roles = Roles(places, cores, roles, max_step_tokens=512, send=send)
+        copies = Copies(Ledger(places.books(16)), places.passing_pools())
+        self.roles = Roles(places, cores, roles, copies, 512, send)
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -33,11 +38,8 @@ class Machine:
         cores: Cores = self.roles.cores
         return [sorted(cores.used(name)) for name in cores.own]
 
-    def route(self, sequence, *running):
-        now_ns = int(self.now_s * 1e9)
-        prefill, decode = self.roles.places.names[0], self.roles.places.names[-1]
-        pair = Pair(prefill, decode)
-        return self.roles.route(sequence, pair, running, now_ns, {}, fits_prefill_pool=True)
+    def route(self, sequence, *running, candidates=(MOVE, DECODE)):
+        return self.roles.route(sequence, list(candidates), running, int(self.now_s * 1e9), {})
 
     def learn(self, worker, *, num_prefill_tokens, ms, batch=0):
         """Steps that took so long; decodes alone and together, so that some more are known."""
@@ -101,14 +103,14 @@ def test_static_roles_lend_nothing_and_take_back_what_is_lent():
     machine.settle(DECODING)
     machine.roles.switch("static")
     assert machine.settle(DECODING) == [[0], [1]]
-    assert machine.route(sequence()) == Choice(Route.MOVE, "static")
+    assert machine.route(sequence()) == Choice(MOVE, "static")
 
 
 def test_colocated_roles_give_all_work_and_all_cores_to_one_worker():
     machine = Machine()
     machine.roles.switch("colocated")
     assert machine.settle() == [[], [0, 1]]
-    assert machine.route(sequence()).route is Route.DECODE
+    assert machine.route(sequence()).pair == DECODE
     assert machine.settle(PREFILLING) == [[0, 1], []], "what is there already is computed first"
     assert machine.settle(sequence("decode", Phase.PREFILLING)) == [[], [0, 1]]
 
@@ -118,18 +120,17 @@ def test_while_a_worker_is_down_nobody_uses_its_cores():
     machine.settle(DECODING)
     machine.roles.worker_died("prefill")
     assert machine.settle(DECODING) == [[], [1]]
-    assert machine.route(sequence(), DECODING) == Choice(
-        Route.DECODE, "only", "the other worker is not there"
-    )
+    choice = machine.route(sequence(), DECODING, candidates=[DECODE])
+    assert (choice.pair, choice.reason) == (DECODE, "only")
+    machine.roles.switch("static")
+    assert machine.route(sequence(), candidates=[PREFILL]).reason == "only"
 
 
 def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
     machine = Machine(cores={"prefill": (0,), "decode": (0,)})
     assert machine.roles.acts_static
     assert machine.settle(DECODING) == [[0], [0]]
-    assert machine.route(sequence()) == Choice(
-        Route.MOVE, "static", "both workers share one device"
-    )
+    assert machine.route(sequence()) == Choice(MOVE, "static", "both workers share one device")
 
 
 def test_one_worker_is_colocated_whatever_is_asked_for():
@@ -150,9 +151,9 @@ def test_step_times_are_learnt_from_either_worker_by_its_number_of_cores():
     assert machine.route(sequence(), DECODING).reason == "unknown", "nothing on one core so far"
     machine.learn("prefill", num_prefill_tokens=200, ms=200)
     machine.learn("decode", num_prefill_tokens=0, batch=2, ms=12)
-    assert machine.route(sequence(), DECODING).route is Route.MOVE
+    assert machine.route(sequence(), DECODING).pair == MOVE
     machine.now_s += 60
-    assert machine.route(sequence()).route is Route.DECODE
+    assert machine.route(sequence()).pair == DECODE
 
 
 @pytest.fixture
@@ -169,24 +170,24 @@ def learned():
 
 
 def test_who_decoded_a_moment_ago_is_expected_back_and_then_no_more(learned):
-    assert learned.route(sequence()).route is Route.MOVE
+    assert learned.route(sequence()).pair == MOVE
     learned.now_s += 0.5
-    assert learned.route(sequence()).route is Route.MOVE
+    assert learned.route(sequence()).pair == MOVE
     learned.now_s += 10
-    assert learned.route(sequence()).route is Route.DECODE
+    assert learned.route(sequence()).pair == DECODE
 
 
 def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
     learned.now_s += 60
     moving = sequence("prefill", Phase.PREFILLING)
     moving.legs = (Leg("prefill", 1), Leg("decode", 50))
-    assert learned.route(sequence(), moving).route is Route.MOVE
+    assert learned.route(sequence(), moving).pair == MOVE
 
 
 @pytest.mark.parametrize("reason", ["cheapest", "kept"])
 def test_what_is_placed_is_counted(reason):
     machine = Machine()
-    machine.roles.placed(sequence(), PAIR, Choice(Route.DECODE, reason, "ttft 5 ms", 64), 0)
+    machine.roles.placed(sequence(), Choice(DECODE, reason, "ttft 5 ms", 64), 0)
     assert machine.roles.counts == {f"decode {reason}": 1}
 
 
@@ -194,8 +195,8 @@ def test_a_forecast_that_is_far_off_closes_its_way_until_steps_of_its_size_are_m
     learned.now_s += 60
     first = sequence()
     choice = learned.route(first)
-    assert choice.route is Route.DECODE
-    learned.roles.placed(first, PAIR, choice, int(learned.now_s * 1e9))
+    assert choice.pair == DECODE
+    learned.roles.placed(first, choice, int(learned.now_s * 1e9))
     learned.settle(sequence("decode", Phase.PREFILLING))
     for computed in (50, 100, 150, 200):
         end_ns = int(learned.now_s * 1e9)
