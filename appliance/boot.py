@@ -37,11 +37,19 @@ from appliance.placement import (
 from appliance.request import ModelInfo
 from appliance.wanted_workers import ONE_OF_EACH
 from engine.attention_backends import this_machine
-from engine.checkpoint import Checkpoint, choose_dtype, packed_layout, weights_layout
+from engine.checkpoint import (
+    Checkpoint,
+    WeightsLayout,
+    choose_dtype,
+    packed_layout,
+    weights_layout,
+)
 from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.ways import Ways, find_ways
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
+from engine.panels_layout import PanelsLayout, panels_layout
+from engine.tensor_info import BLOCKS
 
 log = logging.getLogger("penstock")
 
@@ -276,22 +284,19 @@ def _setups(
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    layout, ways = None, None
+    layout: WeightsLayout | PanelsLayout | None = None
+    ways = None
     if not is_on_gpu:
         layout = packed_layout(checkpoint, dtype)
         if layout is not None and (ways := _ways()) is None:
             layout = None
+        if layout is None and has_kernels():
+            layout = panels_layout(checkpoint, dtype)
         if layout is None:
             layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
     weights_fd = None
     if layout is not None and not checkpoint.is_plain:
-        log.info(
-            "weights are %s in the file, %.0f MB, and %s in memory, %.0f MB, made at start",
-            checkpoint.stored_dtype,
-            checkpoint.num_bytes / 1e6,
-            dtype,
-            layout.num_bytes / 1e6,
-        )
+        log.info("%s", _in_memory(checkpoint, layout, dtype))
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)
         fds.append(weights_fd)
@@ -305,7 +310,7 @@ def _setups(
                 index,
                 len(placement.workers),
                 is_filled=False,
-                is_packed=ways is not None,
+                is_packed=ways is not None or isinstance(layout, PanelsLayout),
                 way_starts=[] if ways is None else list(ways.starts),
                 ways=[] if ways is None else list(ways.ways),
             )
@@ -324,6 +329,21 @@ def _setups(
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _in_memory(checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dtype: str) -> str:
+    """What becomes of weights that are not served as the file has them."""
+    file = f"weights are mostly {checkpoint.stored_dtype} in the file, "
+    file += f"{checkpoint.num_bytes / 1e6:,.0f} MB; "
+    if isinstance(layout, WeightsLayout):
+        return f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, widened to {dtype} at start"
+    packed = f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, quantised as they are"
+    tensors = checkpoint.tensors
+    widened = {name for name in layout.rest.shape_by_name if tensors[name].dtype in BLOCKS}
+    if widened:
+        kinds = ", ".join(sorted({tensors[name].dtype for name in widened}))
+        packed += f"; {len(widened)} matrices in {kinds} are widened to {dtype}"
+    return packed
 
 
 def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:

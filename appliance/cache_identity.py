@@ -54,7 +54,7 @@ def make_hasher(
     ropes = {rope for rope in checkpoint.config.ropes if rope is not None}
     parts = {
         "layout": LAYOUT_VERSION,
-        "config": blake2b((checkpoint.folder / "config.json").read_bytes()).hexdigest(),
+        "config": _config_sum(checkpoint.folder),
         "weights": fingerprint({one.file for one in checkpoint.tensors.values()}, state_dir),
         "dtype": dtype,
         "rope": sorted(rope.factors(max_model_len) for rope in ropes),
@@ -62,6 +62,12 @@ def make_hasher(
     }
     extra = json.dumps(parts, sort_keys=True).encode()
     return PrefixHasher(load_key(state_dir), extra, block_size)
+
+
+def _config_sum(folder: Path) -> str:
+    """Of what describes the model beside its weights; a GGUF file has that in itself."""
+    path = folder / "config.json"
+    return blake2b(path.read_bytes()).hexdigest() if folder.is_dir() else ""
 
 
 def load_key(state_dir: Path) -> bytes:

@@ -31,7 +31,7 @@ _INDEX = "model.safetensors.index.json"
 _NamedShape = tuple[str, tuple[int, ...]]
 _CONTINUING = frozenset({"k_proj", "v_proj", "up_proj", "w3"})
 """Projections that read the same input as the one before them."""
-_ALIGNMENT_BYTES = 64  # a cache line; also what vector loads like best
+ALIGNMENT_BYTES = 64  # a cache line; also what vector loads like best
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
     offset, offset_by_name, shape_by_name = 0, {}, dict(shapes)
     for name, shape in shape_by_name.items():
         if not _continues_matrix(name):
-            offset = -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         offset_by_name[name] = offset
         offset += math.prod(shape) * DTYPE_BYTES[dtype]
     return WeightsLayout(offset, offset_by_name, shape_by_name)

@@ -15,6 +15,8 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
 BFLOAT16_PAIRS = 3
 """The scheme of matrices that `pack_pairs` has packed."""
+FORMS = {"q4_0": 4, "q4_1": 5, "q4_k": 6, "q8_0": 7, "q5_1": 8, "q5_k": 9, "q6_k": 10}
+"""Of quantised matrices in panels, by their names in engine.panels."""
 WIDENED, DOTS, TILES = range(3)
 """Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
 WAY_NAMES = ("widened", "dots", "tiles")

@@ -7,7 +7,7 @@
  * which the hardware fetches ahead twice as fast as four rows that lie side by side. Many inputs are
  * bound by arithmetic instead, which panels.c does with fewer loads for each product.
  */
-#include "product.h"
+#include "quantised.h"
 
 #if LANES == 16
 enum { MAX_INPUTS = 6 };
@@ -25,6 +25,7 @@ enum {
     BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
     MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
+    MANY_UNPACKED = 16, /* the same of quantised weights, which are unpacked either way */
 };
 
 typedef float quad __attribute__((vector_size(16)));
@@ -372,7 +373,8 @@ KERNEL(linear, "ppiiipipi")
     int64_t type, num_inputs, depth, num_parts, num_threads;
     read_words(words, linear_format, &out, &x, &type, &num_inputs, &depth, &parts,
                        &num_parts, &bias, &num_threads);
-    const int has_many = num_inputs >= MANY_INPUTS;
+    const struct part *first_part = parts;
+    const int has_many = num_inputs >= (is_quantised(first_part->scheme) ? MANY_UNPACKED : MANY_INPUTS);
     const int is_read_in_place = has_many && type == FLOAT32;
     struct product whole = {
         .parts = parts,
@@ -388,7 +390,8 @@ KERNEL(linear, "ppiiipipi")
         whole.out_stride += whole.parts[i].num_rows;
     const int64_t num_x = is_read_in_place ? 0 : num_inputs * whole.x_stride;
     const int64_t num_out = num_inputs * whole.out_stride;
-    const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out);
+    const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP);
+    const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out) + num_sums;
     float *memory = scratch((size_t)num_floats * sizeof(float));
     if (memory == NULL && num_floats > 0)
         return -1;
@@ -401,7 +404,12 @@ KERNEL(linear, "ppiiipipi")
         c.is_split = !has_many && p.type == BFLOAT16;
         if (!is_read_in_place)
             convert(&c, num_threads, arrange_item);
-        parallel_for(num_threads, p.num_items, has_many ? multiply_panels : multiply_item, &p);
+        if (is_quantised(p.type) && !has_many) {
+            p.x_sums = memory + num_floats - num_sums;
+            sum_inputs(memory + num_floats - num_sums, &p);
+        }
+        const parallel_body few = is_quantised(p.type) ? multiply_quantised : multiply_item;
+        parallel_for(num_threads, p.num_items, has_many ? multiply_panels : few, &p);
     }
     if (type != FLOAT32)
         convert(&c, num_threads, round_item);

@@ -5,7 +5,7 @@
  * vectors of a panel and one value of an input fill the registers. Inputs are read where they are;
  * only weights are packed, a few hundredths of the work at a few hundred inputs.
  */
-#include "product.h"
+#include "quantised.h"
 
 #if LANES == 16
 enum { MAX_INPUTS = 14 };
@@ -123,6 +123,13 @@ static struct panel packed(const struct product *p, int64_t index, int64_t first
     }
     const int64_t row = (index - num_before) * PANEL_ROWS, num_left = part->num_rows - row;
     const int64_t num_rows = num_left < PANEL_ROWS ? num_left : PANEL_ROWS;
+    if (is_quantised(p->type)) {
+        for (int v = 0; v < 2; v++)
+            unpack_rows(values + v * LANES, PANEL_ROWS, part, p->depth, row + v * LANES, first, end);
+        column += row;
+        const float *bias = first > 0 ? NULL : p->bias == NULL ? no_bias : p->bias + column;
+        return (struct panel){values, end - first, num_rows, bias, column};
+    }
     const char *rows[PANEL_ROWS];
     for (int64_t i = 0; i < PANEL_ROWS; i++) {
         const int64_t from = (row + (i < num_rows ? i : num_rows - 1)) * p->depth + first;
@@ -147,7 +154,10 @@ static void multiply_group(const struct product *p, int64_t from, int64_t to)
     const int64_t num_cuts = (p->depth + MAX_DEPTH - 1) / MAX_DEPTH;
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
     for (int64_t cut = 0; cut < num_cuts; cut++) {
-        const int64_t first = p->depth * cut / num_cuts, end = p->depth * (cut + 1) / num_cuts;
+        const int64_t unit = is_quantised(p->type) ? MAX_GROUP : 1; /* which divides MAX_DEPTH */
+        const int64_t num_units = p->depth / unit;
+        const int64_t first = num_units * cut / num_cuts * unit;
+        const int64_t end = num_units * (cut + 1) / num_cuts * unit;
         for (int64_t i = from; i < to; i++)
             panels[i - from] = packed(p, i, first, end, values + (i - from) * PANEL_VALUES);
         for (int64_t share = 0; share < num_shares; share++) {

@@ -8,7 +8,7 @@
 struct part {
     int64_t address;
     int64_t num_rows;
-    int64_t scheme; /* of its values: FLOAT32, BFLOAT16 or FLOAT16 */
+    int64_t scheme; /* of its values: FLOAT32, BFLOAT16, FLOAT16, or a form of quantised.h */
 };
 
 struct product {
@@ -16,6 +16,7 @@ struct product {
     const float *x; /* [num_inputs, x_stride] */
     float *out;     /* [num_inputs, out_stride] */
     const float *bias;
+    const float *x_sums; /* of groups of each input, where the weights want them */
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
     int type; /* of the weights, which is one for all parts */
 };

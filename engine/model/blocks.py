@@ -14,46 +14,59 @@ import torch
 from engine.tensor_info import BLOCKS
 
 
-class Codes(NamedTuple):
-    """Rows of values as codes: value = scale * code + minimum, each scale for `group` values."""
+class Parts(NamedTuple):
+    """Rows of values in parts, as bytes are: value = scale * (code - zero) + minimum.
+
+    Where there are heads, a scale is an integer times its block's head, and so is a minimum, which
+    is then taken away.
+    """
 
     codes: torch.Tensor
     """int8 [num_rows, depth]."""
     scales: torch.Tensor
-    """float32 [num_rows, depth / group]."""
-    minimums: torch.Tensor | None
-    """The same, or None: all 0."""
-    group: int
+    """uint8 [num_rows, groups, bytes]: float32 or float16, or with heads an integer."""
+    minimums: torch.Tensor | None = None
+    """As scales; None: all 0."""
+    heads: torch.Tensor | None = None
+    """uint8 [num_rows, blocks, 2]: float16."""
+    head_minimums: torch.Tensor | None = None
+    zero: int = 0
 
     def values(self) -> torch.Tensor:
         """float32 [num_rows, depth]."""
-        codes = self.codes.float().view(*self.scales.shape, self.group)
-        values = codes.mul_(self.scales[..., None])
+        is_signed = self.minimums is None
+        scales = _scaled(self.scales, self.heads, is_signed=is_signed)
+        codes = self.codes.float().view(*scales.shape, -1)
+        values = codes.sub_(self.zero).mul_(scales[..., None])
         if self.minimums is not None:
-            values += self.minimums[..., None]
+            minimums = _scaled(self.minimums, self.head_minimums, is_signed=False)
+            values += (minimums if self.heads is None else minimums.neg_())[..., None]
         return values.view(len(self.codes), -1)
 
 
-def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
+def parts_of(blocks: torch.Tensor, kind: str) -> Parts:
     """Codes and scales of rows of blocks.
 
     Args:
         blocks: uint8 [num_rows, bytes of a row].
         kind: one of BLOCKS.
     """
-    num_rows = len(blocks)
-    each = blocks.reshape(num_rows, -1, BLOCKS[kind][1])
-    return _READERS[kind](each)
+    return _READERS[kind](blocks.reshape(len(blocks), -1, BLOCKS[kind][1]))
 
 
 def dequantised(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     """Values, float32 [num_rows, depth], of rows of blocks, uint8 [num_rows, bytes of a row]."""
-    return codes_of(blocks, kind).values()
+    return parts_of(blocks, kind).values()
 
 
-def _halves(bytes_: torch.Tensor) -> torch.Tensor:
-    """float16 in [..., 2 * n] bytes, as float32 [..., n]."""
-    return bytes_.contiguous().view(torch.float16).float()
+def _scaled(stored: torch.Tensor, heads: torch.Tensor | None, *, is_signed: bool) -> torch.Tensor:
+    """float32 [num_rows, groups]."""
+    if heads is None:
+        kind = torch.float16 if stored.shape[-1] == 2 else torch.float32
+        return stored.contiguous().view(kind).float()[..., 0]
+    integers = stored.contiguous().view(torch.int8 if is_signed else torch.uint8).float()
+    by_block = integers.view(*heads.shape[:2], -1)
+    return (heads.contiguous().view(torch.float16).float() * by_block).flatten(1)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -70,14 +83,12 @@ def _rows(codes: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.int8).flatten(1)
 
 
-def _q4_0(b: torch.Tensor) -> Codes:
-    codes = _nibbles(b[..., 2:]).to(torch.int8) - 8
-    return Codes(_rows(codes), _halves(b[..., :2])[..., 0], None, 32)
+def _q4_0(b: torch.Tensor) -> Parts:
+    return Parts(_rows(_nibbles(b[..., 2:])), b[..., :2], zero=8)
 
 
-def _q4_1(b: torch.Tensor) -> Codes:
-    scale, least = _halves(b[..., :4]).unbind(-1)
-    return Codes(_rows(_nibbles(b[..., 4:])), scale, least, 32)
+def _q4_1(b: torch.Tensor) -> Parts:
+    return Parts(_rows(_nibbles(b[..., 4:])), b[..., :2], b[..., 2:4])
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -86,71 +97,60 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return (((packed[..., None] >> shifts) & 1) << 4).flatten(-2)
 
 
-def _q5_0(b: torch.Tensor) -> Codes:
+def _q5_0(b: torch.Tensor) -> Parts:
     codes = _nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])
-    return Codes(_rows(codes.to(torch.int8) - 16), _halves(b[..., :2])[..., 0], None, 32)
+    return Parts(_rows(codes.to(torch.int8) - 16), b[..., :2])
 
 
-def _q5_1(b: torch.Tensor) -> Codes:
-    scale, least = _halves(b[..., :4]).unbind(-1)
-    return Codes(_rows(_nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])), scale, least, 32)
+def _q5_1(b: torch.Tensor) -> Parts:
+    codes = _nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])
+    return Parts(_rows(codes), b[..., :2], b[..., 2:4])
 
 
-def _q8_0(b: torch.Tensor) -> Codes:
-    codes = b[..., 2:].contiguous().view(torch.int8)
-    return Codes(_rows(codes), _halves(b[..., :2])[..., 0], None, 32)
+def _q8_0(b: torch.Tensor) -> Parts:
+    return Parts(_rows(b[..., 2:].contiguous().view(torch.int8)), b[..., :2])
 
 
-def _six_bit_scales(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight scales and eight minimums of a block of 256, from 12 bytes of six bits each."""
-    low, middle, high = _cut(b, 3, 4).unbind(-2)
-    scale = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
-    least = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
-    return scale.float(), least.float()
+def _of_256(b: torch.Tensor, codes: torch.Tensor) -> Parts:
+    """A head, twelve bytes of eight scales and minimums of six bits each, then the codes."""
+    low, middle, high = _cut(b[..., 4:16], 3, 4).unbind(-2)
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
+    minimums = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
+    by_group = (scales.flatten(1)[..., None], minimums.flatten(1)[..., None])
+    return Parts(_rows(codes), *by_group, b[..., :2], b[..., 2:4])
 
 
-def _of_256(b: torch.Tensor, codes: torch.Tensor) -> Codes:
-    scale, least = _halves(b[..., :4]).unbind(-1)
-    scales, leasts = _six_bit_scales(b[..., 4:16])
-    return Codes(
-        _rows(codes),
-        (scale[..., None] * scales).flatten(1),
-        (least[..., None] * leasts).neg_().flatten(1),
-        32,
-    )
-
-
-def _q4_k(b: torch.Tensor) -> Codes:
+def _q4_k(b: torch.Tensor) -> Parts:
     return _of_256(b, _nibbles(_cut(b[..., 16:], 4, 32)).flatten(-2))
 
 
-def _q5_k(b: torch.Tensor) -> Codes:
+def _q5_k(b: torch.Tensor) -> Parts:
     nibbles = _cut(_nibbles(_cut(b[..., 48:], 4, 32)), 2, 32).flatten(-3, -2)
     shifts = torch.arange(8, dtype=torch.uint8, device=b.device)[:, None]
     fifth = ((b[..., None, 16:48] >> shifts) & 1) << 4
     return _of_256(b, (nibbles | fifth).flatten(-2))
 
 
-def _q6_k(b: torch.Tensor) -> Codes:
+def _q6_k(b: torch.Tensor) -> Parts:
     low = _cut(_nibbles(_cut(b[..., :128], 2, 64)), 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=b.device)[:, None]
     high = (_cut(b[..., 128:192], 2, 1, 32) >> shifts) & 3
     codes = (low | (high << 4)).to(torch.int8) - 32
-    scales = b[..., 192:208].contiguous().view(torch.int8).float()
-    return Codes(_rows(codes.flatten(-3)), (_halves(b[..., 208:]) * scales).flatten(1), None, 16)
+    scales = b[..., 192:208].flatten(1)[..., None]
+    return Parts(_rows(codes.flatten(-3)), scales, heads=b[..., 208:])
 
 
 _FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _mxfp4(b: torch.Tensor) -> Codes:
+def _mxfp4(b: torch.Tensor) -> Parts:
     table = torch.tensor(_FP4_DOUBLED, dtype=torch.int8, device=b.device)
     exponents = b[..., 0].int()
     # two to the power of (exponent - 128): half of the scale, for codes are doubled
     normal = ((exponents - 1).clamp_(min=0) << 23).view(torch.float32)
     tiny = (0x200000 << exponents.clamp(max=1)).view(torch.float32)
-    scales = torch.where(exponents < 2, tiny, normal)
-    return Codes(_rows(table[_nibbles(b[..., 1:]).long()]), scales, None, 32)
+    scales = torch.where(exponents < 2, tiny, normal)[..., None].view(torch.uint8)
+    return Parts(_rows(table[_nibbles(b[..., 1:]).long()]), scales)
 
 
 _READERS = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, Kernels
+from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FORMS, Kernels
 from engine.kernels.ways import EXACT, Ways
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
@@ -31,6 +31,7 @@ _KERNEL_SCHEMES = {
     "bfloat16": BFLOAT16,
     "float16": FLOAT16,
     "bfloat16_pairs": BFLOAT16_PAIRS,
+    **{f"{form}_panels": number for form, number in FORMS.items()},
 }
 
 # MKL multiplies a large matrix by so few rows in half the time the other way round.
@@ -104,15 +105,15 @@ class CompiledLinear:
         self._take = take
         self._data = [matrix.data.contiguous() for matrix in matrices]
         self._bias = torch.cat(biases).float() if biases else None
-        self._num_outputs = sum(map(len, self._data))
+        self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
         parts = [
-            (data.data_ptr(), len(data), _KERNEL_SCHEMES[matrix.scheme])
+            (data.data_ptr(), matrix.shape[0], _KERNEL_SCHEMES[matrix.scheme])
             for data, matrix in zip(self._data, matrices, strict=True)
         ]
         self._parts = torch.tensor(parts, dtype=torch.int64)
         self._linear = kernels.linear
         self._prepared = (
-            self._data[0].shape[1],
+            matrices[0].shape[1],
             self._parts.data_ptr(),
             len(parts),
             0 if self._bias is None else self._bias.data_ptr(),

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from engine.model.blocks import Codes, codes_of
+from engine.model.blocks import Parts, parts_of
 from engine.tensor_info import BLOCKS, TensorInfo
 
 
@@ -32,18 +32,23 @@ class Stored:
         data = self._data if self.info.start % dtype.itemsize == 0 else self._data.clone()
         return data.view(dtype).view(self.info.shape)
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """All bytes, uint8 [num_rows, bytes of a row], in place; only where rows are in order."""
+        return self._data.view(self.num_rows, -1)
+
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Values [end - first, depth] of rows [first, end); of a vector, a value is a row."""
         stored = self._stored_rows(first, end)
         if self.info.dtype in BLOCKS:
-            values = codes_of(stored, self.info.dtype).values()
+            values = parts_of(stored, self.info.dtype).values()
         else:
             values = stored.view(getattr(torch, self.info.dtype))
         return values.float() + self.info.shift if self.info.shift else values
 
-    def codes(self, first: int, end: int) -> Codes:
+    def parts(self, first: int, end: int) -> Parts:
         """The same rows as codes and scales, where they are stored so."""
-        return codes_of(self._stored_rows(first, end), self.info.dtype)
+        return parts_of(self._stored_rows(first, end), self.info.dtype)
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:
         """uint8 [end - first, bytes of a row], in the order in which the model wants them."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.config import ExpertsConfig, ModelConfig
 from engine.kernels.ways import Ways
@@ -27,6 +26,7 @@ from engine.model.buffers import Buffers
 from engine.model.compiled import CompiledBackend
 from engine.model.layers import bend, rope_table
 from engine.model.linear import Linears, choose_linears
+from engine.model.quantised import embedded
 from engine.model.tape import MAX_TOKENS, Tapes
 from engine.model.weight import Weight
 
@@ -72,8 +72,8 @@ class Transformer:
         self.dtype: torch.dtype = getattr(torch, dtype)
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
-        self._embedding = weights[f"{embedding}.weight"].values
-        self.device = self._embedding.device
+        self._embedding = weights[f"{embedding}.weight"]
+        self.device = self._embedding.data.device
         # rounded as transformers rounds it, where it keeps the factor as a tensor
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._max_model_len = max_model_len or config.max_position_embeddings
@@ -128,7 +128,7 @@ class Transformer:
         config = self.config
         self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
         plan = self._backend.plan(batch, kv, self._tables)
-        x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
+        x = embedded(self._embedding, batch.input_ids, self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
         if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:

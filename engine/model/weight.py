@@ -13,15 +13,21 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import CheckpointError
+from engine.panels import FORMS
+from engine.tensor_info import BLOCKS
 
 SCHEMES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "bfloat16_pairs": torch.bfloat16,
+    **{f"{form}_panels": torch.uint8 for form in FORMS},
+    **{f"{kind}_rows": torch.uint8 for kind in BLOCKS},
 }
 """Names to the dtype of data. The first three are plain: data are the values. Pairs are packed for
-the kernels, [panels, pairs of a row, rows of a panel, 2]. Nothing scales any of them."""
+the kernels, [panels, pairs of a row, rows of a panel, 2]. Quantised matrices have their scales
+among their data: panels for the kernels, [panels, bytes of a panel], or blocks as the file has
+them, [rows, bytes of a row]. Nothing else scales any of them."""
 PLAIN = ("float32", "bfloat16", "float16")
 
 

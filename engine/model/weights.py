@@ -17,12 +17,19 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint, packed_layout, weights_layout
+from engine.checkpoint import (
+    Checkpoint,
+    WeightsLayout,
+    packed_layout,
+    weights_layout,
+)
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
 from engine.model.packing import pack_weights
+from engine.model.quantised import packed_weights
 from engine.model.stored import Stored
 from engine.model.weight import Weight
+from engine.panels_layout import panels_layout
 
 Progress = Callable[[int, int], None]
 
@@ -48,10 +55,13 @@ def load_weights(
         share: (index, count) of the part to convert into the arena; None if it is filled.
             The other parts are undefined until their workers have returned from this call.
         progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
-        is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them.
+        is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them, or of a
+            quantised checkpoint in panels, as `panels_layout` has them.
     """
     if arena is None:
         return _mapped(checkpoint, dtype, progress)
+    if is_packed and not checkpoint.is_plain:
+        return _quantised(checkpoint, dtype, arena, share, progress)
     if is_packed:
         layout = packed_layout(checkpoint, dtype)
         if layout is None:
@@ -64,6 +74,41 @@ def load_weights(
     else:
         progress(len(arena), len(arena))
     return {name: Weight.plain(view) for name, view in views.items()}
+
+
+def _quantised(
+    checkpoint: Checkpoint,
+    dtype: str,
+    arena: mmap.mmap,
+    share: tuple[int, int] | None,
+    progress: Progress,
+) -> dict[str, Weight]:
+    """Matrices in panels, the embedding's rows as the file has them, the rest in `dtype`."""
+    layout = panels_layout(checkpoint, dtype)
+    if layout is None:
+        raise ValueError("this checkpoint has nothing that goes into panels")
+    stored = _map_files(checkpoint, _ignore)
+    memory = torch.frombuffer(arena, dtype=torch.uint8)[layout.rest_offset :]
+    rest = layout_views(layout.rest, dtype, memory)
+    if share is not None:
+        convert_weights(checkpoint, rest, _ignore, share)
+    weights = {name: Weight.plain(view) for name, view in rest.items()}
+    for name in layout.looked_up:
+        info = checkpoint.tensors[name]
+        weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
+    return weights | packed_weights(stored, layout, arena, share, progress)
+
+
+def layout_views(
+    layout: WeightsLayout, dtype: str, memory: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Tensors by name, as they lie in memory [num_bytes] of uint8."""
+    views = {}
+    for name, offset in layout.offset_by_name.items():
+        shape = layout.shape_by_name[name]
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        views[name] = memory[offset:end].view(getattr(torch, dtype)).view(shape)
+    return views
 
 
 def convert_weights(
@@ -149,13 +194,7 @@ def _arena_views(checkpoint: Checkpoint, dtype: str, arena: mmap.mmap) -> dict[s
     layout = weights_layout(checkpoint, dtype)
     if layout is None or len(arena) < layout.num_bytes:
         raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout}")
-    stored = torch.frombuffer(arena, dtype=torch.uint8)
-    views = {}
-    for name, offset in layout.offset_by_name.items():
-        shape = checkpoint.tensors[name].shape
-        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
-        views[name] = stored[offset:end].view(getattr(torch, dtype)).view(shape)
-    return views
+    return layout_views(layout, dtype, torch.frombuffer(arena, dtype=torch.uint8))
 
 
 def _pieces(

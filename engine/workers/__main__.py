@@ -101,7 +101,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
             share = (setup.weights.share_index, setup.weights.share_count)
     spec, ways = setup.weights, None
     is_packed = spec is not None and spec.is_packed
-    if spec is not None and is_packed:
+    if spec is not None and spec.ways:
         ways = Ways(tuple(spec.way_starts), tuple(spec.ways))
     progress = _Progress(channel)
     weights = load_weights(checkpoint, setup.dtype, arena, share, progress, is_packed=is_packed)

@@ -1,0 +1,367 @@
+/* Inputs times quantised weights: codes become floats in registers, scales are applied to sums.
+ *
+ * A step of few inputs is bound by reading, so that a quarter of the bytes is nearly a quarter of the
+ * time as long as unpacking keeps up: each lane is a row of its own, a code costs a shift and a table
+ * look-up within one register (two instructions for 16 weights), and scale and minimum are applied once
+ * to the sum of a group. A minimum is the same for all values of a group, so that it is multiplied by
+ * the sum of the inputs. Panels are read as a few long streams, a part of the rows apart. Arithmetic is
+ * float32, nothing of the inputs is rounded.
+ */
+#include "quantised.h"
+
+#if LANES == 16
+enum { STREAMS = 4, MAX_INPUTS = 4 };
+#elif LANES == 8
+enum { STREAMS = 2, MAX_INPUTS = 2 };
+#else
+enum { STREAMS = 1, MAX_INPUTS = 2 };
+#endif
+
+enum { VECS = CODE_ROWS / LANES, HALF_BYTES = 2 };
+
+typedef uint8_t vec_u8 __attribute__((vector_size(LANES)));
+typedef int8_t vec_s8 __attribute__((vector_size(LANES)));
+
+INLINE int code_bits(int form) { return form <= Q4_K ? 4 : 8; }
+INLINE int group_of(int form) { return form == Q6_K ? 16 : 32; }
+INLINE int has_head(int form) { return form == Q4_K || form == Q5_K || form == Q6_K; }
+INLINE int stores_minimum(int form)
+{
+    return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
+}
+/* Q4_0 has codes from 0 on, and all of them 8 too large. */
+INLINE int has_minimum(int form) { return form == Q4_0 || stores_minimum(form); }
+INLINE int scale_size(int form) { return has_head(form) ? 1 : HALF_BYTES; }
+INLINE int64_t head_bytes(int form)
+{
+    return has_head(form) ? CODE_ROWS * HALF_BYTES * (1 + stores_minimum(form)) : 0;
+}
+INLINE int64_t code_bytes(int form) { return CODE_ROWS * group_of(form) * code_bits(form) / 8; }
+INLINE int64_t group_bytes(int form)
+{
+    return code_bytes(form) + CODE_ROWS * scale_size(form) * (1 + stores_minimum(form));
+}
+INLINE int64_t panel_bytes(int form, int64_t depth)
+{
+    return depth / group_of(form) * group_bytes(form) + depth / BLOCK_VALUES * head_bytes(form);
+}
+
+/* LANES small integers. */
+INLINE vec integers(const char *from, int is_signed)
+{
+    if (is_signed) {
+#if LANES == 16
+        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+#elif LANES == 8
+        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+#else
+        vec_s8 bytes;
+        memcpy(&bytes, from, sizeof bytes);
+        return __builtin_convertvector(__builtin_convertvector(bytes, vec_int), vec);
+#endif
+    }
+    vec_u8 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vec_int), vec);
+}
+
+/* Code number j of eight in each lane. */
+INLINE vec nibbles(vec_bits packed, int j)
+{
+#if LANES == 16
+    const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)packed, 4 * j), table);
+#else
+    return __builtin_convertvector((vec_int)((packed >> (4 * j)) & 15), vec);
+#endif
+}
+
+/* Scale and minimum of a group's rows; `at` is behind its codes. */
+struct scales {
+    vec scale, minimum;
+};
+INLINE struct scales scales_at(const char *at, int form, vec head, vec head_minimum, int v)
+{
+    struct scales s = {.minimum = all(0)};
+    const int size = scale_size(form);
+    const char *scale = at + v * LANES * size, *minimum = scale + CODE_ROWS * size;
+    if (has_head(form)) {
+        s.scale = head * integers(scale, form == Q6_K);
+        if (stores_minimum(form))
+            s.minimum = all(0) - head_minimum * integers(minimum, 0);
+        return s;
+    }
+    s.scale = widened_half(scale);
+    if (form == Q4_0)
+        s.minimum = s.scale * all(-8.0f);
+    else if (stores_minimum(form))
+        s.minimum = widened_half(minimum);
+    return s;
+}
+
+/* Some panels by some inputs. */
+struct block {
+    const char *panels[STREAMS];
+    const float *x, *x_sums; /* [inputs, x_stride], [inputs, groups] */
+    int64_t x_stride, depth;
+};
+
+INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int form, int num_inputs)
+{
+    const int group = group_of(form);
+    const int64_t num_groups = b->depth / group;
+    vec sums[MAX_INPUTS][STREAMS][VECS], heads[STREAMS][VECS], head_minimums[STREAMS][VECS];
+    const char *at[STREAMS];
+    for (int n = 0; n < STREAMS; n++)
+        at[n] = b->panels[n];
+#pragma GCC unroll 4
+    for (int i = 0; i < num_inputs; i++)
+#pragma GCC unroll 4
+        for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++)
+                sums[i][n][v] = heads[n][v] = head_minimums[n][v] = all(0);
+    for (int64_t g = 0; g < num_groups; g++) {
+        const float *x = b->x + g * group;
+        vec part[MAX_INPUTS][STREAMS][VECS];
+        if (has_head(form) && g * group % BLOCK_VALUES == 0)
+#pragma GCC unroll 4
+            for (int n = 0; n < STREAMS; n++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++) {
+                    heads[n][v] = widened_half(at[n] + v * LANES * HALF_BYTES);
+                    if (stores_minimum(form))
+                        head_minimums[n][v] =
+                            widened_half(at[n] + (CODE_ROWS + v * LANES) * HALF_BYTES);
+                }
+                at[n] += head_bytes(form);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < num_inputs; i++)
+#pragma GCC unroll 4
+            for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++)
+                    part[i][n][v] = all(0);
+        if (code_bits(form) == 4) {
+            for (int k = 0; k < group; k += 8) {
+                vec_bits packed[STREAMS][VECS];
+#pragma GCC unroll 4
+                for (int n = 0; n < STREAMS; n++)
+                    memcpy(packed[n], at[n] + k * CODE_ROWS / 2, sizeof packed[n]);
+#pragma GCC unroll 8
+                for (int j = 0; j < 8; j++)
+#pragma GCC unroll 4
+                    for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+                        for (int v = 0; v < VECS; v++) {
+                            const vec w = nibbles(packed[n][v], j);
+#pragma GCC unroll 4
+                            for (int i = 0; i < num_inputs; i++)
+                                part[i][n][v] = plus_product(part[i][n][v], w,
+                                                             all(x[i * b->x_stride + k + j]));
+                        }
+            }
+        } else {
+#pragma GCC unroll 2
+            for (int k = 0; k < group; k++)
+#pragma GCC unroll 4
+                for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; v++) {
+                        const vec w = integers(at[n] + k * CODE_ROWS + v * LANES, 1);
+#pragma GCC unroll 4
+                        for (int i = 0; i < num_inputs; i++)
+                            part[i][n][v] =
+                                plus_product(part[i][n][v], w, all(x[i * b->x_stride + k]));
+                    }
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < STREAMS; n++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) {
+                const struct scales s = scales_at(at[n] + code_bytes(form), form, heads[n][v],
+                                                  head_minimums[n][v], v);
+#pragma GCC unroll 4
+                for (int i = 0; i < num_inputs; i++) {
+                    sums[i][n][v] = plus_product(sums[i][n][v], part[i][n][v], s.scale);
+                    if (has_minimum(form))
+                        sums[i][n][v] = plus_product(sums[i][n][v], s.minimum,
+                                                     all(b->x_sums[i * num_groups + g]));
+                }
+            }
+            at[n] += group_bytes(form);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < num_inputs; i++)
+#pragma GCC unroll 4
+        for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++)
+                out[i][n][v] = sums[i][n][v];
+}
+
+#if LANES == 16
+#define FOR_INPUTS(form)                                                                           \
+    case form:                                                                                     \
+        if (num_inputs == 1)                                                                       \
+            multiply_block(b, out, form, 1);                                                       \
+        else if (num_inputs == 2)                                                                  \
+            multiply_block(b, out, form, 2);                                                       \
+        else if (num_inputs == 3)                                                                  \
+            multiply_block(b, out, form, 3);                                                       \
+        else                                                                                       \
+            multiply_block(b, out, form, 4);                                                       \
+        return;
+#else
+#define FOR_INPUTS(form)                                                                           \
+    case form:                                                                                     \
+        if (num_inputs == 1)                                                                       \
+            multiply_block(b, out, form, 1);                                                       \
+        else                                                                                       \
+            multiply_block(b, out, form, 2);                                                       \
+        return;
+#endif
+
+static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int form,
+                          int64_t num_inputs)
+{
+    switch (form) {
+        FOR_INPUTS(Q4_0)
+        FOR_INPUTS(Q4_1)
+        FOR_INPUTS(Q4_K)
+        FOR_INPUTS(Q8_0)
+        FOR_INPUTS(Q5_1)
+        FOR_INPUTS(Q5_K)
+        FOR_INPUTS(Q6_K)
+    }
+}
+
+/* All inputs by panels [first, end) of one part, whose rows begin at `column` of the output. */
+static void multiply_part(const struct product *p, const struct part *part, int64_t column,
+                          int64_t first, int64_t end)
+{
+    const int form = (int)part->scheme;
+    const char *base = (const char *)(uintptr_t)part->address;
+    const int64_t bytes = panel_bytes(form, p->depth), num_groups = p->depth / group_of(form);
+    const int64_t count = end - first, apart = (count + STREAMS - 1) / STREAMS;
+    const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
+    for (int64_t i = 0; i < apart; i++) {
+        int64_t numbers[STREAMS];
+        struct block b = {.x_stride = p->x_stride, .depth = p->depth};
+        for (int n = 0; n < STREAMS; n++) {
+            const int64_t number = i + n * apart;
+            numbers[n] = first + (number < count ? number : i); /* one is written twice */
+            b.panels[n] = base + numbers[n] * bytes;
+        }
+        for (int64_t share = 0; share < num_shares; share++) {
+            const int64_t input = p->num_inputs * share / num_shares;
+            const int64_t next = p->num_inputs * (share + 1) / num_shares;
+            vec sums[MAX_INPUTS][STREAMS][VECS];
+            b.x = p->x + input * p->x_stride;
+            b.x_sums = p->x_sums + input * num_groups;
+            multiply_some(&b, sums, form, next - input);
+            for (int64_t j = input; j < next; j++)
+                for (int n = 0; n < STREAMS; n++)
+                    for (int v = 0; v < VECS; v++) {
+                        const int64_t row = numbers[n] * CODE_ROWS + v * LANES;
+                        const int64_t left = part->num_rows - row;
+                        float *to = p->out + j * p->out_stride + column + row;
+                        const float *bias = p->bias == NULL ? NULL : p->bias + column + row;
+                        vec sum = sums[j - input][n][v];
+                        if (left >= LANES)
+                            store(to, bias == NULL ? sum : sum + load(bias, FLOAT32), FLOAT32);
+                        else if (left > 0)
+                            store_part(to, bias == NULL ? sum : sum + load_part(bias, left, FLOAT32),
+                                       left, FLOAT32);
+                    }
+        }
+    }
+}
+
+void sum_inputs(float *sums, const struct product *p)
+{
+    if (!has_minimum(p->type))
+        return;
+    const int group = group_of(p->type);
+    const int64_t num_groups = p->depth / group;
+    for (int64_t i = 0; i < p->num_inputs; i++)
+        for (int64_t g = 0; g < num_groups; g++) {
+            vec sum = all(0);
+            for (int k = 0; k < group; k += LANES)
+                sum += load(p->x + i * p->x_stride + g * group + k, FLOAT32);
+            sums[i * num_groups + g] = sum_of(sum);
+        }
+}
+
+void multiply_quantised(void *context, int64_t item)
+{
+    const struct product *p = context;
+    int64_t num_panels = 0, before = 0, column = 0;
+    for (int64_t i = 0; i < p->num_parts; i++)
+        num_panels += (p->parts[i].num_rows + CODE_ROWS - 1) / CODE_ROWS;
+    const int64_t first = num_panels * item / p->num_items;
+    const int64_t end = num_panels * (item + 1) / p->num_items;
+    for (int64_t i = 0; i < p->num_parts; i++) {
+        const struct part *part = &p->parts[i];
+        const int64_t count = (part->num_rows + CODE_ROWS - 1) / CODE_ROWS;
+        const int64_t from = first > before ? first - before : 0;
+        const int64_t to = end < before + count ? end - before : count;
+        if (from < to)
+            multiply_part(p, part, column, from, to);
+        before += count;
+        column += part->num_rows;
+    }
+}
+
+INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v, int64_t first,
+                   int64_t end)
+{
+    const int group = group_of(form);
+    vec head = all(0), head_minimum = all(0);
+    for (int64_t k = first; k < end; k += group) {
+        const char *at = panel + k / group * group_bytes(form);
+        if (has_head(form)) {
+            at += k / BLOCK_VALUES * head_bytes(form);
+            const char *heads = panel + k / BLOCK_VALUES *
+                                            (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
+            head = widened_half(heads + v * LANES * HALF_BYTES);
+            if (stores_minimum(form))
+                head_minimum = widened_half(heads + (CODE_ROWS + v * LANES) * HALF_BYTES);
+            at += head_bytes(form);
+        }
+        const struct scales s = scales_at(at + code_bytes(form), form, head, head_minimum, v);
+        for (int j = 0; j < group; j++) {
+            vec code;
+            if (code_bits(form) == 4) {
+                vec_bits packed;
+                memcpy(&packed, at + (j / 8 * CODE_ROWS + v * LANES) * 4, sizeof packed);
+                code = __builtin_convertvector((vec_int)((packed >> (4 * (j % 8))) & 15), vec);
+            } else {
+                code = integers(at + j * CODE_ROWS + v * LANES, 1);
+            }
+            store(to + (k - first + j) * stride, plus_product(s.minimum, code, s.scale), FLOAT32);
+        }
+    }
+}
+
+void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t depth, int64_t row,
+                 int64_t first, int64_t end)
+{
+    const int form = (int)part->scheme, v = (int)(row % CODE_ROWS / LANES);
+    if (row / CODE_ROWS * CODE_ROWS >= part->num_rows) {
+        for (int64_t k = first; k < end; k++)
+            store(to + (k - first) * stride, all(0), FLOAT32);
+        return;
+    }
+    const char *panel =
+        (const char *)(uintptr_t)part->address + row / CODE_ROWS * panel_bytes(form, depth);
+#define UNPACK(form)                                                                               \
+    case form:                                                                                     \
+        unpack(to, stride, panel, form, v, first, end);                                            \
+        return;
+    switch (form) {
+        UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)
+    }
+}

@@ -1,0 +1,32 @@
+/* Matrices of codes and scales, packed for the kernels, as engine/panels.py has it.
+ *
+ * A panel is 16 rows. Along them lie groups of 16 or 32 values: first the codes of all 16 rows, then
+ * their scales, then, where there are, their minimums: a value is scale * code + minimum. Codes of 4
+ * bits are eight of a row in each 32-bit lane, the first lowest; codes of 8 bits lie value by value,
+ * 16 rows side by side. Where scales are small integers, a head before every 256 values has what they
+ * are multiplied by.
+ */
+#ifndef PENSTOCK_QUANTISED_H
+#define PENSTOCK_QUANTISED_H
+
+#include "product.h"
+
+enum { BLOCK_VALUES = 256, CODE_ROWS = 16, MIN_GROUP = 16, MAX_GROUP = 32 };
+
+/* Forms, as in cpu.py, behind the types and the scheme of packed pairs. */
+enum { Q4_0 = 4, Q4_1, Q4_K, Q8_0, Q5_1, Q5_K, Q6_K };
+
+INLINE int is_quantised(int64_t type) { return type >= Q4_0; }
+
+/* Values [first, end) of LANES rows, which begin with number `row` of the matrix, to columns of a panel of
+ * float32: to[k * stride]. first is at a group's beginning. */
+void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t depth, int64_t row,
+                 int64_t first, int64_t end);
+
+/* Sums of each group of each input, [num_inputs, groups of a row], where weights have minimums. */
+void sum_inputs(float *sums, const struct product *p);
+
+/* The product as a body of parallel_for, for few inputs, whose sums are there. */
+void multiply_quantised(void *context, int64_t item);
+
+#endif
