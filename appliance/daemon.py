@@ -27,7 +27,7 @@ from appliance.boot import Plan, check_others, is_to_be_fetched, lock_state_dir,
 from appliance.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.fetching import Fetching
 from appliance.folders import prepare_directories
-from appliance.heap import keep_trimmed
+from appliance.heap import keep_small
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
@@ -69,6 +69,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     """
     if sys.platform != "linux":
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
+    keep_small()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -165,7 +166,7 @@ class _Daemon:
                     return 0
                 app.state.appliance = self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-            for endless in (self._make_frames(), self._keep_watch(), keep_trimmed()):
+            for endless in (self._make_frames(), self._keep_watch()):
                 stack.callback(asyncio.create_task(endless).cancel)
             await self._serve()
             self._service.make_frame()  # with the energy of the last steps

@@ -1,33 +1,29 @@
-"""The C library's heap: what is free in it goes back to the machine once a minute.
+"""The C library's heap, told to keep large buffers out of it.
 
-Python keeps objects of more than half a kilobyte there. What requests have left free lies between
-what stays, and the C library by itself returns only what is free at the heap's end: after 100,000
-hostile requests 26 MiB of it were free, beside 18 MiB in use from the first tenth to the last.
-Owns: that minute. Called by: daemon.
-Never: waits for a request to end: a minute's pages are returned in less than a millisecond.
+Python keeps objects of more than half a kilobyte there. The GNU C library first gives large ones
+pages of their own, which go back when they are freed; but with every large one that is freed it
+raises the size from which it does so. Bodies and replies then lie among small things that stay, and
+leave holes: of 100,000 hostile requests 26 MiB, where 18 MiB were in use from first to last.
+Owns: that size. Called by: daemon, before anything else.
+Never: raises; another C library is left as it is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Callable
 
-INTERVAL_S = 60.0
+OWN_PAGES_BYTES = 64 << 10
+"""From here on a buffer has pages of its own, whatever was freed before."""
+KEPT_BYTES = 128 << 10
+"""Free at the heap's end; what is more goes back."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 
-def find_trim() -> Callable[[int], int] | None:
-    """`malloc_trim` of the GNU C library; None where another one is."""
+def keep_small() -> bool:
+    """Set the sizes for this process; False if the C library does not know them."""
     try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
-        return None
-    return trim
-
-
-async def keep_trimmed(interval_s: float = INTERVAL_S) -> None:
-    """Return free pages for ever, beside the loop; nothing where the library cannot."""
-    trim = find_trim()
-    while trim is not None:
-        await asyncio.sleep(interval_s)
-        await asyncio.to_thread(trim, 0)
+        return False
+    sizes = ((_MMAP_THRESHOLD, OWN_PAGES_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES))
+    return all(mallopt(name, size) == 1 for name, size in sizes)

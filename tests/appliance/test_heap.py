@@ -1,45 +1,37 @@
-"""Free pages of the C heap go back to the machine while the loop runs."""
+"""Large buffers stay out of the C heap, so that what is freed goes back to the machine."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
-from appliance.heap import find_trim, keep_trimmed
+from appliance.heap import OWN_PAGES_BYTES, keep_small
 
-SIZE = 16_000
-"""Bytes; too few for a mapping of its own."""
-
-
-def held_kib() -> int:
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-@pytest.mark.skipif(find_trim() is None, reason="this C library has no malloc_trim")
-async def test_what_lies_free_between_what_is_used_goes_back():
-    start_kib = held_kib()
-    blocks = [bytearray(SIZE) for _ in range(4000)]
-    kept = blocks[::100]  # some, so that the heap's end does not come down
-    full_kib = held_kib()
-    assert full_kib - start_kib > 40_000
-    del blocks
-    kept.append(bytearray(SIZE))
-    task = asyncio.create_task(keep_trimmed(0.01))
-    try:
-        async with asyncio.timeout(10):
-            while held_kib() > start_kib + (full_kib - start_kib) // 2:  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.01)
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    assert all(len(one) == SIZE for one in kept)
+CHURN = """
+import ctypes, random, re, sys
+from appliance.heap import keep_small
+if sys.argv[1] == "kept":
+    assert keep_small()
+rng, stays, passing = random.Random(0), [], []
+for _ in range(40_000):  # bodies that come and go among small things that stay
+    passing.append(bytearray(rng.choice((1_000, 70_000, 200_000, 900_000))))
+    stays.append(bytearray(600))
+    if len(passing) > 40:
+        passing.pop(rng.randrange(40))
+passing.clear()
+print(int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]))
+"""
 
 
-async def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr("appliance.heap.find_trim", lambda: None)
-    await keep_trimmed(0.0)
+def held_kib(how: str) -> int:
+    command = [sys.executable, "-c", CHURN, how]
+    return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+
+def test_bodies_that_come_and_go_leave_no_holes():
+    if not keep_small():
+        pytest.skip("this C library has no such sizes")
+    assert held_kib("kept") < held_kib("as it is") - 1024
+    assert OWN_PAGES_BYTES < 70_000
