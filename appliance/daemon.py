@@ -27,7 +27,6 @@ from appliance.boot import Plan, check_others, is_to_be_fetched, lock_state_dir,
 from appliance.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.fetching import Fetching
 from appliance.folders import prepare_directories
-from appliance.heap import keep_small
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
@@ -69,7 +68,6 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     """
     if sys.platform != "linux":
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
-    keep_small()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

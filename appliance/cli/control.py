@@ -84,8 +84,9 @@ def serve(
     if check_config:
         _check(load_config())
         return
-    from appliance import daemon
+    from appliance import daemon, heap
 
+    heap.keep_small()
     raise typer.Exit(daemon.serve(load_config))
 
 
