@@ -40,6 +40,7 @@ from engine.attention_backends import this_machine
 from engine.checkpoint import (
     Checkpoint,
     WeightsLayout,
+    arena_layout,
     choose_dtype,
     packed_layout,
     weights_layout,
@@ -164,9 +165,13 @@ def check_plan(config: ServeConfig) -> str:
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
+    weights = ""
+    if not checkpoint.is_plain:
+        layout = _layout(checkpoint, dtype) if gpu is None else arena_layout(checkpoint, dtype)
+        weights = "" if layout is None else f"; {_in_memory(checkpoint, layout, dtype)}"
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
-        f"up to {placement.max_model_len} tokens per request{attention}"
+        f"up to {placement.max_model_len} tokens per request{attention}{weights}"
     )
 
 
@@ -290,13 +295,12 @@ def _setups(
         layout = packed_layout(checkpoint, dtype)
         if layout is not None and (ways := _ways()) is None:
             layout = None
-        if layout is None and has_kernels():
-            layout = panels_layout(checkpoint, dtype)
         if layout is None:
-            layout = weights_layout(checkpoint, dtype, can_widen=has_kernels())
+            layout = _layout(checkpoint, dtype)
     weights_fd = None
-    if layout is not None and not checkpoint.is_plain:
-        log.info("%s", _in_memory(checkpoint, layout, dtype))
+    if not checkpoint.is_plain:
+        made = layout or arena_layout(checkpoint, dtype)  # which a GPU's worker makes
+        log.info("%s", _in_memory(checkpoint, made, dtype))
     if layout is not None:
         weights_fd = _memfd("penstock-weights", layout.num_bytes)
         fds.append(weights_fd)
@@ -329,6 +333,12 @@ def _setups(
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | PanelsLayout | None:
+    """Where weights lie that are not packed in pairs; None: the files are mapped."""
+    layout = panels_layout(checkpoint, dtype) if has_kernels() else None
+    return layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
 
 
 def _in_memory(checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dtype: str) -> str:

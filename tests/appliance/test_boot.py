@@ -9,9 +9,10 @@ from appliance.config import ServeConfig
 from appliance.devices.listing import Gpu
 from engine.checkpoint import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
-from engine.kernels.cpu import TILES, WIDENED
+from engine.kernels.cpu import TILES, WIDENED, has_kernels
 from engine.kernels.ways import Ways
 from engine.messages import GpuSpec
+from tests.gguf_files import write_gguf
 
 
 def config(tmp_path, **fields):
@@ -120,6 +121,14 @@ def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_pa
     assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))
     on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
     assert "attention" not in check_plan(on_cores)
+
+
+def test_what_becomes_of_quantised_weights_is_said_beforehand(gpu, tiny_llama, tmp_path):
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
+    on_cores = check_plan(config(tmp_path, model=path, devices="cpu"))
+    assert "weights are mostly q8_0 in the file" in on_cores
+    assert ("quantised as they are" in on_cores) == has_kernels()
+    assert "widened to bfloat16 at start" in check_plan(config(tmp_path, model=path))
 
 
 def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):
