@@ -125,11 +125,11 @@ class Room:
         Raises:
             QueueFull: with the time after which it would wait no longer than that.
         """
-        ahead = self.ahead_of(owner, wanted, share)
-        wait_ms = self.pace.wait_ms(ahead)
+        leaving = self.ahead_of(owner, wanted, share) + wanted  # it has its turn when it leaves
+        wait_ms = self.pace.wait_ms(leaving)
         if wait_ms is None or wait_ms <= max_wait_ms or not self.total:
             return
-        excess = math.ceil(ahead * (1 - max_wait_ms / wait_ms))
+        excess = math.ceil(leaving * (1 - max_wait_ms / wait_ms))
         raise QueueFull(
             f"it would wait about {wait_ms / 1e3:.0f} s for its turn, longer than the "
             f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",

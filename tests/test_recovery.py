@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.appliance.cli_process import penstock
 from tests.daemons import ARMS, is_alive
 
 
@@ -185,6 +186,35 @@ def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama
     assert sorted(each.name for each in (first.folder / "state").glob("requests*")) == [
         "requests.db"
     ]
+
+
+def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
+    start_daemon, tiny_llama, tmp_path
+):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    daemon = start_daemon(*ARMS["alias"], model=model).wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(daemon.complete, "a", max_tokens=1500, ignore_eos=True)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        shutil.rmtree(model)
+        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        assert len(reply.result()["choices"][0]["token_ids"]) == 1500
+    told = "worker decode has died 4 times in a row"
+    daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 60)
+    ready = daemon.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+    assert ready.json()["reason"].endswith("what comes is served by prefill")
+    assert daemon.complete("b", max_tokens=8, ignore_eos=True)["usage"]["completion_tokens"] == 8
+    state = daemon.fresh_state()
+    assert state["state"] == "degraded"
+    assert any("times in a row" in alert["message"] for alert in state["alerts"])
+    assert any(event["code"] == "worker.lost" for event in state["events"])
+    assert "worker decode could not be restarted" in daemon.stderr
+    doctor = penstock({**daemon.env, "PENSTOCK_SOCKET": str(daemon.socket)}, "doctor")
+    assert "worker decode has died" in doctor.stdout
+    shutil.copytree(tiny_llama, model)
+    wait_restarted(daemon, "decode", None)
+    assert daemon.stop() == 0
 
 
 def test_the_last_worker_that_cannot_come_back_leaves_nobody_waiting(

@@ -173,9 +173,9 @@ def paced(limit=1000, held=None, per_s=2.0):
 
 def test_who_would_wait_too_long_is_refused_with_the_time_after_which_he_would_not():
     room = paced(held={"a": 40})
-    room.check_wait("a", 1, 20_000, 1.0)  # 40 before it, 2 a second
+    room.check_wait("a", 1, 20_500, 1.0)  # 40 before it, 2 a second
     with pytest.raises(QueueFull) as refused:
-        room.check_wait("a", 1, 10_000, 1.0)
+        room.check_wait("a", 1, 10_500, 1.0)
     assert refused.value.retry_after_ms == 10_000
     assert "about 20 s" in refused.value.what
 
@@ -183,7 +183,7 @@ def test_who_would_wait_too_long_is_refused_with_the_time_after_which_he_would_n
 def test_a_newcomer_waits_for_one_turn_of_each_and_not_for_their_queues():
     room = paced(held={"a": 40, "b": 40})
     assert room.ahead_of("c", 1, 1 / 3) == 2
-    room.check_wait("c", 1, 1_000, 1 / 3)
+    room.check_wait("c", 1, 1_500, 1 / 3)
     assert room.ahead_of("a", 1, 1 / 2) == 80
 
 

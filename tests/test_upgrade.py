@@ -1,0 +1,90 @@
+"""What version 0.1 has left behind is opened by this one: its log, its settings, its recordings.
+
+The files in fixtures/v0.1 were made by that version's own code, and are not made anew.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sqlite3
+import tomllib
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from appliance.config import DEFAULT, explain, load
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
+from appliance.protocol import Frame
+from tests.appliance.logs import row, start
+from tui.replay import Replay
+
+OLD = Path(__file__).parent / "fixtures" / "v0.1"
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    path = folder / name
+    path.write_bytes(gzip.decompress((OLD / f"{name}.gz").read_bytes()))
+    return path
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = start(unpacked("requests.db", tmp_path))
+    yield log
+    assert log.close()
+
+
+def test_an_old_log_is_read_and_written_on(log):
+    log.record(row("cmpl-new", received_at="2999-11-21T15:00:00.000Z"))
+    new, second, first = log.rows(RowQuery())
+    assert (new["id"], second["id"], first["id"]) == ("cmpl-new", "chatcmpl-second", "cmpl-first")
+    assert (first["ttft_ms"], first["e2e_ms"], first["route"]) == (3000.0, 10_000.0, "move")
+    assert (second["user"], second["finish_reason"]) == ("key:laptop", "abort")
+    died, ready = log.events(EventQuery(limit=2))[::-1]
+    assert (died["code"], ready["code"]) == ("worker.died", "worker.ready")
+    (usage,) = log.usage(UsageQuery(by="model"))
+    assert usage["requests"] == 3
+
+
+def test_the_run_that_an_old_daemon_did_not_end_is_a_crash_without_rows(log):
+    assert log.crash is not None
+    assert "2999-11-21T14:00:11.000Z; 0 requests were cut short" in log.crash
+    with closing(sqlite3.connect(log.path)) as db:
+        runs = db.execute("SELECT version, stop_reason FROM runs ORDER BY run_id").fetchall()
+    assert runs == [("1", "crash"), ("1", None)]
+
+
+def test_a_recording_can_be_made_of_what_an_old_daemon_showed(log, tmp_path):
+    with closing(log.recording(Span())) as made:
+        path = tmp_path / "made.penstock"
+        path.write_bytes(made.read())
+    assert_plays(path)
+
+
+def test_an_old_recording_plays(tmp_path):
+    assert_plays(unpacked("recording.penstock", tmp_path))
+
+
+def assert_plays(path: Path) -> None:
+    """All twelve seconds, with the requests and events of their times."""
+    replay = Replay(path)
+    seen = [view.frame for view in replay.views()]
+    assert replay.num_damaged == 0
+    replay.close()
+    assert all(isinstance(frame, Frame) for frame in seen)
+    assert [frame.at[-7:-1] for frame in seen] == [f"{second:02}.000" for second in range(12)]
+    assert {one.id for one in seen[5].requests} == {"cmpl-first", "chatcmpl-second"}
+    assert seen[5].workers
+    assert [event.code for event in seen[-1].events] == ["worker.died", "worker.ready"]
+
+
+def test_every_setting_of_an_old_file_is_known_and_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = {"config": str(OLD / "penstock.toml")}
+    config = load(flags, {})
+    assert (config.max_queued, config.kv_memory_bytes, config.roles) == (256, 2 << 30, "elastic")
+    assert config.max_body_bytes == 32 << 20
+    named = set(tomllib.loads((OLD / "penstock.toml").read_text()))
+    set_here = {found.name for found in explain(flags, {}) if found.origin != DEFAULT}
+    assert set_here == named
