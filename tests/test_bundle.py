@@ -86,7 +86,7 @@ def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
     stacks = parts["stacks.txt"].decode().split("== ")[1:]
     ours, *workers = sorted(stacks, key=lambda each: f"pid {daemon.process.pid}," not in each)
     assert "in run_forever" in ours
-    assert "Current thread" in ours
+    assert "most recent call first" in ours
     (hung,) = [each for each in workers if "no answer" in each]
     assert "stopped" in hung
     assert "penstock-prefil" in hung
