@@ -22,8 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.checkpoint import Checkpoint
-from engine.prefix_hashes import KEY_BYTES, PrefixHasher
+from appliance.boot import Plan
+from appliance.config import ServeConfig
+from engine.errors import ConfigError
+from engine.prefix_hashes import KEY_BYTES, PrefixChain, PrefixHasher
 
 log = logging.getLogger("penstock")
 
@@ -36,32 +38,60 @@ _PART_BYTES = 64 << 20
 _NUM_THREADS = 2
 
 
-def make_hasher(
-    state_dir: Path, checkpoint: Checkpoint, *, dtype: str, max_model_len: int, block_size: int
-) -> PrefixHasher:
-    """What makes the hashes of this model's blocks, served like this.
+class PromptHasher:
+    """Makes the hashes of prompts' blocks; who may share them is in them.
 
     Args:
-        state_dir: where the key is, and what is known of weights.
-        checkpoint: the model.
-        dtype: that weights and KV are served in.
-        max_model_len: tokens of the longest request, on which longrope's factors depend.
-        block_size: tokens in a block.
+        hasher: of this model's blocks, served like this.
+        isolates_users: no user finds what another has left.
+    """
+
+    def __init__(self, hasher: PrefixHasher, *, isolates_users: bool) -> None:
+        self._hasher = hasher
+        self._isolates_users = isolates_users
+
+    def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
+        """Of a prompt, which only such find that have the same salt; from any thread."""
+        return self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
+
+
+def make_hasher(config: ServeConfig, plan: Plan) -> PromptHasher | None:
+    """What the prefix cache of a model is kept by; None: it is off.
 
     Raises:
-        OSError: the state folder or the weights cannot be read.
+        ConfigError: the state folder or the weights cannot be read.
     """
+    if not config.prefix_cache:
+        return None
+    try:
+        key, extra = load_key(config.state_dir), identity(plan, config.state_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"no prefix cache can be kept: {error.strerror}",
+            where=str(error.filename or config.state_dir),
+            hint="it needs the state folder and the weights; --prefix-cache off does without",
+        ) from error
+    hasher = PrefixHasher(key, extra, plan.placement.block_size)
+    return PromptHasher(hasher, isolates_users=config.cache_isolation == "user")
+
+
+def identity(plan: Plan, state_dir: Path) -> bytes:
+    """All that the bytes of a block depend on beside tokens.
+
+    Raises:
+        OSError: the weights cannot be read.
+    """
+    checkpoint, placement = plan.checkpoint, plan.placement
     ropes = {rope for rope in checkpoint.config.ropes if rope is not None}
     parts = {
         "layout": LAYOUT_VERSION,
         "config": _config_sum(checkpoint.folder),
         "weights": fingerprint({one.file for one in checkpoint.tensors.values()}, state_dir),
-        "dtype": dtype,
-        "rope": sorted(rope.factors(max_model_len) for rope in ropes),
-        "block_size": block_size,
+        "dtype": plan.dtype,
+        "rope": sorted(rope.factors(placement.max_model_len) for rope in ropes),
+        "block_size": placement.block_size,
     }
-    extra = json.dumps(parts, sort_keys=True).encode()
-    return PrefixHasher(load_key(state_dir), extra, block_size)
+    return json.dumps(parts, sort_keys=True).encode()
 
 
 def _config_sum(folder: Path) -> str:

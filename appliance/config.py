@@ -48,6 +48,8 @@ class ServeConfig:
     slo_itl_ms: int = 0
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
+    prefix_cache: bool = True
+    cache_isolation: str = "none"
     listen: tuple[str, int] | None = None
     api_keys: Path | None = None
     operators: tuple[str, ...] = DEFAULT_OPERATORS

@@ -285,7 +285,7 @@ class _Daemon:
     async def _load(self) -> str | None:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
-        await self._supervisor.run()
+        await asyncio.gather(self._supervisor.run(), self._service.rekey(self._config, self._plan))
         about = await self._rehearsing.run(self._service.model.max_model_len)
         self._service.availability.is_rehearsing = False
         return about

@@ -38,6 +38,7 @@ from appliance.protocol import (
 from appliance.request import ModelInfo, Readings, Request
 from appliance.roles import RolesChange
 from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.prefix_hashes import PrefixChain
 from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
 
@@ -156,6 +157,10 @@ class Fetching:
     def max_tokens_per_request(self) -> int:
         """No request may bring any."""
         return 0
+
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        """There is no cache."""
+        return None
 
     def next_seq_id(self) -> int:
         """There are none."""

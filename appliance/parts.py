@@ -16,6 +16,7 @@ from appliance.latency import stages
 from appliance.placement import Placement
 from appliance.protocol import (
     MAX_POOL_OWNERS,
+    HolderFrame,
     OwnerFrame,
     PoolFrame,
     QueueFrame,
@@ -82,6 +83,8 @@ def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> 
         block_size=pool.block_size,
         block_bytes=block_bytes,
         owners=owners,
+        holders=[HolderFrame(*each) for each in pool.index.held.most_common(MAX_POOL_OWNERS)],
+        evicted=pool.index.num_evicted,
         **counts,
     )
 

@@ -13,6 +13,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from appliance.pool_frame import HolderFrame as HolderFrame
+from appliance.pool_frame import OwnerFrame as OwnerFrame
+from appliance.pool_frame import PoolFrame as PoolFrame
+
 FRAME_VERSION = 1
 PHASES = ("queued", "prefilling", "handing_off", "decoding", "finished")
 
@@ -113,38 +117,6 @@ class WorkerFrame(msgspec.Struct):
     """Since its last step ended, while it has work or an answer to give; None: it has neither."""
     num_prefilling: int = 0
     """Of its sequences, those whose prompt is not complete."""
-
-
-class OwnerFrame(msgspec.Struct):
-    """Who holds blocks of a pool."""
-
-    user: str
-    num_blocks: int
-    num_requests: int
-
-
-class PoolFrame(msgspec.Struct):
-    """Blocks of one KV pool (or of the transfer ring) by state; they add up to num_blocks."""
-
-    name: str
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-    free: int
-    reserved: int
-    active: int
-    draining: int
-    owners: list[OwnerFrame] = []
-    """Most blocks first; at most MAX_POOL_OWNERS."""
-    cached: int = 0
-    """In use by nobody, and kept as long as nothing else needs the room."""
-
-    @property
-    def used_ratio(self) -> float | None:
-        """Share of blocks that new work cannot have; None: it has none at all."""
-        if self.num_blocks <= 0:
-            return None
-        return 1 - (self.free + self.cached) / self.num_blocks
 
 
 class QueueFrame(msgspec.Struct):
@@ -277,6 +249,16 @@ class TotalsFrame(msgspec.Struct):
     routes: dict[str, int] = {}
     """Sequences placed, by route and reason, as `move cheapest`."""
     ways: list[WayFrame] = []
+    has_prefix_cache: bool = False
+    """It is on: not switched off, and not still loading."""
+    cached_tokens: int = 0
+    """Of prompt_tokens, those found computed."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens of sequences that were placed while the prefix cache was on; of these..."""
+    prefix_cache_hits: int = 0
+    """...those found computed."""
+    prefix_cache_s: float = 0.0
+    """Spent in hashing, finding and publishing blocks."""
 
 
 class SwapsFrame(msgspec.Struct):

@@ -22,6 +22,7 @@ from appliance.protocol import Frame
 from appliance.roles import RolesChange
 from appliance.swaps import Swaps
 from engine.errors import RequestError
+from engine.prefix_hashes import PrefixChain
 from engine.sequence import Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 
@@ -166,6 +167,20 @@ class Request:
         return sum(known) if known else None
 
     @property
+    def num_cached_tokens(self) -> int | None:
+        """Of its prompts, what was found computed; None: the cache is off.
+
+        Of several answers to one prompt the first computes it for the others, so that counts which
+        found least.
+        """
+        least: dict[int, int] = {}
+        for one in self.sequences:
+            if one.prefix is not None:
+                found, prompt = one.num_cached_tokens if one.legs else 0, id(one.prompt_token_ids)
+                least[prompt] = min(found, least.get(prompt, found))
+        return sum(least.values()) if least else None
+
+    @property
     def is_finished(self) -> bool:
         """True once every sequence is."""
         return all(sequence.is_finished for sequence in self.sequences)
@@ -254,6 +269,9 @@ class Appliance(Protocol):
 
     def degraded_reason(self) -> str | None:
         """What is wrong while others serve on; None: nothing."""
+
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""
 
     def next_seq_id(self) -> int:
         """A new sequence id, never used before in this daemon."""

@@ -17,7 +17,9 @@ import msgspec
 
 from appliance.availability import Availability
 from appliance.boot import Plan, model_info
+from appliance.cache_identity import PromptHasher, make_hasher
 from appliance.closed import ClosedRequests
+from appliance.config import ServeConfig
 from appliance.deadlines import Deadlines
 from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
@@ -31,6 +33,7 @@ from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
+from engine.prefix_hashes import PrefixChain
 from engine.router import Router
 from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
@@ -61,6 +64,8 @@ class Service:
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
         self.swaps: Swaps | None = None
+        self.hasher: PromptHasher | None = None
+        """Of prompts' blocks; None: no prefix cache, or not yet."""
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
@@ -127,6 +132,14 @@ class Service:
     def degraded_reason(self) -> str | None:
         """What is wrong while others serve on; None: nothing."""
         return self.availability.degraded_reason
+
+    async def rekey(self, config: ServeConfig, plan: Plan) -> None:
+        """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""
+        self.hasher = await asyncio.to_thread(make_hasher, config, plan)
+
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""
+        return None if self.hasher is None else self.hasher.chain(token_ids, salt, user)
 
     def next_seq_id(self) -> int:
         """A new sequence id."""
@@ -368,6 +381,7 @@ class Service:
     def _standing(self) -> Standing:
         reason = self.not_ready_reason()
         swaps = None if self.swaps is None else self.swaps.frame()
+        self._totals.has_prefix_cache = self.hasher is not None
         live, lost = list(self._live.values()), self._log.rows_lost
         return Standing(reason or self.degraded_reason(), live, self._totals, lost, swaps)
 

@@ -124,6 +124,14 @@ def some_weights(value: object) -> tuple[tuple[str, float], ...]:
     return tuple(found.items())
 
 
+def on_or_off(value: object) -> bool:
+    """A flag that reads better so; TOML's own booleans go, too."""
+    words = {"on": True, "true": True, "off": False, "false": False}
+    if str(value).lower() not in words:
+        raise ValueError("on or off")
+    return words[str(value).lower()]
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The one that was probably meant; empty if none is near."""
     from difflib import get_close_matches  # for mistakes only

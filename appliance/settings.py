@@ -18,6 +18,7 @@ from appliance.setting_kinds import (
     an_address,
     at_least,
     names,
+    on_or_off,
     one_of,
     parse_bytes,
     some_devices,
@@ -83,6 +84,16 @@ SETTINGS: Mapping[str, Setting] = {
         at_least(2, "tokens"), "most tokens of a prompt and its reply together"
     ),
     "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
+    "prefix_cache": Setting(
+        on_or_off,
+        "keep what prompts and answers leave in the KV pools for those that begin alike: on, or "
+        "off for measuring",
+    ),
+    "cache_isolation": Setting(
+        one_of("none", "user"),
+        "whose prompts share what is kept: none sets nobody apart; user lets nobody find out, by "
+        "the time of a first token, what another user has asked",
+    ),
     "socket": Setting(a_path, "the Unix socket to listen on"),
     "state_dir": Setting(a_path, "folder for the request log"),
     "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),

@@ -60,6 +60,7 @@ class Telemetry:
     def __init__(self, max_model_len: int) -> None:
         self.events: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.windows = Windows()
         self.histograms = Histograms(max_model_len)
@@ -104,6 +105,7 @@ class Telemetry:
             self.windows.first_token(sequence, ttft_ms, now_ns)
             self.histograms.ttft_s.observe(ttft_ms / 1e3)
             self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_cached_tokens += sequence.num_cached_tokens
         else:
             gap_ms = (now_ns - last_ns) / 1e6
             self.windows.gap(gap_ms, now_ns)

@@ -148,6 +148,7 @@ class PrefixCache:
             sequence.num_cached_tokens = len(found.get(books.name, ())) * books.block_size
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
+            self._counters.prefix_cache_ns += sequence.prefix.took_ns
         return True
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from time import perf_counter_ns
 
 KEY_BYTES = 32
 HASH_BYTES = 16
@@ -52,8 +53,10 @@ class PrefixHasher:
 
     def chain(self, token_ids: Sequence[int], *salts: str) -> PrefixChain:
         """The hashes of a prompt's full blocks."""
+        began_ns = perf_counter_ns()
         chain = PrefixChain(self, self.root(*salts))
         chain.grow(token_ids)
+        chain.took_ns = perf_counter_ns() - began_ns
         return chain
 
     def hashes(self, parent: Hash, token_ids: Sequence[int]) -> list[Hash]:
@@ -78,12 +81,14 @@ class PrefixChain:
         root: what the chain begins with.
     """
 
-    __slots__ = ("_hasher", "hashes", "root")
+    __slots__ = ("_hasher", "hashes", "root", "took_ns")
 
     def __init__(self, hasher: PrefixHasher, root: Hash) -> None:
         self._hasher = hasher
         self.root = root
         self.hashes: list[Hash] = []
+        self.took_ns = 0
+        """To hash the prompt; of a copy 0."""
 
     def __len__(self) -> int:
         return len(self.hashes)

@@ -14,6 +14,7 @@ from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
+from engine.prefix_hashes import PrefixChain, PrefixHasher
 from engine.sequence import Ended, FinishReason, Leg, On, Sequence, TokenLogprob
 from engine.tokenizer import Tokenizer
 from tests.tui.frames import busy
@@ -48,6 +49,11 @@ class FakeAppliance:
         self.burst = burst
         self.interval_s = interval_s
         self.max_queued = max_queued
+        self.hasher: PrefixHasher | None = None
+        """Tests with a prefix cache set it."""
+        self.known_hashes: set[bytes] = set()
+        self.salts: list[tuple[str | None, str]] = []
+        """Of each prompt that was hashed, with its user."""
         self.model = ModelInfo(
             model_id="fake/tiny-model",
             max_model_len=max_model_len,
@@ -97,6 +103,19 @@ class FakeAppliance:
     def degraded_reason(self) -> str | None:
         return self.degraded
 
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        self.salts.append((salt, user))
+        return None if self.hasher is None else self.hasher.chain(token_ids, salt or "")
+
+    def find_cached(self, sequence: Sequence) -> None:
+        """What was asked before is found, but for the block of the last token."""
+        if sequence.prefix is not None and self.hasher is not None:
+            hashes = sequence.prefix.hashes[: (sequence.num_tokens - 1) // self.hasher.block_size]
+            found = sum(each in self.known_hashes for each in hashes)
+            sequence.num_cached_tokens = found * self.hasher.block_size
+            sequence.legs = (Leg("decode", sequence.sampling.max_tokens),)
+            self.known_hashes.update(sequence.prefix.hashes)
+
     def next_seq_id(self) -> int:
         self._last_seq_id += 1
         return self._last_seq_id
@@ -108,6 +127,7 @@ class FakeAppliance:
         self.live[request.request_id] = request
         self.submitted.append(request)
         for sequence in request.sequences:
+            self.find_cached(sequence)
             self._tasks[sequence.seq_id] = asyncio.create_task(self._generate(request, sequence))
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:

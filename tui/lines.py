@@ -23,6 +23,7 @@ STATE_CELLS = {
     "active": "█",
     "reserved": "▓",
     "draining": "▚",
+    "cached": "▒",
     "free": "░",
 }
 """Block states in the order in which a bar shows them."""

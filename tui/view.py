@@ -126,5 +126,6 @@ def pool_counts(pool: PoolFrame) -> dict[str, int]:
         "active": pool.active,
         "reserved": pool.reserved,
         "draining": pool.draining,
+        "cached": pool.cached,
         "free": pool.free,
     }

@@ -29,6 +29,7 @@ from appliance.request import ModelInfo, Request, Role
 from appliance.wire import appliance_of
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
+from engine.prefix_hashes import PrefixChain
 from engine.sequence import Sequence, Stamps
 from engine.tokenizer import Tokenizer
 
@@ -72,6 +73,8 @@ class _Prepared:
     text: str | None
     """The prompts' text, None where they came as ids."""
     prompts: list[list[int]]
+    prefixes: list[PrefixChain | None]
+    """Of the prompts."""
     echoes: list[Echo]
     grammar: str | None
     bad_words: tuple[tuple[int, ...], ...]
@@ -107,6 +110,13 @@ async def _read(
     tokenizer, model = appliance.tokenizer, appliance.model
     limits = appliance.max_per_request, appliance.max_tokens_per_request
     turns = cast(AdmissionTurns, http.app.state.turns)
+    user = arrival_of(http).peer.name
+
+    def prepare(ask: Ask) -> _Prepared:
+        def hash_prompt(token_ids: list[int]) -> PrefixChain | None:
+            return appliance.hash_prompt(token_ids, ask.cache_salt, user)
+
+        return _prepare(ask, tokenizer, model, hash_prompt)
 
     def validate() -> tuple[Fields, Ask]:
         fields = Fields.of_body(body)
@@ -116,15 +126,15 @@ async def _read(
 
     def do_all() -> tuple[Fields, Ask, _Prepared]:
         fields, ask = validate()
-        return fields, ask, _prepare(ask, tokenizer, model)
+        return fields, ask, prepare(ask)
 
     if len(body) > MAX_INLINE_BYTES:
         return await turns.large.run(http, do_all)
     fields, ask = validate()
     is_quick = not (ask.is_chat or ask.constraint or ask.bad_words)
     if is_quick and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS:
-        return fields, ask, _prepare(ask, tokenizer, model)
-    return fields, ask, await turns.small.run(http, lambda: _prepare(ask, tokenizer, model))
+        return fields, ask, prepare(ask)
+    return fields, ask, await turns.small.run(http, lambda: prepare(ask))
 
 
 def _check_choices(ask: Ask, most: int, most_tokens: int) -> None:
@@ -165,8 +175,11 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
             ),
             stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
             owner=peer.name,
+            prefix=prefix.copy() if prefix is not None and choice else prefix,
         )
-        for index, token_ids in enumerate(prepared.prompts)
+        for index, (token_ids, prefix) in enumerate(
+            zip(prepared.prompts, prepared.prefixes, strict=True)
+        )
         for choice in range(ask.num_choices)
     ]
     return Request(
@@ -182,8 +195,13 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
     )
 
 
-def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
-    """The part that may take time: templates, tokenizing, compiling a grammar."""
+def _prepare(
+    ask: Ask,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    hash_prompt: Callable[[list[int]], PrefixChain | None],
+) -> _Prepared:
+    """The part that may take time: templates, tokenizing, hashes, compiling a grammar."""
     output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
     prompts = [ask.chat.render(tokenizer, output_format)] if ask.chat else ask.prompts
     if ask.suffix:
@@ -202,7 +220,8 @@ def _prepare(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> _Prepared:
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
     grammar = _grammar(ask, output_format, tokenizer, model)
     bad_words = _bad_words(ask, tokenizer, model)
-    return _Prepared("\n".join(texts) or None, ids, echoes, grammar, bad_words)
+    prefixes = [hash_prompt(one) for one in ids]
+    return _Prepared("\n".join(texts) or None, ids, prefixes, echoes, grammar, bad_words)
 
 
 def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:

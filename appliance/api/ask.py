@@ -26,6 +26,7 @@ from engine.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 2048
+MAX_SALT_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ class Ask:
     """A stop string ends the output, instead of standing behind it."""
     truncate: int | None = None
     """Only so many last tokens of the prompt count; -1: as many as leave room for the output."""
+    cache_salt: str | None = None
+    """Only prompts with the same one share what is cached."""
     ignored: tuple[str, ...]
     """Names of the fields that have no effect."""
 
@@ -202,3 +205,10 @@ class Ask:
             code="context_length_exceeded",
             param=self._prompt_param,
         )
+
+
+def checked_salt(salt: str | None) -> str | None:
+    """A client's secret, which sets its prompts apart in the cache; an empty one would not."""
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise invalid_value("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters")
+    return salt

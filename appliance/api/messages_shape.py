@@ -131,6 +131,8 @@ class MessageShape:
     def _message(self, *, is_ended: bool) -> Json:
         (sequence,) = self._request.sequences
         stop_text = self._last.stop_text if self._last else None
+        # at the beginning of a stream nobody knows yet, so all of it counts as input
+        num_cached = (self._request.num_cached_tokens or 0) if is_ended else 0
         return {
             "id": self._request.request_id,
             "type": "message",
@@ -140,11 +142,12 @@ class MessageShape:
             "stop_reason": self._stop_reason() if is_ended else None,
             "stop_sequence": stop_text if is_ended else None,
             "usage": {
-                "input_tokens": sequence.num_prompt_tokens,
+                # in Anthropic's words what was read from the cache is no input
+                "input_tokens": sequence.num_prompt_tokens - num_cached,
                 "output_tokens": sequence.num_output_tokens if is_ended else 0,
-                # No prompt is cached, so these are true zeros.
+                # what is kept is kept without being asked, so nothing is written on request
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
+                "cache_read_input_tokens": num_cached,
             },
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from appliance.api.ask import Ask, Chat
+from appliance.api.ask import Ask, Chat, checked_salt
 from appliance.api.constraints import read_constraint
 from appliance.api.messages import read_messages
 from appliance.api.tools import read_tools
@@ -57,10 +57,7 @@ NEUTRAL: Neutral = {
 }
 """Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
 
-COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-}
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"tools": ([],), "tool_choice": ("none", "auto")}
 
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "modalities": (["text"],),
@@ -188,6 +185,7 @@ def _ask(
         "shows_special": not fields.boolean("skip_special_tokens", default=True),
         "shows_stop": fields.boolean("include_stop_str_in_output"),
         "truncate": fields.integer("truncate_prompt_tokens", -1),
+        "cache_salt": checked_salt(fields.text("cache_salt")),
     }
     return Ask(**common, **own, ignored=fields.ignored)
 

@@ -150,7 +150,7 @@ class ReplyShape:
     def _chunk(self, choice: Json, sequence: Sequence, num_tokens: int) -> Json:
         chunk = self._object("chat.completion.chunk", [choice])
         if self.ask.has_running_usage:
-            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens)}
+            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens, None)}
         # Asked for usage, clients find the key in every chunk, null until the last.
         return chunk | {"usage": None} if self.ask.include_usage else chunk
 
@@ -189,6 +189,7 @@ class ReplyShape:
         used = usage(
             sum(one.num_prompt_tokens for one in sequences[:: self.ask.num_choices]),
             0 if self.ask.max_tokens == 0 else num_output,
+            self.request.num_cached_tokens,
         )
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
@@ -235,13 +236,16 @@ def _call(call: CallDelta) -> Json:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> Json:
-    """Tokens used; what is not counted, such as cached tokens, is not there."""
-    return {
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None) -> Json:
+    """Tokens used; what is not counted, as cached tokens where the cache is off, is not there."""
+    used: Json = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
     }
+    if num_cached_tokens is not None:
+        used["prompt_tokens_details"] = {"cached_tokens": num_cached_tokens}
+    return used
 
 
 def keep_alive(place: int | None) -> bytes:

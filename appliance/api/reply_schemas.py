@@ -27,7 +27,10 @@ from appliance.api.schemas import (
 from appliance.protocol import Frame
 from appliance.settings import ROLES
 
-_USAGE: Json = shape({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
+_USAGE: Json = shape(
+    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
+    {"prompt_tokens_details": shape({"cached_tokens": COUNT})},
+)
 _FINISH: Json = nullable(one_of("stop", "length", "abort", "tool_calls"))
 _BYTES: Json = nullable(items(whole(0, 255)))
 _LOGPROB: Json = shape({"token": STRING, "logprob": NUMBER, "bytes": _BYTES})

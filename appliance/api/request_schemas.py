@@ -8,6 +8,7 @@ Never: checks anything; what a field may be is decided where it is read.
 
 from __future__ import annotations
 
+from appliance.api.ask import MAX_SALT_CHARS
 from appliance.api.openai import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -79,6 +80,7 @@ SAMPLING: Json = {
     "skip_special_tokens": BOOLEAN,
     "include_stop_str_in_output": BOOLEAN,
     "truncate_prompt_tokens": whole(1),
+    "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
     "allowed_token_ids": items(COUNT, minItems=1),
     "bad_words": items(_STOP, maxItems=MAX_BAD_WORDS),

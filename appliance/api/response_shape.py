@@ -251,8 +251,7 @@ class ResponseShape:
         (sequence,) = self._request.sequences
         return {
             "input_tokens": sequence.num_prompt_tokens,
-            # No prompt is cached, so this is a true zero.
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._request.num_cached_tokens or 0},
             "output_tokens": sequence.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": sequence.num_tokens,

@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 PASSED = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "cache_salt"),
 )
 """The same in a chat, or vLLM's additions to both."""
 

@@ -16,7 +16,7 @@ from appliance.metrics.family import Family, counter, gauge, histogram
 from appliance.protocol import DeviceFrame, Frame, WayFrame
 
 _STATES = ("loading", "ready", "draining", "degraded")
-_BLOCK_STATES = ("free", "reserved", "active", "draining")
+_BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
@@ -94,6 +94,16 @@ def _requests(frame: Frame) -> Iterator[Family]:
         yield gauge("penstock_model_swap_last_seconds", "From one model to the other.", last_s)
         waiting = swaps.num_waiting
         yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
+    queries, hits = totals.prefix_cache_queries, totals.prefix_cache_hits
+    yield counter("penstock_prefix_cache_queries_total", "Prompt tokens looked for.", queries)
+    yield counter("penstock_prefix_cache_hits_total", "Of these, found computed.", hits)
+    spent_s = totals.prefix_cache_s
+    yield counter("penstock_prefix_cache_seconds_total", "Hashing, finding, publishing.", spent_s)
+    yield counter(
+        "penstock_prefix_cache_evicted_blocks_total",
+        "Kept, and taken for something else.",
+        [({"pool": pool.name}, pool.evicted) for pool in frame.pools],
+    )
     recovered = totals.recovered_sequences
     yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
 

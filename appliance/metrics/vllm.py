@@ -4,8 +4,7 @@ Owns: which of them have a meaning here, and what we put there.
 Called by: exposition, for each scrape.
 Invariant: names, labels and bucket edges are vLLM's. To its readers the appliance is one engine,
 `0`, and each sequence is a request.
-Never: makes up a figure for what does not exist here: a prefix cache, speculation, adapters, other
-nodes.
+Never: makes up a figure for what does not exist here: speculation, adapters, other nodes.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
     about = {
         "block_size": ",".join(sorted({str(pool.block_size) for pool in pools})),
         "cache_dtype": frame.dtype,
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": str(frame.totals.has_prefix_cache),
         "num_gpu_blocks": str(sum(pool.num_blocks for pool in pools)),
         "engine": labels["engine"],
     }
@@ -68,8 +67,31 @@ def _counters(frame: Frame, histograms: Histograms, labels: dict[str, str]) -> I
     yield counter("vllm:prompt_tokens_total", "Of answered prompts.", [(labels, prompt_tokens)])
     yield counter(
         "vllm:prompt_tokens_by_source_total",
-        "All of them are computed here.",
-        [({**labels, "source": "local_compute"}, prompt_tokens)],
+        "Computed here, or found in the prefix cache.",
+        [
+            ({**labels, "source": "local_compute"}, prompt_tokens - frame.totals.cached_tokens),
+            ({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens),
+        ],
+    )
+    yield counter(
+        "vllm:prompt_tokens_cached_by_source_total",
+        "All that is found is found here.",
+        [({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens)],
+    )
+    yield counter(
+        "vllm:prompt_tokens_cached_total",
+        "Of answered prompts, found in the prefix cache.",
+        [(labels, frame.totals.cached_tokens)],
+    )
+    yield counter(
+        "vllm:prefix_cache_queries_total",
+        "Prompt tokens looked for in the prefix cache.",
+        [(labels, frame.totals.prefix_cache_queries)],
+    )
+    yield counter(
+        "vllm:prefix_cache_hits_total",
+        "Prompt tokens found there.",
+        [(labels, frame.totals.prefix_cache_hits)],
     )
     yield counter(
         "vllm:generation_tokens_total", "Generated.", [(labels, frame.totals.output_tokens)]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import stat
@@ -5,8 +6,17 @@ import stat
 import pytest
 
 from appliance import cache_identity
-from appliance.cache_identity import KEY_NAME, WEIGHTS_NAME, fingerprint, load_key, make_hasher
-from engine.checkpoint import Checkpoint
+from appliance.boot import make_plan
+from appliance.cache_identity import (
+    KEY_NAME,
+    WEIGHTS_NAME,
+    fingerprint,
+    identity,
+    load_key,
+    make_hasher,
+)
+from appliance.config import ServeConfig
+from engine.errors import ConfigError
 from tests.appliance.model_folder import make_model
 
 
@@ -96,23 +106,62 @@ def test_parts_of_a_large_file_are_all_read(tmp_path, monkeypatch):
     assert fingerprint([file], tmp_path) != one
 
 
+def plan_of(folder, **changes):
+    plan = make_plan(ServeConfig(folder / "socket", folder, model=folder))
+    return dataclasses.replace(plan, **changes)
+
+
 def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
     weights = make_model(tmp_path / "model")
     folder = weights.parent
-    checkpoint = Checkpoint.open(folder)
-    served = {"dtype": "float32", "max_model_len": 128, "block_size": 4}
-    first = make_hasher(tmp_path, checkpoint, **served).root()
-    assert make_hasher(tmp_path, checkpoint, **served).root() == first
+    plan = plan_of(folder)
+    first = identity(plan, tmp_path)
+    assert identity(plan_of(folder), tmp_path) == first
+    other_size = dataclasses.replace(plan.placement, block_size=plan.placement.block_size * 2)
     others = [
-        make_hasher(tmp_path, checkpoint, **served | {"dtype": "bfloat16"}),
-        make_hasher(tmp_path, checkpoint, **served | {"block_size": 8}),
+        identity(dataclasses.replace(plan, dtype="other"), tmp_path),
+        identity(dataclasses.replace(plan, placement=other_size), tmp_path),
     ]
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     os.utime(weights, ns=(1, 1))
-    others.append(make_hasher(tmp_path, checkpoint, **served))
+    others.append(identity(plan, tmp_path))
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
-    others.append(make_hasher(tmp_path, checkpoint, **served))
-    assert len({first, *(each.root() for each in others)}) == 5
+    others.append(identity(plan, tmp_path))
+    assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("isolation", "are_apart"), [("none", False), ("user", True)], ids=["none", "user"]
+)
+def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolation, are_apart):
+    folder = make_model(tmp_path / "model").parent
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, cache_isolation=isolation)
+    hasher = make_hasher(config, make_plan(config))
+    assert hasher is not None
+    ana, ben, salted = (
+        hasher.chain(list(range(64)), salt, user).root
+        for salt, user in ((None, "ana"), (None, "ben"), ("secret", "ana"))
+    )
+    assert (ana != ben) == are_apart
+    assert salted not in (ana, ben)
+    assert hasher.chain([], "secret", "ben").root != salted or not are_apart
+
+
+def test_without_a_cache_nothing_is_hashed_or_written(tmp_path):
+    folder = make_model(tmp_path / "model").parent
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, prefix_cache=False)
+    assert make_hasher(config, make_plan(config)) is None
+    assert not (tmp_path / KEY_NAME).exists()
+
+
+def test_weights_that_cannot_be_read_are_an_error_with_a_hint(tmp_path):
+    weights = make_model(tmp_path / "model")
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=weights.parent)
+    plan = make_plan(config)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="prefix cache") as refused:
+        make_hasher(config, plan)
+    assert "--prefix-cache off" in refused.value.hint

@@ -280,7 +280,10 @@ class Watch:
         """Print one line; what is wrong."""
         problems = [f"a {outcome}" for outcome in outcomes if outcome.startswith("VALID")]
         state = await self._quiet_state()
-        pools = {pool["name"]: (pool["free"], pool["num_blocks"]) for pool in state["pools"]}
+        pools = {
+            pool["name"]: (pool["free"] + pool["cached"], pool["num_blocks"])
+            for pool in state["pools"]
+        }
         if not self._is_free(state):
             problems.append(f"blocks stay taken: {pools}")
         reply = await self.http.post(
@@ -326,7 +329,7 @@ class Watch:
 
     @staticmethod
     def _is_free(state: dict) -> bool:
-        return all(pool["free"] == pool["num_blocks"] for pool in state["pools"])
+        return all(pool["free"] + pool["cached"] == pool["num_blocks"] for pool in state["pools"])
 
 
 async def run(options: argparse.Namespace) -> int:

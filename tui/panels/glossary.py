@@ -69,6 +69,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
             Entry("reserved", "blocks kept for tokens that may still come",
                   "the ledger", "large: replies end long before max_tokens"),
+            Entry("cached", "in use by nobody, found by prompts that begin alike",
+                  "the ledger", "few hits: more --kv-memory, or prompts that begin differently"),
             Entry("draining", "freed, but a command that names them is unanswered",
                   "the ledger", "large for long: a worker is stuck"),
         ),

@@ -36,7 +36,7 @@ _TALL = 32
 """From this height on a map has more rows."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
-NOT_BUILT = "not built in: tiers in DRAM or on SSD, prefix cache"
+NOT_BUILT = "not built in: tiers in DRAM or on SSD"
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -53,6 +53,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             *_history(view, width),
             *_owners(frame, width),
             *_holders(frame, width),
+            *_prefix_cache(frame, width),
             _absent(),
         ]
     rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
@@ -61,13 +62,32 @@ def page(view: View, width: int, height: int) -> list[Line]:
     maps = [*_maps(frame, left, rows), *_history(view, left)]
     return [
         *_pools(view, frame, width),
-        *beside(maps, [*_owners(frame, right), *_holders(frame, right)], left),
+        *beside(
+            maps,
+            [*_owners(frame, right), *_holders(frame, right), *_prefix_cache(frame, right)],
+            left,
+        ),
         _absent(),
     ]
 
 
 def _absent() -> Line:
     return [Span(NOT_BUILT, Tone.MUTED)]
+
+
+def _prefix_cache(frame: Frame, width: int) -> list[Line]:
+    """How much of all prompts was found computed, and who has left what can be found."""
+    totals = frame.totals
+    found, asked = totals.prefix_cache_hits, totals.prefix_cache_queries
+    rate = fmt.ratio(found / asked if asked else None)
+    note = f"{rate} of {fmt.short_count(asked)} prompt tokens found"
+    lines: list[Line] = [rule("PREFIX CACHE", width, note)]
+    for pool in frame.pools:
+        items = [
+            (f"{pool.name} {holder.user}", fmt.count(holder.num_blocks)) for holder in pool.holders
+        ]
+        lines += facts(width, items[:_MAX_OWNERS])
+    return lines if len(lines) > 1 else [*lines, [Span("nothing is kept", Tone.MUTED)]]
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:

@@ -28,11 +28,8 @@ BY_THE_SCRAPER = {"job", "instance"}
 """Labels that Prometheus adds to what it scrapes."""
 NOT_HERE = {
     "up": "Prometheus's own",
-    "vllm:prefix_cache_": "there is no prefix cache",
-    "vllm:external_prefix_cache_": "there is no prefix cache",
-    "vllm:prompt_tokens_cached_": "there is no prefix cache",
-    "vllm:prompt_tokens_recomputed_": "there is no prefix cache",
-    'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': "there is no prefix cache",
+    "vllm:external_prefix_cache_": "there is none outside",
+    "vllm:prompt_tokens_recomputed_": "not counted",
     'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': "prompts come from here",
     "vllm:mm_cache_": "text only",
     "vllm:lora_": "no adapters",
