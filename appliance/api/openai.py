@@ -52,6 +52,7 @@ NEUTRAL: Neutral = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "top_n_sigma": (-1,),
+    "truncation_side": ("left",),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }

@@ -145,7 +145,10 @@ class ReplyShape:
         """What a chat's stream begins with; it may have no content if there are calls."""
         delta = {"role": "assistant", "content": None if self.ask.tools else ""}
         choice: Json = {"index": sequence.index, "delta": delta, "finish_reason": None}
-        return self._chunk(choice | {"logprobs": None}, sequence, 0)
+        chunk = self._chunk(choice | {"logprobs": None}, sequence, 0)
+        if self.ask.return_token_ids:
+            chunk["prompt_token_ids"] = sequence.prompt_token_ids
+        return chunk
 
     def _chunk(self, choice: Json, sequence: Sequence, num_tokens: int) -> Json:
         chunk = self._object("chat.completion.chunk", [choice])

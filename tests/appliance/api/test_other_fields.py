@@ -52,6 +52,7 @@ async def test_llamas_names_are_those_of_the_same_things(served, appliance):
         ("mirostat", 2, 0),
         ("xtc_probability", 0.1, 0.0),
         ("dry_multiplier", 0.8, 0),
+        ("truncation_side", "right", "left"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused_by_name(served, name, value, neutral):
@@ -207,3 +208,13 @@ async def test_aliases_name_the_model(served, appliance):
         reply = await served.complete(model=name, max_tokens=2)
         assert reply.status_code == status
     assert (await served.http.get("/v1/models/gpt-4o")).json()["id"] == "m"
+
+
+async def test_a_chats_reply_has_the_ids_of_its_prompt(served, appliance):
+    asked = {"max_tokens": 2, "return_token_ids": True}
+    whole = (await served.chat(**asked)).json()
+    ids = appliance.submitted[-1].sequences[0].prompt_token_ids
+    assert whole["prompt_token_ids"] == ids
+    first, *others = events((await served.chat(**asked, stream=True)).text)
+    assert first["prompt_token_ids"] == ids
+    assert not any("prompt_token_ids" in chunk for chunk in others)
