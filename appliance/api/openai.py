@@ -220,7 +220,7 @@ def _base(
         frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
         repetition_penalty=repetition_penalty,
         logit_bias=_logit_bias(fields.nested("logit_bias"), model.vocab_size),
-        stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), model.vocab_size),
+        stop_token_ids=_stop_token_ids(fields, model.vocab_size),
         ignore_eos=fields.boolean("ignore_eos"),
         min_tokens=fields.integer("min_tokens", 0) or 0,
         allowed_token_ids=_allowed_token_ids(fields.get("allowed_token_ids"), model.vocab_size),
@@ -292,9 +292,7 @@ def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None
         raise invalid_type("allowed_token_ids", "a list of token ids", value)
     if not value:
         raise invalid_value("allowed_token_ids", "is empty: no token could be sampled")
-    if set(map(type, value)) != {int} or not 0 <= min(value) <= max(value) < vocab_size:
-        for token_id in value:  # to say what is wrong
-            integer(token_id, "allowed_token_ids", 0, vocab_size - 1)
+    _check_ids(value, "allowed_token_ids", vocab_size)
     return tuple(sorted(set(value)))
 
 
@@ -341,14 +339,9 @@ def _stops(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _stop_token_ids(value: object, vocab_size: int) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise invalid_type("stop_token_ids", "a list of token ids", value)
-    if len(value) > MAX_STOP_IDS:
-        raise invalid_value("stop_token_ids", f"has more than {MAX_STOP_IDS} ids")
-    return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in value)
+def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = fields.items("stop_token_ids", MAX_STOP_IDS)
+    return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in ids)
 
 
 def _prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | list[int]]:
@@ -379,10 +372,15 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
                 code="context_length_exceeded",
                 param="prompt",
             )
-        if set(map(type, value)) != {int} or not 0 <= min(value) <= max(value) < model.vocab_size:
-            for token_id in value:  # to say what is wrong
-                integer(token_id, "prompt", 0, model.vocab_size - 1)
+        _check_ids(value, "prompt", model.vocab_size)
     return value
+
+
+def _check_ids(values: list[Any], param: str, vocab_size: int) -> None:
+    """Refuse what is no list of token ids; it may be long, and is not empty."""
+    if set(map(type, values)) != {int} or not 0 <= min(values) <= max(values) < vocab_size:
+        for one in values:  # to say what is wrong
+            integer(one, param, 0, vocab_size - 1)
 
 
 def model_not_found(asked: str, model: ModelInfo) -> RequestError:
