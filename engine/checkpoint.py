@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +67,9 @@ class Checkpoint:
             _, tensors = read_header(path)
             found.update((tensor.name, tensor) for tensor in tensors)
         expected = {
-            name: _checked(source, found.get(name), name, shape, partial(_layer_hint, found))
+            name: _in_order(
+                _checked(source, found.get(name), name, shape, partial(_layer_hint, found)), config
+            )
             for name, shape in expected_shapes(config)
         }
         return cls(folder, config, expected, _main_dtype(expected))
@@ -318,6 +320,15 @@ def _checked(
         hint = f"supported: {', '.join(served)}"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
     return tensor
+
+
+def _in_order(tensor: TensorInfo, config: ModelConfig) -> TensorInfo:
+    """The same, with what is to be done to rows of queries and keys whose neighbours turn."""
+    is_turned = re.search(r"\.self_attn\.[qk]_proj\.(weight|bias)$", tensor.name) is not None
+    rope = next((rope for rope in config.ropes if rope is not None), None)
+    if not config.family.turns_neighbours or not is_turned or rope is None:
+        return tensor
+    return replace(tensor, head_rows=config.head_dim, turned_rows=rope.rotary_dim)
 
 
 def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:

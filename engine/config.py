@@ -115,7 +115,8 @@ class ModelConfig:
         num_layers = keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         num_heads = keys.integer("num_attention_heads")
         num_kv_heads, head_dim = _attention_shape(keys, hidden_size, num_heads)
-        has_attention_bias = keys.flag("attention_bias")
+        has_bias = keys.flag("use_bias")  # of some families, for all matrices
+        has_attention_bias = keys.flag("attention_bias", has_bias)
         rotated = _rotated_layers(keys, num_layers)
         windows = _sliding_windows(keys, family, rotated)
         if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
@@ -137,7 +138,7 @@ class ModelConfig:
             is_tied=keys.flag("tie_word_embeddings"),
             has_qkv_bias=family.has_qkv_bias or has_attention_bias,
             has_output_bias=keys.flag("attention_out_bias", has_attention_bias),
-            has_mlp_bias=keys.flag("mlp_bias"),
+            has_mlp_bias=keys.flag("mlp_bias", has_bias),
             hidden_act=_activation(keys),
             attention_scale=_attention_scale(keys, head_dim),
             attention_softcap=keys.number_or_none("attn_logit_softcapping"),

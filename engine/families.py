@@ -119,6 +119,29 @@ _OLMO2 = Family(
     qk_norm="projection",
 )
 
+_GLM = Family(
+    "glm",
+    "GlmForCausalLM",
+    _COMMON
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    gate_up=("gate_up_proj",),
+    has_partial_rotary=True,
+    turns_neighbours=True,
+)
+
 _MISTRAL: dict[str, Any] = _COMMON | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
@@ -297,6 +320,36 @@ _ROWS = (
             "mlp_bias": False,
             "bos_token_id": 0,
         },
+    ),
+    _GLM,
+    replace(
+        _GLM,
+        name="glm4",
+        architecture="Glm4ForCausalLM",
+        norms=NormNames(
+            after_attention="post_self_attn_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        _COMMON
+        | {
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+        },
+        turns_neighbours=True,
     ),
     Family(
         "olmoe",

@@ -64,6 +64,9 @@ class Family:
     has_local_rope: bool = False
     """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
     has_partial_rotary: bool = False
+    turns_neighbours: bool = False
+    """Dimensions 0 and 1 of a head turn together, not 0 and the middle one: loading puts rows of
+    queries and keys into that order, which changes no product of the two."""
     is_rotated_in_windows_only: bool = False
     """Where some layers have windows, the others do not rotate."""
     window_period: int | None = 2

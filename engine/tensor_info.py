@@ -43,6 +43,8 @@ class TensorInfo:
     head_rows: int = 0
     """Rows of a head whose halves lie interleaved (first, middle, second, ...), as GGUF has some
     families' queries and keys; 0: rows lie as the model wants them."""
+    turned_rows: int = 0
+    """Of those rows the first, which alone lie so; 0: all of them."""
     shift: float = 0.0
     """What is added to each stored value."""
 

@@ -29,6 +29,9 @@ FAMILIES = (
     "olmoe",
     "gemma",
     "vaultgemma",
+    "glm",
+    "glm4",
+    "ernie4_5",
 )
 
 _TINY = {
@@ -86,6 +89,8 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"initializer_range": 0.5, "sliding_window": 24, "sliding_window_pattern": 2},
     "seed_oss": {"attention_out_bias": True},
+    "glm": {"partial_rotary_factor": 0.5},
+    "ernie4_5": {"use_bias": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "vaultgemma": {
         "sliding_window": 24,

@@ -60,4 +60,6 @@ class Stored:
             return rows if self.info.start % item_bytes == 0 else rows.clone()
         wanted = torch.arange(first, end)
         head, place = wanted // size, wanted % size
-        return stored[head * size + place % (size // 2) * 2 + place // (size // 2)]
+        half = (self.info.turned_rows or size) // 2
+        place = torch.where(place < 2 * half, place % half * 2 + place // half, place)
+        return stored[head * size + place]

@@ -34,6 +34,7 @@ EVERY_KEY = {
     "no_rope_layer_interval": 3,
     "attention_bias": True,
     "mlp_bias": True,
+    "use_bias": True,
     "query_pre_attn_scalar": 25,
     "attn_logit_softcapping": 12.0,
     "final_logit_softcapping": 14.0,
@@ -73,6 +74,11 @@ def as_transformers_reads(keys):
     head_dim = head_dim or oracle.hidden_size // oracle.num_attention_heads
     scale = getattr(oracle, "query_pre_attn_scalar", head_dim) ** -0.5
     is_gemma = "gemma" in oracle.model_type
+    has_bias = getattr(oracle, "use_bias", False)
+    has_output_bias = getattr(oracle, "attention_bias", has_bias)
+    has_output_bias = getattr(oracle, "attention_out_bias", has_output_bias)
+    if oracle.model_type in ("glm", "glm4"):  # their modules say so
+        has_output_bias = False
     return {
         "vocab_size": oracle.vocab_size,
         "hidden_size": oracle.hidden_size,
@@ -84,10 +90,8 @@ def as_transformers_reads(keys):
         "max_position_embeddings": oracle.max_position_embeddings,
         "rms_norm_eps": oracle.rms_norm_eps,
         "is_tied": oracle.tie_word_embeddings,
-        "has_output_bias": getattr(
-            oracle, "attention_out_bias", getattr(oracle, "attention_bias", False)
-        ),
-        "has_mlp_bias": getattr(oracle, "mlp_bias", False),
+        "has_output_bias": has_output_bias,
+        "has_mlp_bias": getattr(oracle, "mlp_bias", has_bias),
         "hidden_act": getattr(oracle, "hidden_activation", None) or oracle.hidden_act,
         "attention_scale": getattr(oracle, "attention_multiplier", scale),
         "attention_softcap": getattr(oracle, "attn_logit_softcapping", None),
@@ -204,6 +208,9 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "olmoe": (True, True, False, "projection"),
         "gemma": (True, True, False, None),
         "vaultgemma": (True, True, False, None),
+        "glm": (True, False, False, None),
+        "glm4": (True, False, False, None),
+        "ernie4_5": (False, False, False, None),
     }
 
 
@@ -263,6 +270,21 @@ PUBLISHED = {
         "rope_scaling": None,
         "rope_theta": 10000000.0,
         "tie_word_embeddings": True,
+    },
+    "glm-4-9b-0414": {
+        "model_type": "glm4",
+        "attention_bias": False,
+        "eos_token_id": [151329, 151336, 151338],
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 32768,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "vocab_size": 151552,
     },
     "mixtral-8x7b": {"model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None},
     "qwen3-30b-a3b": {

@@ -142,3 +142,22 @@ def test_mixed_dtypes_are_brought_to_one(tmp_path):
     assert checkpoint.stored_dtype == "bfloat16"
     arena = mmap.mmap(-1, weights_layout(checkpoint, "bfloat16").num_bytes)
     assert_equal(load_weights(checkpoint, "bfloat16", arena, (0, 1), ignore), mixed, torch.bfloat16)
+
+
+def test_rows_of_heads_whose_neighbours_turn_come_in_halves_and_the_rest_as_they_are(tmp_path):
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "glm4", "bfloat16", head_dim=8))
+    layout = weights_layout(checkpoint, "bfloat16", can_widen=True)
+    assert layout is not None, "they cannot be mapped as they are"
+    arena = mmap.mmap(-1, layout.num_bytes)
+    for index in range(2):
+        load_weights(checkpoint, "bfloat16", arena, (index, 2), ignore)
+    weights = load_weights(checkpoint, "bfloat16", arena, None, ignore)
+    place = "model.layers.1.self_attn"
+    half_turns = [0, 2, 1, 3, 4, 5, 6, 7]  # of 8 rows the first 4 turn
+    for kind in ("weight", "bias"):
+        for name, num_heads in (("q_proj", 4), ("k_proj", 2)):
+            before = stored(tmp_path)[f"{place}.{name}.{kind}"].view(num_heads, 8, -1)
+            got = weights[f"{place}.{name}.{kind}"].values.view(num_heads, 8, -1)
+            assert torch.equal(got, before[:, half_turns]), (name, kind)
+        name = f"{place}.v_proj.{kind}"
+        assert torch.equal(weights[name].values, stored(tmp_path)[name])
