@@ -253,6 +253,18 @@ def state_dir(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path
     return paths.default_state_dir(environ) if found is None else Path(found.value)
 
 
+def own_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what this user alone keeps goes: the state folder, where that may be written.
+
+    The settings of a machine name a folder that is the service's.
+    """
+    found = _read({}, environ).parsed("state_dir")
+    folder = paths.default_state_dir(environ) if found is None else Path(found.value)
+    if folder.exists() and not os.access(folder, os.W_OK):
+        return paths.default_state_dir(environ)
+    return folder
+
+
 def log_path(folder: Path) -> Path:
     """The request log's file in a state folder."""
     return folder / "requests.db"

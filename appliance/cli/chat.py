@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import typer
 
-from appliance import paths
 from appliance.cli import terminal
 from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
@@ -75,8 +74,9 @@ def chat(
         return
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    own = os.environ.get("PENSTOCK_STATE_DIR") or paths.default_state_dir(os.environ)
-    with _history(Path(own) / "chat_history"):
+    from appliance.config import own_state_dir  # which no chat through a pipe needs
+
+    with _history(own_state_dir() / "chat_history"):
         _converse(session)
 
 

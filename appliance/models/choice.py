@@ -25,6 +25,8 @@ SMALL = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+MAX_SMALL_BYTES = 128 << 20
+"""The largest tokenizers are a quarter of it; all of these are read into memory."""
 _REQUIRED = ("config.json", "tokenizer.json")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx", ".ckpt", ".safetensors")
@@ -67,9 +69,19 @@ class Repository:
 
 
 def small_files(repository: Repository) -> list[RemoteFile]:
-    """What says what the model is; its index of weights is among them."""
+    """What says what the model is; its index of weights is among them.
+
+    Raises:
+        CheckpointError: one is larger than such a file can be.
+    """
     wanted = SMALL if SINGLE in repository.files else (*SMALL, INDEX)
-    return [repository.files[path] for path in wanted if path in repository.files]
+    found = [repository.files[path] for path in wanted if path in repository.files]
+    for file in found:
+        if file.size_bytes > MAX_SMALL_BYTES:
+            what = f"{file.path} has {file.size_bytes / 1e6:,.0f} MB: it is no such file"
+            hint = f"up to {MAX_SMALL_BYTES >> 20} MiB are read"
+            raise CheckpointError(what, where=str(repository.name), hint=hint)
+    return found
 
 
 def weight_files(repository: Repository, names: Sequence[str] | None = None) -> list[RemoteFile]:

@@ -67,9 +67,9 @@ class Linears:
         if self.kernels is None:
             return TorchLinear(matrices, biases)
         take = fresh if is_kept else self.take
-        if all(matrix.scheme == "bfloat16_pairs" for matrix in matrices):
-            return PackedLinear(self.kernels, matrices, biases, self.ways or EXACT, take)
-        return CompiledLinear(self.kernels, matrices, biases, take)
+        is_packed = all(matrix.scheme == "bfloat16_pairs" for matrix in matrices)
+        ways = (self.ways or EXACT) if is_packed else None
+        return CompiledLinear(self.kernels, matrices, biases, take, ways)
 
 
 def choose_linears(
@@ -93,7 +93,15 @@ def choose_linears(
 
 
 class CompiledLinear:
-    """Weights of any scheme, read in place; inputs and outputs are float32 or bfloat16."""
+    """Weights of one scheme, read in place; inputs and outputs are float32 or bfloat16.
+
+    Args:
+        kernels: that multiply.
+        matrices: side by side; all packed in pairs, or none.
+        biases: one for each, or none.
+        take: where results lie.
+        ways: how packed ones are multiplied, whose inputs are bfloat16; None: they are plain.
+    """
 
     def __init__(
         self,
@@ -101,9 +109,10 @@ class CompiledLinear:
         matrices: list[Weight],
         biases: list[torch.Tensor],
         take: Take = fresh,
+        ways: Ways | None = None,
     ) -> None:
-        self._take = take
-        self._data = [matrix.data.contiguous() for matrix in matrices]
+        self._take, self._ways = take, ways
+        self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses
         self._bias = torch.cat(biases).float() if biases else None
         self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
         parts = [
@@ -111,7 +120,7 @@ class CompiledLinear:
             for data, matrix in zip(self._data, matrices, strict=True)
         ]
         self._parts = torch.tensor(parts, dtype=torch.int64)
-        self._linear = kernels.linear
+        self._linear = kernels.linear if ways is None else kernels.linear_pairs
         self._prepared = (
             matrices[0].shape[1],
             self._parts.data_ptr(),
@@ -122,57 +131,15 @@ class CompiledLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by all matrices in one call, on as many threads as torch would use."""
         x = x.contiguous()
-        num_tokens = len(x)
+        num_tokens, num_threads = len(x), torch.get_num_threads()
         out = self._take("linear", num_tokens, self._num_outputs, x.dtype)
-        self._linear(
-            out.data_ptr(),
-            x.data_ptr(),
-            ELEMENT_TYPES[x.dtype],
-            num_tokens,
-            *self._prepared,
-            torch.get_num_threads(),
-        )
-        return out
-
-
-class PackedLinear:
-    """Matrices packed in pairs, [panels, pairs, rows of a panel, 2]; inputs are bfloat16."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        matrices: list[Weight],
-        biases: list[torch.Tensor],
-        ways: Ways,
-        take: Take = fresh,
-    ) -> None:
-        self._take, self._way_of = take, ways.way_of
-        self._matrices = matrices  # alive for as long as their addresses are used
-        self._bias = torch.cat(biases).float() if biases else None
-        self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
-        parts = [(m.data.data_ptr(), m.shape[0], BFLOAT16_PAIRS) for m in matrices]
-        self._parts = torch.tensor(parts, dtype=torch.int64)
-        self._linear = kernels.linear_pairs
-        self._prepared = (
-            matrices[0].shape[1],
-            self._parts.data_ptr(),
-            len(parts),
-            0 if self._bias is None else self._bias.data_ptr(),
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by all matrices in one call, in the way that is best for so many inputs."""
-        x = x.contiguous()
-        num_tokens = len(x)
-        out = self._take("linear", num_tokens, self._num_outputs, x.dtype)
-        self._linear(
-            out.data_ptr(),
-            x.data_ptr(),
-            num_tokens,
-            *self._prepared,
-            self._way_of(num_tokens),
-            torch.get_num_threads(),
-        )
+        places = out.data_ptr(), x.data_ptr()
+        if self._ways is None:
+            kind = ELEMENT_TYPES[x.dtype]
+            self._linear(*places, kind, num_tokens, *self._prepared, num_threads)
+        else:
+            way = self._ways.way_of(num_tokens)  # the best one for so many inputs
+            self._linear(*places, num_tokens, *self._prepared, way, num_threads)
         return out
 
 

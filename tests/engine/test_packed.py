@@ -11,7 +11,7 @@ from engine.checkpoint import Checkpoint, packed_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, load_kernels
 from engine.kernels.ways import EXACT, NUM_INPUTS, Ways, find_ways, judge
-from engine.model.linear import PackedLinear
+from engine.model.linear import CompiledLinear
 from engine.model.packing import packed_weight
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
@@ -35,7 +35,8 @@ def one_thread():
 
 def packed_linear(level, matrices, biases, way):
     weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
-    return PackedLinear(load_kernels(level)[0], weights, list(biases), Ways((1,), (way,)))
+    ways = Ways((1,), (way,))
+    return CompiledLinear(load_kernels(level)[0], weights, list(biases), ways=ways)
 
 
 def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():

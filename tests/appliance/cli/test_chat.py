@@ -158,6 +158,19 @@ def test_what_was_typed_is_remembered_for_its_owner_alone(
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
+def test_what_was_typed_is_where_the_configuration_has_its_state(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'state_dir = "{tmp_path / "elsewhere"}"\n')
+    environ = {**environ, "PENSTOCK_CONFIG": str(settings)}
+    environ.pop("PENSTOCK_STATE_DIR", None)
+    with Typist(environ, "chat") as person:
+        person.type("/help", shows="/retry")
+        person.press(b"\x04")
+    assert "/help" in (tmp_path / "elsewhere" / "chat_history").read_text()
+
+
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
 def test_a_chat_is_left_by_the_word_that_people_know(environ: dict[str, str], word: str) -> None:
     with Typist(environ, "chat") as person:

@@ -29,6 +29,13 @@ def test_one_file_of_weights_and_nothing_else() -> None:
     assert {file.path for file in small_files(there)} == set(SMALL)
 
 
+def test_a_small_file_that_is_listed_large_is_refused_by_name() -> None:
+    large = RemoteFile("tokenizer.json", (128 << 20) + 1, None, "b")
+    there = Repository(HubName("o/n"), "c" * 40, {large.path: large})
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 134 MB"):
+        small_files(there)
+
+
 def test_the_parts_that_the_index_names() -> None:
     there = repository(*SMALL, INDEX, *SHARDS, "consolidated.safetensors")
     assert chosen(there) == list(SHARDS)

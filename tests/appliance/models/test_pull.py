@@ -274,7 +274,8 @@ def test_room_on_the_disk_is_looked_at_first(
     from engine.errors import ConfigError
 
     names = ("config.json", "tokenizer.json", WEIGHTS)
-    files = {name: RemoteFile(name, 1 << 50, None, name) for name in names}
+    sizes = {WEIGHTS: 1 << 50}
+    files = {name: RemoteFile(name, sizes.get(name, 99), None, name) for name in names}
     listed = Listed(HubName("owner/huge"), "c" * 40, files)
     monkeypatch.setattr(door, "look_up", lambda name: listed)
     with pytest.raises(ConfigError, match="are free"):
