@@ -14,31 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.family import ExpertNames, Family, NormNames
+from engine.family import COMMON, ExpertNames, Family, NormNames
 
-# Null for num_key_value_heads is one per query head; for head_dim, hidden_size / heads.
-_COMMON: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "partial_rotary_factor": None,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-_QWEN: dict[str, Any] = _COMMON | {
+_QWEN: dict[str, Any] = COMMON | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -51,7 +29,7 @@ _QWEN: dict[str, Any] = _COMMON | {
     "eos_token_id": None,
 }
 
-_GEMMA2: dict[str, Any] = {key: value for key, value in _COMMON.items() if key != "hidden_act"} | {
+_GEMMA2: dict[str, Any] = {key: value for key, value in COMMON.items() if key != "hidden_act"} | {
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -101,7 +79,7 @@ _GEMMA3_TEXT = Family(
 _OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    _COMMON
+    COMMON
     | {
         "vocab_size": 50304,
         "rms_norm_eps": 1e-5,
@@ -122,7 +100,7 @@ _OLMO2 = Family(
 _GLM = Family(
     "glm",
     "GlmForCausalLM",
-    _COMMON
+    COMMON
     | {
         "vocab_size": 151552,
         "intermediate_size": 13696,
@@ -142,7 +120,7 @@ _GLM = Family(
     turns_neighbours=True,
 )
 
-_MISTRAL: dict[str, Any] = _COMMON | {
+_MISTRAL: dict[str, Any] = COMMON | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
@@ -150,7 +128,7 @@ _MISTRAL: dict[str, Any] = _COMMON | {
 }
 
 _ROWS = (
-    Family("llama", "LlamaForCausalLM", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    Family("llama", "LlamaForCausalLM", COMMON | {"attention_bias": False, "mlp_bias": False}),
     Family("mistral", "MistralForCausalLM", _MISTRAL),
     Family(
         "ministral",
@@ -168,7 +146,7 @@ _ROWS = (
     Family(
         "gemma",
         "GemmaForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 256000,
             "hidden_size": 3072,
@@ -217,7 +195,7 @@ _ROWS = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -236,7 +214,7 @@ _ROWS = (
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 128256,
             "hidden_size": 2048,
@@ -260,7 +238,7 @@ _ROWS = (
     Family(
         "granite",
         "GraniteForCausalLM",
-        _COMMON
+        COMMON
         | {
             "attention_bias": False,
             "mlp_bias": False,
@@ -288,7 +266,7 @@ _ROWS = (
     Family(
         "exaone4",
         "Exaone4ForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 102400,
             "intermediate_size": 16384,
@@ -306,7 +284,7 @@ _ROWS = (
     Family(
         "seed_oss",
         "SeedOssForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 155136,
             "intermediate_size": 27648,
@@ -326,15 +304,12 @@ _ROWS = (
         _GLM,
         name="glm4",
         architecture="Glm4ForCausalLM",
-        norms=NormNames(
-            after_attention="post_self_attn_layernorm",
-            after_mlp="post_mlp_layernorm",
-        ),
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     ),
     Family(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 103424,
             "hidden_size": 1024,
@@ -354,7 +329,7 @@ _ROWS = (
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 50304,
             "hidden_size": 2048,
@@ -377,7 +352,7 @@ _ROWS = (
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        _COMMON
+        COMMON
         | {
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -393,7 +368,7 @@ _ROWS = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _COMMON
+        COMMON
         | {
             "vocab_size": 151936,
             "hidden_size": 2048,
