@@ -136,7 +136,7 @@ def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: P
         db.row_factory = sqlite3.Row
         for one in rows:
             told = dict(db.execute("SELECT * FROM v_requests WHERE rid = ?", (one.rid,)).fetchone())
-            del told["id"]
+            told["id"] = told.pop("rid")
             stored = db.execute("SELECT * FROM requests WHERE rid = ?", (one.rid,)).fetchone()
             shown = msgspec.to_builtins(ended(stored))
             wanted = msgspec.to_builtins(frame_of_row(told))
