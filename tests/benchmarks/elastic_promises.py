@@ -169,7 +169,8 @@ def one_daemon(
         for index in range(num_prompts):
             question = questions[index % len(questions)]["question"]
             asked_s = time.perf_counter()
-            found, pieces = _pieces(client, f"{text}\n\n{question}")
+            # each begins otherwise, so that none finds another's prefix cached
+            found, pieces = _pieces(client, f"Report {index + 1}.\n\n{text}\n\n{question}")
             next(pieces)
             first_s = time.perf_counter()
             gaps_ms = chats.between(asked_s, first_s)
