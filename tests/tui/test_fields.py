@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.protocol import Frame, WayFrame
+from appliance.protocol import Frame, HolderFrame, SwapsFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
@@ -18,6 +18,7 @@ INTERNAL = {
     "version": "checked before anything is read",
     "seq": "a gap in it is told as frames missed",
     "totals.accepted": "the sum of what is shown",
+    "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "devices.parent": "places a slice under its GPU",
@@ -42,9 +43,18 @@ def rich() -> Frame:
         for worker in frames.busy().workers
     ]
     way = WayFrame("deflected", "decode", True, False, 256, 14, 3, 2, 1.7, False)
+    for pool in frame.pools:
+        pool.holders = [HolderFrame("ann", 14)]
     return msgspec.structs.replace(
         frame,
-        totals=msgspec.structs.replace(frame.totals, ways=[way]),
+        totals=msgspec.structs.replace(
+            frame.totals,
+            ways=[way],
+            has_prefix_cache=True,
+            prefix_cache_queries=1000,
+            prefix_cache_hits=400,
+        ),
+        swaps=SwapsFrame(["small"], "small", 3, 2, 2100.0),
         devices=[device],
         requests=[request],
         num_requests=1,

@@ -48,6 +48,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             [Span(note, Tone.MUTED)],
             *_routes(frame, width),
             *_predictions(frame, width),
+            *_models(frame, width),
         ]
     return [
         *_path(frame, width),
@@ -56,7 +57,23 @@ def page(view: View, width: int, height: int) -> list[Line]:
         *_in_flight(frame, width),
         *_routes(frame, width),
         *_predictions(frame, width),
+        *_models(frame, width),
     ]
+
+
+def _models(frame: Frame, width: int) -> list[Line]:
+    """The other models that a request may name; nothing where one is all that is known."""
+    swaps = frame.swaps
+    if swaps is None:
+        return []
+    items = [
+        ("serves too", ", ".join(swaps.others) or fmt.ABSENT),
+        ("comes next", swaps.next or fmt.ABSENT),
+        ("requests that wait for it", fmt.count(swaps.num_waiting)),
+        ("swaps", fmt.count(swaps.num_swaps)),
+        ("last took", fmt.millis_unit(swaps.last_swap_ms)),
+    ]
+    return [rule("MODELS", width), *facts(width, items)]
 
 
 def _path(frame: Frame, width: int) -> list[Line]:

@@ -82,12 +82,21 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     rate = fmt.ratio(found / asked if asked else None)
     note = f"{rate} of {fmt.short_count(asked)} prompt tokens found"
     lines: list[Line] = [rule("PREFIX CACHE", width, note)]
+    if not totals.has_prefix_cache:
+        return [*lines, [Span("off, or still loading", Tone.MUTED)]]
+    evicted = sum(pool.evicted for pool in frame.pools)
+    sums = [
+        ("blocks evicted", fmt.short_count(evicted)),
+        ("seconds spent", f"{totals.prefix_cache_s:.1f}"),
+    ]
+    lines += facts(width, sums)
     for pool in frame.pools:
         items = [
             (f"{pool.name} {holder.user}", fmt.count(holder.num_blocks)) for holder in pool.holders
         ]
         lines += facts(width, items[:_MAX_OWNERS])
-    return lines if len(lines) > 1 else [*lines, [Span("nothing is kept", Tone.MUTED)]]
+    has_some = any(pool.holders for pool in frame.pools)
+    return lines if has_some else [*lines, [Span("nothing is kept", Tone.MUTED)]]
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:
