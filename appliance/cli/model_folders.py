@@ -12,13 +12,14 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.api.output_format import output_format_of
 from appliance.models import cache, fits
 from engine.checkpoint import Checkpoint
-from engine.config import ModelConfig
+from engine.config import DTYPE_BYTES, ModelConfig
 from engine.errors import CheckpointError
 from engine.gguf_header import models_in
 from engine.tokenizer import Tokenizer
@@ -85,15 +86,24 @@ def detail(found: Found) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "tokenizer_vocabulary": tokenizer.vocab_size,
-        "kv_bytes_per_token": fits.need_of(config).kv_bytes_per_token,
+        "kv_bytes_per_token": fits.need_of(_as_stored(checkpoint)).kv_bytes_per_token,
         "chat_template": tokenizer.chat_template is not None,
         "tools": not output_format_of(tokenizer).has_preamble,
     }
 
 
 def config_of(found: Found) -> ModelConfig:
-    """What its config.json says."""
-    return ModelConfig.from_folder(found.folder)
+    """Its shape, and the dtype that its weights have, whatever its config.json says of that.
+
+    Raises:
+        CheckpointError: it cannot be served.
+    """
+    return _as_stored(Checkpoint.open(found.folder))
+
+
+def _as_stored(checkpoint: Checkpoint) -> ModelConfig:
+    dtype = checkpoint.stored_dtype
+    return replace(checkpoint.config, stored_dtype=dtype if dtype in DTYPE_BYTES else None)
 
 
 def weight_files(folder: Path) -> list[Path]:
