@@ -144,7 +144,7 @@ class Deadlines:
         ready = self._supervisor.workers[worker].ready
         most = (ready and ready.max_step_tokens) or self._max_step_tokens
         tokens = batch = context = longest = 0
-        for sequence in self._router.running.values():
+        for sequence in self._router.at.running.values():
             if sequence.worker != worker:
                 continue
             if sequence.phase is Phase.PREFILLING:

@@ -121,7 +121,7 @@ class Energy:
         num_tokens, shares = 0, []
         for entry in step.entries:
             num_tokens += entry.num_scheduled_tokens
-            sequence = router.running.get(entry.seq_id)
+            sequence = router.at.running.get(entry.seq_id)
             if sequence is not None and entry.num_scheduled_tokens:
                 shares.append(_share(sequence, entry))
         if shares:

@@ -53,6 +53,7 @@ def _waits(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
     for stage, phase, usual_ms, text in (
         ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: its KV was on the way for {}"),
+        ("paused", "", None, "pause: {} without KV blocks, which others needed"),
         ("decode_wait", "", usual.decode_wait_ms, "wait: {} to its first step of decoding"),
     ):
         actual_ms = _so_far(frame, stage, phase)

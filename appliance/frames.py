@@ -195,6 +195,7 @@ class Frames:
             handoff_bytes=counters.handoff_bytes,
             stale_messages=counters.stale_messages,
             recovered_sequences=counters.recovered_sequences,
+            preemptions=counters.preemptions,
             log_rows_lost=standing.log_rows_lost,
             routes=dict(self._router.roles.counts),
             ways=way_frames(self._router.roles),

@@ -37,7 +37,7 @@ NUM_SEQUENCES: Edges = (1, 2, 5, 10, 20)
 STAGE_S: Edges = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Ours: from a handoff in shared memory to a long prompt on a CPU."""
 FINE_GAP_S: Edges = (0.001, 0.0025, 0.005, *GAP_S)
-STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
+STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
 
 
 def token_edges(max_model_len: int) -> Edges:
@@ -85,7 +85,7 @@ class Histograms:
         self.tpot_s = Histogram(GAP_S)
         self.e2e_s = Histogram(REQUEST_S)
         self.running_s = Histogram(REQUEST_S)
-        """From the end of the queue to the end."""
+        """From the end of the queue to the end, without pauses."""
         self.stage_s = {stage: Histogram(STAGE_S, REQUEST_S) for stage in STAGES}
         self.prompt_tokens = Histogram(self.token_edges)
         self.output_tokens = Histogram(self.token_edges)
@@ -104,7 +104,7 @@ class Histograms:
         if reason in (FinishReason.ABORT, FinishReason.ERROR) or cut.e2e_ms is None:
             return
         self.e2e_s.observe(cut.e2e_ms / 1e3)
-        waited_ms = (cut.tokenize_ms or 0.0) + (cut.queue_ms or 0.0)
+        waited_ms = (cut.tokenize_ms or 0.0) + (cut.queue_ms or 0.0) + (cut.paused_ms or 0.0)
         self.running_s.observe((cut.e2e_ms - waited_ms) / 1e3)
         for stage, histogram in self.stage_s.items():
             if (value_ms := getattr(cut, f"{stage}_ms")) is not None:

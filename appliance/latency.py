@@ -29,7 +29,7 @@ _STAGES = (
 class Stages:
     """Where the time of one sequence went; None is a stage not reached.
 
-    ttft = tokenize + queue + prefill; e2e = ttft + handoff + decode_wait + decode.
+    ttft = tokenize + queue + prefill; e2e = ttft + handoff + decode_wait + decode + paused.
     """
 
     tokenize_ms: float | None = None
@@ -38,6 +38,9 @@ class Stages:
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     decode_ms: float | None = None
+    paused_ms: float | None = None
+    """Without its blocks, which others needed, each time until the next token came; a pause before
+    token 1 is queue_ms. None: it was never paused."""
     ttft_ms: float | None = None
     first_itl_ms: float | None = None
     """From token 1 to token 2: handoff, decode_wait and the first decode step."""
@@ -81,6 +84,11 @@ def stages(stamps: Stamps, num_output_tokens: int) -> Stages:
     if stamps.finished_ns is not None:
         cut[open_stage] = _ms(cursor_ns, stamps.finished_ns)
         cut["e2e_ms"] = _ms(stamps.arrived_ns, stamps.finished_ns)
+    if stamps.paused_ns is not None and stamps.decode_started_ns is not None:
+        cut["paused_ms"] = stamps.paused_ns / 1e6
+        if "decode_ms" in cut:  # in which all pauses lie
+            cut["paused_ms"] = min(cut["paused_ms"], cut["decode_ms"])
+            cut["decode_ms"] -= cut["paused_ms"]
     if stamps.first_token_ns is not None:
         cut |= _token_gaps(stamps, stamps.first_token_ns, num_output_tokens)
     return Stages(**cut)

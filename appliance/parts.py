@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from appliance.explain import Waiting
 from appliance.latency import stages
@@ -29,7 +30,10 @@ from engine.roles import Roles
 from engine.router import Router
 from engine.sequence import Phase
 
-_PHASE_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF, Phase.DECODING)
+_PHASE_ORDER = (
+    *(Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF),
+    *(Phase.PAUSED, Phase.DECODING),
+)
 
 
 def way_frames(roles: Roles) -> list[WayFrame]:
@@ -92,14 +96,15 @@ def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> 
 def queue_frame(router: Router, now_ns: int) -> QueueFrame:
     """Sequences by phase."""
     counts = dict.fromkeys(Phase, 0)
-    for sequence in (*router.queue, *router.resuming, *router.running.values()):
+    at = router.at
+    for sequence in chain(router.queue, at.paused.values(), at.holders()):
         counts[sequence.phase] += 1
-    counts[Phase.HANDING_OFF] += len(router.moving)
     oldest_ns = min((s.stamps.arrived_ns for s in router.queue), default=None)
     return QueueFrame(
         queued=counts[Phase.QUEUED],
         prefilling=counts[Phase.PREFILLING],
         handing_off=counts[Phase.HANDING_OFF],
+        paused=counts[Phase.PAUSED],
         decoding=counts[Phase.DECODING],
         max_queued=router.queue.max_sequences,
         oldest_queued_ms=None if oldest_ns is None else (now_ns - oldest_ns) / 1e6,
@@ -113,7 +118,8 @@ def waiting(router: Router) -> Waiting:
     """What each sequence in the queue waits for, as it would be placed now."""
     if not router.roles.ready_workers:
         return Waiting(for_workers=len(router.queue))
-    num_fitting = sum(map(router.ways.fits_now, router.queue))
+    spare = router.growth.spare()
+    num_fitting = sum(router.ways.fits(sequence, spare) for sequence in router.queue)
     return Waiting(for_blocks=len(router.queue) - num_fitting, for_prefill=num_fitting)
 
 
@@ -158,6 +164,7 @@ def request_frame(
         handoff_ms=cut.handoff_ms,
         decode_wait_ms=cut.decode_wait_ms,
         decode_ms=cut.decode_ms,
+        paused_ms=cut.paused_ms,
         first_itl_ms=cut.first_itl_ms,
         tpot_ms=cut.tpot_ms,
         e2e_ms=cut.e2e_ms,
@@ -166,6 +173,7 @@ def request_frame(
             if any(s.transport for s in request.sequences)
             else None
         ),
+        preemptions=sum(s.num_preemptions for s in request.sequences),
         cancelled_by=request.cancelled_by,
         route=shown.route,
         route_reason=shown.route_reason,

@@ -18,7 +18,7 @@ from appliance.pool_frame import OwnerFrame as OwnerFrame
 from appliance.pool_frame import PoolFrame as PoolFrame
 
 FRAME_VERSION = 1
-PHASES = ("queued", "prefilling", "handing_off", "decoding", "finished")
+PHASES = ("queued", "prefilling", "handing_off", "paused", "decoding", "finished")
 
 
 def utc_now() -> str:
@@ -63,6 +63,8 @@ class RequestFrame(msgspec.Struct):
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     decode_ms: float | None = None
+    paused_ms: float | None = None
+    """Without KV blocks, which others needed; None: never, after its first token."""
     first_itl_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
@@ -79,6 +81,7 @@ class RequestFrame(msgspec.Struct):
     """What held it up most, in one sentence; None while nothing did."""
     waits_for: str | None = None
     """Why its prompt is not being computed yet, in words; None where it is, or was."""
+    preemptions: int = 0
     cancelled_by: str | None = None
     """Whose doing its end was; None unless somebody has cancelled it."""
 
@@ -131,6 +134,8 @@ class QueueFrame(msgspec.Struct):
     num_owners: int = 0
     queued_tokens: int = 0
     max_queued_tokens: int = 0
+    paused: int = 0
+    """Preempted after their first token: others needed their blocks."""
 
 
 class LatencyFrame(msgspec.Struct):
@@ -259,6 +264,8 @@ class TotalsFrame(msgspec.Struct):
     """...those found computed."""
     prefix_cache_s: float = 0.0
     """Spent in hashing, finding and publishing blocks."""
+    preemptions: int = 0
+    """Times that a sequence's KV blocks were taken away for others."""
 
 
 class SwapsFrame(msgspec.Struct):

@@ -138,7 +138,7 @@ class Telemetry:
         probed = [w.copy_bytes_per_s for w in states if w.copy_bytes_per_s is not None]
         return HandoffFrame(
             transport=router.places.transport,
-            num_in_flight=len(router.moving),
+            num_in_flight=len(router.at.moving),
             handoffs_per_s=(counters.handoffs - before[0]) / elapsed_s,
             bytes_per_s=(counters.handoff_bytes - before[1]) / elapsed_s,
             probe_bytes_per_s=min(probed, default=None),
@@ -161,7 +161,7 @@ class Telemetry:
         self, state: WorkerState, steps: _Steps, router: Router, now_ns: int, elapsed_s: float
     ) -> WorkerFrame:
         name = state.plan.name
-        own = [sequence for sequence in router.running.values() if sequence.worker == name]
+        own = [sequence for sequence in router.at.running.values() if sequence.worker == name]
         num_sequences = len(own)
         num_prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in own)
         owes = owes_something(router, name)
@@ -204,7 +204,7 @@ class Telemetry:
         A chunk of a long prompt can take seconds. Its tokens are taken to come at the rate of the
         last one, and to be no more than a step has.
         """
-        own = [sequence for sequence in router.running.values() if sequence.worker == name]
+        own = [sequence for sequence in router.at.running.values() if sequence.worker == name]
         cores = router.roles.cores
         if not own or (cores.can_lend and not cores.used(name)):
             return

@@ -21,10 +21,14 @@ MAX_TOLD = 200
 def waits(router: Router, now_ns: int) -> dict[int, str]:
     """What each sequence waits for whose prompt no step has taken up, by its number."""
     found: dict[int, str] = {}
-    for sequence in router.resuming:
+    for sequence in router.at.resuming.values():
         found[sequence.seq_id] = f"its worker to come back; {_by_now(sequence, now_ns)}"
+    for sequence in router.at.paused.values():
+        text = "KV blocks, for others needed those that it had"
+        found[sequence.seq_id] = f"{text}; {_by_now(sequence, now_ns)}"
     left: Counter[str] = Counter()
-    admitted = [s for s in router.running.values() if s.phase is Phase.PREFILLING and s.worker]
+    spare = router.growth.spare()
+    admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
     for sequence in sorted(admitted, key=_has_begun, reverse=True):
         worker = sequence.worker or ""
         if not _has_begun(sequence):
@@ -35,7 +39,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
             text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
-        elif not router.ways.fits_now(sequence):
+        elif not router.ways.fits(sequence, spare):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
         else:
             text = _turn(sequence, busiest, left[busiest], now_ns)

@@ -34,7 +34,7 @@ class Ahead:
     def add(self, sequence: Sequence) -> None:
         """It has been admitted."""
         self.sequences.append(sequence)
-        num_tokens = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        num_tokens = sequence.num_tokens - sequence.num_computed_tokens
         key = self._key(sequence, num_tokens)
         self._prompts.append((sequence.worker, sequence.owner, num_tokens, key))
 
@@ -52,6 +52,12 @@ class Ahead:
             if at == worker
             and (other_key <= own_key if other == owner else num_tokens <= own_tokens)
         )
+
+    def with_fewer_than(
+        self, most_tokens: int, sequence: Sequence, workers: Iterable[str]
+    ) -> set[str]:
+        """Those of the workers that have less to compute first."""
+        return {name for name in workers if self.num_tokens(sequence, name) < most_tokens}
 
     def _key(self, sequence: Sequence, num_tokens: int) -> float:
         return prefill_key(num_tokens, self._now_ns - sequence.stamps.arrived_ns)

@@ -26,3 +26,5 @@ class Counters:
     """Time spent in hashing, finding and publishing blocks."""
     stale_messages: int = 0
     recovered_sequences: int = 0
+    preemptions: int = 0
+    """Times that a sequence's blocks were taken away for others."""

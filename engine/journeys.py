@@ -1,7 +1,8 @@
 """Ways of a sequence through the workers, and how many blocks each takes in which pools.
 
 Owns: nothing; pure. Called by: the router, before it reserves.
-Invariant: all that the sequence can ever use is counted, so that decode never runs out.
+Invariant: what fits a pool's capacity can be run to its end there, alone; what admission takes is
+enough for all that is known of the sequence and for the steps until more can have come.
 Never: reserves.
 """
 
@@ -9,17 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.blocks import BlockPool, Ledger
-from engine.errors import InvariantViolated, RequestError
+from engine.errors import RequestError
 from engine.messages import Admit
 from engine.places import DECODE, PREFILL, Places
-from engine.sequence import Leg, Moving, On, Sequence, Waiting, route_of
+from engine.sequence import Leg, Sequence, route_of
 
 MIN_CHUNK_TOKENS = 64
 """Of a prompt in a step: those who decode beside it hardly notice them; fewer are not worth it."""
+AHEAD_TOKENS = 8
+"""A sequence is to have blocks for so many positions after its newest token: a worker makes two
+steps before it can have what the first of them led to, and should not wait for a busy daemon."""
+MAX_PREEMPTIONS = 2
+"""A sequence that was preempted so often returns only with blocks for its whole length, and then
+keeps them."""
 
 
 class Pair(NamedTuple):
@@ -48,19 +54,34 @@ def legs_of(sequence: Sequence, pair: Pair) -> tuple[Leg, ...]:
     return (first,) if until_output == max_tokens else (first, Leg(pair.decode, max_tokens))
 
 
+def whole_length(sequence: Sequence) -> int:
+    """Positions that it may ever use, with one more."""
+    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+
+
+def reach(sequence: Sequence) -> int:
+    """Positions that it should have blocks for now, where it decodes."""
+    if sequence.num_preemptions >= MAX_PREEMPTIONS:
+        return whole_length(sequence)
+    return min(sequence.num_tokens + AHEAD_TOKENS, whole_length(sequence))
+
+
 def wants(
-    sequence: Sequence, legs: tuple[Leg, ...], places: Places, pools: Mapping[str, BlockPool]
+    sequence: Sequence,
+    legs: tuple[Leg, ...],
+    num_tokens: int,
+    places: Places,
+    pools: Mapping[str, BlockPool],
 ) -> dict[str, int]:
-    """Blocks by pool: on the last leg for all that it may generate, before for what it computes.
+    """Blocks by pool: for so many positions on the last leg, before it for what is known.
 
     Legs in one pool share the blocks.
     """
     needed: dict[str, int] = {}
     for leg in legs:
-        is_last = leg is legs[-1]
-        num_tokens = sequence.num_prompt_tokens + leg.until_output - (not is_last)
         pool = pools[places.pool_of(leg.worker)]
-        needed[pool.name] = max(needed.get(pool.name, 0), pool.num_blocks_for(num_tokens))
+        count = pool.num_blocks_for(num_tokens if leg is legs[-1] else sequence.num_tokens)
+        needed[pool.name] = max(needed.get(pool.name, 0), count)
     return needed
 
 
@@ -100,18 +121,23 @@ class Ways:
         self._moving = [Pair(first, end) for first in firsts for end in ends]
         self._staying = [Pair(name, name) for name in places.names]
 
-    def wants(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
-        """Blocks by pool that a way takes."""
-        return wants(sequence, legs, self._places, self._ledger.pools)
+    def needs(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
+        """Blocks by pool that a way takes to begin with."""
+        return wants(sequence, legs, reach(sequence), self._places, self._ledger.pools)
 
-    def fits_now(self, sequence: Sequence, saved: Mapping[str, int] = MappingProxyType({})) -> bool:
-        """True if the blocks of some way are free, but for those by pool that others have."""
-        return any(self._has_room(sequence, p, saved) for p in (*self._moving, *self._staying))
+    def has_capacity(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
+        """True if the pools of a way could hold it to its end."""
+        pools, length = self._ledger.pools, whole_length(sequence)
+        needed = wants(sequence, legs, length, self._places, pools)
+        return all(count <= pools[name].capacity for name, count in needed.items())
 
-    def _has_room(self, sequence: Sequence, pair: Pair, saved: Mapping[str, int]) -> bool:
-        """True if the blocks of a way are free, but for those by pool that others have."""
-        needed, pools = self.wants(sequence, legs_of(sequence, pair)), self._ledger.pools
-        return all(n <= pools[name].num_free + saved.get(name, 0) for name, n in needed.items())
+    def fits(self, sequence: Sequence, room: Mapping[str, int]) -> bool:
+        """True if some way needs no more blocks than there is room for, by pool."""
+        return any(self._has_room(sequence, p, room) for p in (*self._moving, *self._staying))
+
+    def _has_room(self, sequence: Sequence, pair: Pair, room: Mapping[str, int]) -> bool:
+        needed = self.needs(sequence, legs_of(sequence, pair))
+        return all(count <= room[name] for name, count in needed.items())
 
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
@@ -136,8 +162,7 @@ class Ways:
 
     def _can_stay(self, sequence: Sequence, worker: str) -> bool:
         """True if a worker's pool could hold its whole length."""
-        needed = self.wants(sequence, legs_of(sequence, Pair(worker, worker)))
-        return all(n <= self._ledger.pools[name].capacity for name, n in needed.items())
+        return self.has_capacity(sequence, legs_of(sequence, Pair(worker, worker)))
 
     def check_fits(self, sequence: Sequence) -> None:
         """Refuse what could not be run by moving it, which is open to every sequence.
@@ -145,9 +170,10 @@ class Ways:
         Raises:
             RequestError: `context_length_exceeded`.
         """
-        needed = self.wants(sequence, legs_of(sequence, self._moving[0]))
+        legs, pools = legs_of(sequence, self._moving[0]), self._ledger.pools
+        needed = wants(sequence, legs, whole_length(sequence), self._places, pools)
         for name, count in needed.items():
-            capacity = self._ledger.pools[name].capacity
+            capacity = pools[name].capacity
             if count > capacity:
                 raise RequestError(
                     f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "
@@ -164,7 +190,7 @@ class Ways:
         held: Iterable[Sequence],
         tokens_until: Callable[[str], int],
         hits: Mapping[str, int],
-        saved: Mapping[str, int],
+        room: Mapping[str, int],
     ) -> list[Pair]:
         """Pairs of workers that could run a sequence now.
 
@@ -180,22 +206,22 @@ class Ways:
             held: all that is on workers or between two.
             tokens_until: prompt tokens that a worker would have to compute until it is done.
             hits: positions by pool that are computed there.
-            saved: blocks by pool of those that take no room.
+            room: blocks by pool that there are for it, with those that others have already.
         """
         places, batches = self._places, Counter(other.legs[-1].worker for other in held)
-        length, most = sequence.num_prompt_tokens, sequence.sampling.max_tokens
+        length, most = sequence.num_tokens, reach(sequence)
 
         def there(role: str, num_tokens: int, load: Callable[[str], int]) -> list[str]:
             def key(name: str) -> tuple[bool, int, int, int]:
                 books = self._ledger.pools[places.pool_of(name)]
                 num_there = hits.get(books.name, 0)
-                has_room = books.num_blocks_for(num_tokens - num_there) <= books.num_free
+                has_room = books.num_blocks_for(num_tokens - num_there) <= room[books.name]
                 return not has_room, load(name), -num_there, -books.num_free
 
             return sorted((n for n in places.playing(role) if n in open_workers), key=key)
 
         firsts = there(PREFILL, length, tokens_until)
-        ends = there(DECODE, length + most, batches.__getitem__)
+        ends = there(DECODE, most, batches.__getitem__)
         stays = [*ends]
         if not (ends and places.shares_memory_bus):
             can = [name for name in firsts if self._can_stay(sequence, name)]
@@ -204,7 +230,7 @@ class Ways:
             ends = places.playing(DECODE)
         pairs = [Pair(first, end) for first in firsts for end in ends if first != end]
         pairs += [Pair(name, name) for name in stays]
-        return pairs[:1] + [pair for pair in pairs[1:] if self._has_room(sequence, pair, saved)]
+        return pairs[:1] + [pair for pair in pairs[1:] if self._has_room(sequence, pair, room)]
 
     def detours(
         self,
@@ -239,32 +265,3 @@ class Ways:
                 ways += [legs_of(sequence, pair) for pair in pairs]
             ways.append((Leg(end, sequence.sampling.max_tokens),))
         return ways
-
-
-def check_where(
-    ledger: Ledger,
-    queue: Iterable[Sequence],
-    resuming: Iterable[Sequence],
-    running: Iterable[Sequence],
-    moving: Iterable[Sequence],
-) -> None:
-    """Raise InvariantViolated unless sequences are where their container and the ledger say."""
-    owners, seen = ledger.owners(), set()
-    for container, kind, has_blocks, is_admitted in (
-        (queue, Waiting, False, False),
-        (resuming, Waiting, True, False),
-        (running, On, True, True),
-        (moving, Moving, True, False),
-    ):
-        for sequence in container:
-            key = ("admit", sequence.seq_id, sequence.generation)
-            found = (type(sequence.where), sequence.seq_id in owners, ledger.is_open(key))
-            if found != (kind, has_blocks, is_admitted) or sequence.seq_id in seen:
-                raise InvariantViolated(
-                    f"sequence {sequence.seq_id} is {sequence.where}; blocks {found[1]}, "
-                    f"admitted {found[2]}",
-                    where=f"those that are {kind.__name__}",
-                )
-            seen.add(sequence.seq_id)
-    if owners - seen:
-        raise InvariantViolated(f"{owners - seen} hold blocks and are nowhere", where="router")

@@ -127,17 +127,25 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
     seq_id: int
     generation: int
+    reason: str = "ended"
+    """What the entry that answers it has as `released`: `ended` or `preempted`."""
 
 
-class Extend(msgspec.Struct, tag=True, frozen=True):
-    """More blocks at the end of an admitted sequence's table; void if it is not there any more.
-
-    Not answered by itself: from now on the Admit names these, too.
-    """
+class Extension(msgspec.Struct, frozen=True, array_like=True):
+    """More blocks at the end of an admitted sequence's table."""
 
     seq_id: int
     generation: int
     block_ids: list[int]
+
+
+class Extend(msgspec.Struct, tag=True, frozen=True):
+    """More blocks for sequences that the worker has; void for one that is not there any more.
+
+    Not answered by itself: from now on each sequence's Admit names its new blocks, too.
+    """
+
+    extensions: list[Extension]
 
 
 class Behind(msgspec.Struct, frozen=True, array_like=True):
@@ -246,7 +254,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`stop`, `length` or `error` if the worker ended it."""
     released: str | None
     """Why the worker has let go of it, after its last touch of the blocks: `moved`, it has all that
-    the admit was for; `ended`, by itself or since it was told to; None: it has it still."""
+    the admit was for; `ended`, by itself or since it was told to; `preempted`, since others need
+    its blocks; None: it has it still."""
     num_scheduled_tokens: int
     """Tokens of this sequence in this step; 0 if it was only released."""
     admitted_ns: int

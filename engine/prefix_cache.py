@@ -58,12 +58,15 @@ class PrefixCache:
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
         return hits
 
-    def saved(self, sequence: Sequence, hits: Mapping[str, int]) -> dict[str, int]:
-        """Blocks by pool that take no room from anybody, for others use them now."""
-        return {
-            name: sum(self._ledger.pools[name].state(b) is not BlockState.CACHED for b in blocks)
-            for name, blocks in self.find(sequence, hits).items()
-        }
+    def room(
+        self, sequence: Sequence, hits: Mapping[str, int], spare: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Blocks by pool that it may have: those to spare, and those that others use now."""
+        room = dict(spare)
+        for name, blocks in self.find(sequence, hits).items():
+            books = self._ledger.pools[name]
+            room[name] += sum(books.state(b) is not BlockState.CACHED for b in blocks)
+        return room
 
     def tokens_until(
         self, sequence: Sequence, hits: Mapping[str, int], ahead: Ahead

@@ -116,11 +116,6 @@ class FairQueue:
         self._enter(sequences, num_tokens)
         self._pushed_ns = now_ns
 
-    def put_back(self, sequence: Sequence) -> None:
-        """It was placed and has lost its blocks; it waits again, whatever room there is."""
-        self.forget(sequence)
-        self._enter([sequence], sequence.num_prompt_tokens)
-
     def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
         owner = sequences[0].owner
         if owner not in self._waiting:

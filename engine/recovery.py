@@ -14,10 +14,11 @@ from collections.abc import Collection
 
 from engine.blocks import Ledger
 from engine.copies import Copies
+from engine.counters import Counters
 from engine.journeys import Ways
 from engine.places import Places
 from engine.prefix_cache import PrefixCache
-from engine.sequence import Leg, Sequence
+from engine.sequence import Leg, Moving, Sequence
 
 
 class Recovery:
@@ -29,6 +30,7 @@ class Recovery:
         ways: through the workers.
         copies: blocks that are under way.
         prefixes: what others have computed.
+        counters: what is counted.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Recovery:
         ways: Ways,
         copies: Copies,
         prefixes: PrefixCache,
+        counters: Counters,
     ) -> None:
         self._places = places
         self._ledger = ledger
         self._ways = ways
         self._copies = copies
         self._prefixes = prefixes
+        self._counters = counters
 
     def detour(
         self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
@@ -70,7 +74,7 @@ class Recovery:
     def _take(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
         """Reserve what a way needs beyond what the sequence has; True if it goes that way."""
         seq_id, ledger, copies = sequence.seq_id, self._ledger, self._copies
-        needed = self._ways.wants(sequence, legs)
+        needed = self._ways.needs(sequence, legs)
         missing = {name: n - len(ledger.table(seq_id, name)) for name, n in needed.items()}
         if any(copies.is_written(sequence, name) for name in needed):
             return False
@@ -87,9 +91,36 @@ class Recovery:
         sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
         return True
 
-    def stop_moving(self, sequence: Sequence, to_pool: str) -> None:
-        """Blocks of it will not arrive: it goes on with what has, and the others are computed."""
-        self._keep(sequence, {to_pool}, to_pool, self._num_computed(sequence, to_pool))
+    def has_come(self, sequence: Sequence, ready_workers: Collection[str]) -> bool:
+        """See how far the blocks of a sequence have come that is between two workers.
+
+        Of blocks that will not arrive it goes on with those that have; the others are computed.
+
+        Returns:
+            True if nothing is to be waited for: no copy writes its blocks any more.
+        """
+        assert isinstance(sequence.where, Moving)
+        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        copies, source_is_there = self._copies, sequence.where.source.worker in ready_workers
+        is_lost = copies.error(sequence) is not None
+        if from_pool != to_pool and copies.has_left(sequence):
+            self._ledger.release(sequence.seq_id, from_pool)
+        elif copies.is_under_way(sequence):
+            is_there = sequence.computed_in == (from_pool, self._ledger.pools[from_pool].life)
+            has_blocks = bool(self._ledger.table(sequence.seq_id, from_pool))
+            is_lost |= not (is_there and has_blocks and source_is_there)
+        if is_lost:
+            self._counters.failed_handoffs += 1
+            self._keep(sequence, {to_pool}, to_pool, self._num_computed(sequence, to_pool))
+        return not (copies.is_under_way(sequence) or copies.is_written(sequence, to_pool))
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Its blocks have come: it is computed where it goes on."""
+        assert isinstance(sequence.where, Moving)
+        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
+            sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
+        self._copies.forget(sequence)
 
     def _keep(
         self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int

@@ -1,22 +1,24 @@
 """Who runs where: admission, handoff, recovery. Events in, commands out.
 
 Owns: every sequence from submit to its last released block, and the ledger. Called by: service.
-Invariants: in scan order no sequence that holds blocks waits behind one that holds none; a
-sequence's blocks are reserved in all pools of its legs together, or in none; each sequence ends
-once; where it is (`Sequence.where`) and which container it is in are one.
+Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
+nothing new passes one that was preempted; what admission takes is taken in all pools of a
+sequence's legs together, or in none; each sequence ends once.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 from engine import suspicion
 from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.counters import Counters
-from engine.journeys import MIN_CHUNK_TOKENS, Ways, admit, check_where, legs_of
+from engine.growth import Growth
+from engine.journeys import MIN_CHUNK_TOKENS, Pair, Ways, admit, legs_of
 from engine.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.places import DECODE, Places
 from engine.prefix_cache import PrefixCache
@@ -29,10 +31,12 @@ from engine.sequence import (
     Leg,
     Moving,
     On,
+    Paused,
     Sequence,
     TokenLogprob,
     Waiting,
 )
+from engine.whereabouts import Whereabouts, age
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
 STARVATION_NS = 10_000_000_000
@@ -65,15 +69,13 @@ class Router:
         self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
         self.counters = Counters()
         self.prefixes = PrefixCache(places, ledger, self.counters, max_step_tokens)
-        self.recovery = Recovery(places, ledger, self.ways, self.copies, self.prefixes)
+        self.recovery = Recovery(
+            places, ledger, self.ways, self.copies, self.prefixes, self.counters
+        )
         self.queue = queue
-        """Waiting and holding no blocks."""
-        self.resuming: list[Sequence] = []
-        """Waiting and holding blocks, after a worker's death; always placed before the queue."""
-        self.running: dict[int, Sequence] = {}
-        """On a worker; by seq_id."""
-        self.moving: dict[int, Sequence] = {}
-        """Between two workers; by seq_id."""
+        """New, and holding no blocks."""
+        self.at = Whereabouts()
+        self.growth = Growth(places, ledger, self.at, send)
         self._send = send
         self._emit = emit
         self.max_step_tokens = max_step_tokens
@@ -96,13 +98,12 @@ class Router:
         """End a sequence now: its blocks drain, its worker is told, its reply is closed."""
         if sequence.is_finished:
             return
-        was, sequence.where = sequence.where, Ended()
-        sequence.finish_reason, sequence.stamps.finished_ns = reason, now_ns
+        was = sequence.where
+        self.at.put(sequence, Ended())
+        sequence.finish_reason = reason
+        sequence.stamps.finish(now_ns)
         self.queue.forget(sequence)
-        if sequence in self.resuming:
-            self.resuming.remove(sequence)
-        self.running.pop(sequence.seq_id, None)
-        self.moving.pop(sequence.seq_id, None)
+        self.growth.forget(sequence)
         self.roles.outcomes.forget(sequence.seq_id)
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
@@ -152,37 +153,40 @@ class Router:
             if pool.home == worker:
                 self.ledger.pools[pool.name].lose()
         self.copies.worker_died(worker)
-        victims = [s for s in self.running.values() if s.worker == worker]
+        victims = [s for s in self.at.running.values() if s.worker == worker]
         if not self.places.has_followed(worker, self.roles.ready_workers):
             suspicion.blame(victims)
+        for sequence in victims:
+            self.growth.forget(sequence)
+            self.roles.outcomes.forget(sequence.seq_id)
+            assert isinstance(sequence.where, On)
+            self.at.put(sequence, Waiting(sequence.where.leg))
         for sequence in victims:
             if suspicion.is_proven(sequence):
                 sequence.error = f"worker {worker} died {sequence.num_suspicions} times under it"
                 self.abort(sequence, FinishReason.ERROR, now_ns)
-                continue
-            self.roles.outcomes.forget(sequence.seq_id)
-            sequence.num_recoveries += 1
-            self.counters.recovered_sequences += 1
-            assert isinstance(sequence.where, On)
-            self._wait_for(sequence.where.leg, self.running.pop(sequence.seq_id))
+            else:
+                sequence.num_recoveries += 1
+                self.counters.recovered_sequences += 1
         self.dispatch(now_ns)
 
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens and releases."""
         for outcome in self.roles.stepped(worker, step):
-            if (told := self.running.get(outcome.seq_id)) is not None:
+            if (told := self.at.running.get(outcome.seq_id)) is not None:
                 told.route_reason = f"{told.route_reason}{outcome.about}"
                 if outcome.gives_way:
                     self._send(worker, Release(told.seq_id, told.generation))
         waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
-        needs_dispatch = bool(self.resuming or (waits_for_prompts and step.num_prefill_tokens))
+        is_waited = bool(self.at.resuming or self.at.paused)
+        needs_dispatch = is_waited or (waits_for_prompts and step.num_prefill_tokens > 0)
         for entry in step.entries:
             if entry.released and not self.ledger.close_command(
                 ("admit", entry.seq_id, entry.generation)
             ):
                 self.counters.stale_messages += 1
             needs_dispatch |= entry.released is not None
-            sequence = self.running.get(entry.seq_id)
+            sequence = self.at.running.get(entry.seq_id)
             if sequence is None:
                 continue
             if sequence.generation != entry.generation or sequence.worker != worker:
@@ -191,6 +195,8 @@ class Router:
             self._advance(sequence, step, entry, now_ns)
         if needs_dispatch:
             self.dispatch(now_ns)
+        else:
+            self._grow(now_ns)
 
     def copied(self, worker: str, report: Copied, now_ns: int) -> None:
         """Some blocks have arrived where they go, or will not."""
@@ -205,133 +211,123 @@ class Router:
     # Placement
 
     def dispatch(self, now_ns: int) -> None:
-        """Place whatever can be placed: first those that hold blocks, then the queue."""
-        for sequence in list(self.moving.values()):
-            self._arrive(sequence)
-        for sequence in list(self.resuming):
-            self._resume(sequence)
-        if self.queue and self.roles.ready_workers:
+        """Place whatever can be placed: those that hold blocks, those that did, then the queue."""
+        for sequence in list(self.at.moving.values()):
+            self._arrive(sequence, now_ns)
+        for sequence in list(self.at.resuming.values()):
+            self._resume(sequence, now_ns)
+        self._grow(now_ns)
+        if (self.at.paused or self.queue) and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
         self.copies.pump(self.roles.ready_workers, self._send)
-        self.roles.settle(self._held())
+        self.roles.settle(self.at.held())
+
+    def _grow(self, now_ns: int) -> None:
+        """Give blocks to those that need more; take them from others where there are none."""
+        while victims := self.growth.grow():
+            for sequence in victims:
+                self._pause(sequence, now_ns)
 
     def _dispatch_queue(self, now_ns: int) -> None:
-        ahead = Ahead(self.running.values(), now_ns)
-        pools = {self.ledger.pools[worker.pool] for worker in self.places.workers}
+        """Place what holds no blocks; nothing new while one that did does not fit."""
+        ahead = Ahead(self.at.running.values(), now_ns)
+        spare = self.growth.spare()
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
-        for sequence in self.queue.in_order(now_ns):
-            is_full = not any(pool.num_free for pool in pools)
-            if len(self.running) + len(self.moving) >= most or is_full:
+        paused = sorted(self.at.paused.values(), key=age)
+        for sequence in chain(paused, self.queue.in_order(now_ns)):
+            is_full = not any(spare[worker.pool] > 0 for worker in self.places.workers)
+            if len(self.at.running) + len(self.at.moving) >= most or is_full:
                 break
-            if self.prefixes.is_coming(sequence, ahead):
+            is_paused = isinstance(sequence.where, Paused)
+            if not is_paused and self.prefixes.is_coming(sequence, ahead):
                 continue
-            if not self._place(sequence, ahead, now_ns):
-                if now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
+            if not self._place(sequence, ahead, spare, now_ns):
+                if is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                     break
                 continue
             ahead.add(sequence)
+            spare = self.growth.spare()
 
-    def _place(self, sequence: Sequence, ahead: Ahead, now_ns: int) -> bool:
-        """Route a queued sequence, reserve its blocks and admit it, if all of that can be now.
+    def _place(
+        self, sequence: Sequence, ahead: Ahead, spare: Mapping[str, int], now_ns: int
+    ) -> bool:
+        """Route a sequence, reserve what it needs and admit it, if all of that can be now.
 
         A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
         overtaken by a shorter one and cancelled without a message.
         """
-        limit = 2 * self.max_step_tokens
-        open_workers = {
-            name for name in self.roles.open_workers if ahead.num_tokens(sequence, name) < limit
-        }
+        most = 2 * self.max_step_tokens
+        open_workers = ahead.with_fewer_than(most, sequence, self.roles.open_workers)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
-        saved = prefixes.saved(sequence, hits)
-        if not open_workers or not self.ways.fits_now(sequence, saved):
+        room = prefixes.room(sequence, hits, spare)
+        if not open_workers or not self.ways.fits(sequence, room):
             return False
-        held, there = self._held(), self.roles.open_workers
+        held, there = self.at.held(), self.roles.open_workers
         until = prefixes.tokens_until(sequence, hits, ahead)
-        candidates = self.ways.candidates(sequence, there, held, until, hits, saved)
+        candidates = self.ways.candidates(sequence, there, held, until, hits, room)
         choice = self.roles.route(sequence, candidates, held, now_ns, hits)
         legs = legs_of(sequence, choice.pair)
-        needed = self.ways.wants(sequence, legs)
-        if legs[0].worker not in open_workers or not prefixes.reserve(sequence, legs, needed):
+        if not self.ways.has_capacity(sequence, legs):  # with its output it is too long to move
+            legs = legs_of(sequence, Pair(choice.pair.decode, choice.pair.decode))
+        needed = self.ways.needs(sequence, legs)
+        fits = all(count <= room[name] for name, count in needed.items())
+        fits &= legs[0].worker in open_workers
+        if not fits or not prefixes.reserve(sequence, legs, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)
         sequence.legs, sequence.route_reason = legs, choice.words
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(legs) > 1:
             self.copies.begin(sequence, self.places.link(legs[0].worker, legs[1].worker))
-        self.queue.take(sequence, now_ns)
-        self._admit(sequence, legs[0])
+        if isinstance(sequence.where, Waiting):
+            self.queue.take(sequence, now_ns)
+        self._admit(sequence, legs[0], now_ns)
         return True
 
-    def _held(self) -> list[Sequence]:
-        """On workers, or between two."""
-        return [*self.running.values(), *self.moving.values()]
-
-    def _resume(self, sequence: Sequence) -> None:
+    def _resume(self, sequence: Sequence, now_ns: int) -> None:
         """Place a sequence that has lost its worker: there if it is back, else where it can."""
         assert isinstance(sequence.where, Waiting)
         assert sequence.where.leg is not None
         leg = self._detour(sequence, sequence.where.leg)
         sequence.where = Waiting(leg)
         if self._may_run(sequence, leg.worker):
-            self.resuming.remove(sequence)
-            self._admit(sequence, leg)
+            self._admit(sequence, leg, now_ns)
 
     def _detour(self, sequence: Sequence, leg: Leg) -> Leg:
         if leg.worker in self.roles.ready_workers:
             return leg
-        return self.recovery.detour(sequence, self.roles.open_workers, self._held()) or leg
+        return self.recovery.detour(sequence, self.roles.open_workers, self.at.held()) or leg
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
-        at_worker = [s for s in self.running.values() if s.worker == worker]
+        at_worker = [s for s in self.at.running.values() if s.worker == worker]
         return worker in self.roles.ready_workers and not suspicion.must_wait(sequence, at_worker)
 
-    def _arrive(self, sequence: Sequence) -> None:
+    def _arrive(self, sequence: Sequence, now_ns: int) -> None:
         """Go on with a sequence between two workers, as far as its blocks have come."""
         assert isinstance(sequence.where, Moving)
-        source, target = sequence.where
+        target, ready = sequence.where.target, self.roles.ready_workers
         leg = self._detour(sequence, target)
         if leg is not target:
-            self._wait_for(leg, self.moving.pop(sequence.seq_id))
+            self.at.put(sequence, Waiting(leg))
             return
-        from_pool, to_pool = (self.places.pool_of(each.worker) for each in sequence.where)
-        pools, copies = self.ledger.pools, self.copies
-        is_lost = copies.error(sequence) is not None
-        if from_pool != to_pool and copies.has_left(sequence):
-            self.ledger.release(sequence.seq_id, from_pool)
-        elif copies.is_under_way(sequence):
-            is_there = sequence.computed_in == (from_pool, pools[from_pool].life)
-            has_blocks = bool(self.ledger.table(sequence.seq_id, from_pool))
-            is_lost |= not (is_there and has_blocks and source.worker in self.roles.ready_workers)
-        if is_lost:
-            self.counters.failed_handoffs += 1
-            self.recovery.stop_moving(sequence, to_pool)
-        is_coming = copies.is_under_way(sequence) or copies.is_written(sequence, to_pool)
-        if is_coming or not self._may_run(sequence, target.worker):
-            return
-        if from_pool != to_pool and copies.num_arrived(sequence, to_pool):
-            sequence.computed_in = (to_pool, pools[to_pool].life)
-        copies.forget(sequence)
-        del self.moving[sequence.seq_id]
-        self._admit(sequence, target)
+        if self.recovery.has_come(sequence, ready) and self._may_run(sequence, target.worker):
+            self.recovery.arrive(sequence)
+            self._admit(sequence, target, now_ns)
 
-    def _admit(self, sequence: Sequence, leg: Leg) -> None:
+    def _admit(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
         worker, pool = leg.worker, self.places.pool_of(leg.worker)
         if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
-            self.copies.forget(sequence)
-            self.ledger.release_all(sequence.seq_id)
-            sequence.where, sequence.computed_in = Waiting(), None
-            sequence.forget_computed()
-            self.queue.put_back(sequence)
+            self._pause(sequence, now_ns)
             return
         sequence.generation += 1
-        sequence.where = On(leg)
-        self.running[sequence.seq_id] = sequence
+        self.at.put(sequence, On(leg))
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: table})
         self._send(worker, admit(sequence, leg, table))
         self.prefixes.publish(sequence)
+        self.growth.note(sequence)
 
     # Progress
 
@@ -356,7 +352,13 @@ class Router:
         if entry.token_ids or sequence.is_finished:
             self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
         # emit may have ended it too (a stop string), so ask again
-        if entry.released is not None and not sequence.is_finished:
+        if entry.released is None or sequence.is_finished:
+            self.growth.note(sequence)
+            return
+        self.growth.forget(sequence)
+        if entry.released == "preempted":
+            self._pause(sequence, now_ns)
+        else:
             (self._hand_off if entry.released == "moved" else self._give_way)(sequence)
 
     def _give_way(self, sequence: Sequence) -> None:
@@ -367,12 +369,16 @@ class Router:
         if legs:
             leg, sequence.legs = legs[0], legs
         sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
-        self._wait_for(leg, self.running.pop(sequence.seq_id))
+        self.at.put(sequence, Waiting(leg))
 
-    def _wait_for(self, leg: Leg, sequence: Sequence) -> None:
-        """It keeps its blocks, and is placed before the queue."""
-        sequence.where = Waiting(leg)
-        self.resuming.append(sequence)
+    def _pause(self, sequence: Sequence, now_ns: int) -> None:
+        """Others need its blocks; what it has computed is computed again when it is admitted."""
+        self.roles.outcomes.forget(sequence.seq_id)
+        self.copies.forget(sequence)
+        self.ledger.release_all(sequence.seq_id)
+        sequence.lose_blocks(now_ns)
+        self.counters.preemptions += 1
+        self.at.put(sequence, Paused())
 
     def _hand_off(self, sequence: Sequence) -> None:
         """A worker has done its leg and has dropped the sequence: on to the next."""
@@ -383,8 +389,7 @@ class Router:
         pool = self.ledger.pools[self.places.pool_of(target.worker)]
         sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
         self.counters.handoffs += 1
-        sequence.where = Moving(source, target)
-        self.moving[sequence.seq_id] = self.running.pop(sequence.seq_id)
+        self.at.put(sequence, Moving(source, target))
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless ledger, queue, copies, cores and sequences agree."""
@@ -392,5 +397,4 @@ class Router:
         self.roles.cores.check_invariants()
         self.ledger.check_invariants()
         self.copies.check_invariants()
-        running, moving = self.running.values(), self.moving.values()
-        check_where(self.ledger, self.queue, self.resuming, running, moving)
+        self.at.check_invariants(self.ledger, self.queue)

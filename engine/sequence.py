@@ -27,6 +27,7 @@ class Phase(StrEnum):
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
+    PAUSED = "paused"
     DECODING = "decoding"
     FINISHED = "finished"
 
@@ -50,6 +51,10 @@ class Waiting(NamedTuple):
     leg: Leg | None = None
 
 
+class Paused(NamedTuple):
+    """Preempted: it has no blocks, and is placed before the queue."""
+
+
 class On(NamedTuple):
     """Admitted to the worker of this leg."""
 
@@ -67,7 +72,7 @@ class Ended(NamedTuple):
     """It has a finish reason."""
 
 
-Where = Waiting | On | Moving | Ended
+Where = Waiting | Paused | On | Moving | Ended
 QUEUED = Waiting()
 
 
@@ -133,7 +138,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Stamps:
-    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached. See Stages in appliance.latency."""
+    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached. See Stages in appliance.latency.
+
+    A pause takes a sequence's blocks away. One before token 1 takes `started_ns` back, for then the
+    sequence is in the queue again; one after it is counted, until the next token, in `paused_ns`.
+    """
 
     arrived_ns: int
     tokenized_ns: int | None = None
@@ -148,9 +157,14 @@ class Stamps:
     second_token_ns: int | None = None
     last_token_ns: int | None = None
     finished_ns: int | None = None
+    paused_ns: int | None = None
+    """Not a point in time: how long all pauses together were, those that are over."""
+    paused_at_ns: int | None = None
+    """When the pause began that is not over; None: it is not paused."""
 
     def token(self, now_ns: int) -> None:
         """The daemon has read one more."""
+        self._go_on(now_ns)
         self.last_token_ns = now_ns
         if self.first_token_ns is None:
             self.first_token_ns = now_ns
@@ -168,6 +182,26 @@ class Stamps:
             if admitted_ns is not None:
                 self.attached_ns = max(admitted_ns, self.first_token_ns or 0)
             self.decode_started_ns = max(started_ns, self.attached_ns or 0)
+
+    def pause(self, now_ns: int) -> None:
+        """Its blocks have been taken away."""
+        if self.first_token_ns is None:
+            self.started_ns = None
+            return
+        if self.decode_started_ns is None:  # whatever it was waiting for is over
+            self.decode_started_ns = now_ns
+        if self.paused_at_ns is None:
+            self.paused_at_ns = now_ns
+
+    def finish(self, now_ns: int) -> None:
+        """It has ended, perhaps in a pause."""
+        self._go_on(now_ns)
+        self.finished_ns = now_ns
+
+    def _go_on(self, now_ns: int) -> None:
+        if self.paused_at_ns is not None:
+            self.paused_ns = (self.paused_ns or 0) + now_ns - self.paused_at_ns
+            self.paused_at_ns = None
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +243,8 @@ class Sequence:
     is_refused: bool = False
     """The error is in what was asked: its client can mend it, and nobody here."""
     num_recoveries: int = 0
+    num_preemptions: int = 0
+    """Times that its blocks were taken away for others."""
     num_suspicions: int = 0
     """Deaths of a worker for which it may be to blame."""
     is_on_probation: bool = False
@@ -233,12 +269,21 @@ class Sequence:
             num_kept_tokens, self.prompt_logprobs = 0, []
         self.num_computed_tokens = num_kept_tokens
 
+    def lose_blocks(self, now_ns: int) -> None:
+        """Others have got them: everything is to be computed again."""
+        self.forget_computed()
+        self.computed_in = None
+        self.num_preemptions += 1
+        self.stamps.pause(now_ns)
+
     @property
     def phase(self) -> Phase:
         """Where it is, for people."""
         match self.where:
             case Waiting():
                 return Phase.QUEUED
+            case Paused():
+                return Phase.PAUSED if self.output_token_ids else Phase.QUEUED
             case Moving():
                 return Phase.HANDING_OFF
             case Ended():

@@ -220,3 +220,23 @@ def m005_frames(db: Database) -> None:
     """What the console showed, once a second, and what the frames are packed against."""
     db.conn.execute(_FRAMES)
     db.conn.execute(_FRAME_TEMPLATES)
+
+
+@migration()
+def m006_pauses(db: Database) -> None:
+    """How often a request's blocks were taken away for others, and how long it was without them."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE requests ADD COLUMN paused_us INTEGER",
+        "DROP VIEW v_requests",
+        _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,")
+        .replace("transport,", "transport, route, route_reason,")
+        .replace("recoveries,", "recoveries, preemptions, prefill_j, decode_j,")
+        .replace(
+            "(t_finished_us - t_decode_started_us) / 1000.0 AS decode_ms",
+            "max(t_finished_us - t_decode_started_us - coalesce(paused_us, 0), 0) / 1000.0"
+            " AS decode_ms,"
+            " min(paused_us, t_finished_us - t_decode_started_us) / 1000.0 AS paused_ms",
+        ),
+    ):
+        db.conn.execute(statement)

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine.checkpoint import Checkpoint
 from tests.checkpoints import FAMILIES, load_oracle, make_checkpoint
 from tests.daemons import ARMS, MANY, Daemon
 
 MAX_MARGIN = 1e-4
 IN_ALL_ARMS = ("llama", "mistral", "qwen2", "qwen3")
+TINY_POOLS = {"colocated": 22, "elastic": 22, "shm": 36, "2x2": 54}
+"""Blocks of 64 tokens: one sequence fits each pool, all of them do not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -150,6 +153,27 @@ def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, tmp_p
             daemon.http.post("/v1/penstock/roles", json={"roles": roles}).raise_for_status()
         done.result()
     assert_all_same(daemon, oracle, cases[:4])
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("arm", list(TINY_POOLS))
+def test_a_pool_that_is_too_small_for_all(arm, tmp_path_factory):
+    folder, oracle = make_served(tmp_path_factory, "llama")
+    options = [*(ARMS | MANY)[arm], "--max-model-len", "512"]
+    block_bytes = Checkpoint.open(folder).config.kv_block_bytes(64, "float32")
+    options += ["--kv-memory", str(TINY_POOLS[arm] * block_bytes)]
+    daemon = Daemon(tmp_path_factory.mktemp(arm), *options, model=folder).wait_ready()
+    cases = [(prompt, 400 - len(prompt)) for prompt in prompts([5, 200, 64, 17, 130, 33], seed=9)]
+    assert_all_same(daemon, oracle, cases)
+    totals = daemon.fresh_state()["totals"]
+    assert (totals["preemptions"] > 0, totals["failed"]) == (True, 0)
+    paused = [row for row in daemon.log_rows(10) if row["preemptions"]]
+    assert paused
+    for row in paused:
+        stages = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
+        parts = [row[f"{stage}_ms"] or 0.0 for stage in stages]
+        assert sum(parts) == pytest.approx(row["e2e_ms"], abs=0.01)
     daemon.assert_all_free()
     assert daemon.stop() == 0
 

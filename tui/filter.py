@@ -48,6 +48,7 @@ NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType
         "handoff": lambda r: r.handoff_ms,
         "wait": lambda r: r.decode_wait_ms,
         "decode": lambda r: r.decode_ms,
+        "paused": lambda r: r.paused_ms,
         "tpot": lambda r: r.tpot_ms,
         "e2e": lambda r: r.e2e_ms,
         "j": lambda r: energy_j(r),

@@ -63,7 +63,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         computed_tokens=_computed_tokens(row, now_us, output_tokens),
         output_tokens=output_tokens,
         max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
-        num_blocks=0 if phase == "queued" else _num_blocks(row, frame),
+        num_blocks=0 if phase == "queued" else _num_blocks(row, output_tokens, frame),
         worker=None if phase == "queued" else _worker(row, phase, frame),
         transport=transport,
         age_ms=age_ms,
@@ -87,6 +87,9 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
                 stage, begun_us = follows, row[stamp]
         cut[stage] = (finished_us - begun_us) / 1000  # the stage that it was in took until then
         cut["e2e_ms"] = finished_us / 1000
+        if (paused_us := row["paused_us"]) is not None and "decode_ms" in cut:
+            cut["paused_ms"] = min(paused_us / 1000, cut["decode_ms"])
+            cut["decode_ms"] -= cut["paused_ms"]
     num_timed = row["num_timed_tokens"] or 0
     if num_timed >= 2 and row["t_last_token_us"] is not None:
         spread_us = row["t_last_token_us"] - row["t_first_token_us"]
@@ -101,6 +104,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         num_blocks=0,
         worker=None,
         age_ms=(finished_us or 0) / 1000,
+        preemptions=row["preemptions"],
         **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
         **cut,
     )
@@ -166,11 +170,11 @@ def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) 
     return int(prompt_tokens * min(1.0, (now_us - started_us) / (end_us - started_us)))
 
 
-def _num_blocks(row: Mapping[str, Any], frame: Frame) -> int:
-    """What admission reserves, prompt and max_tokens, in a pool of the frame's."""
+def _num_blocks(row: Mapping[str, Any], output_tokens: int, frame: Frame) -> int:
+    """For its tokens at that moment, in a pool of the frame's."""
     if not frame.pools or frame.pools[0].block_size <= 0:
         return 0
-    each: float = row["prompt_tokens"] / row["num_sequences"] + (row["max_tokens"] or 0)
+    each: float = (row["prompt_tokens"] + output_tokens) / row["num_sequences"]
     return math.ceil(each / frame.pools[0].block_size) * int(row["num_sequences"])
 
 

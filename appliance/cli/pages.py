@@ -16,7 +16,7 @@ def stats_line(frame: Row) -> str:
     stages = ("tokenize", "queue", "prefill")
     shares = " ".join(f"{stage} {ms(frame.get(f'{stage}_ms'))}" for stage in stages)
     parts.append(f"ttft {ms(frame.get('ttft_ms'))} ({shares})")
-    later = ("handoff", "decode_wait", "decode", "first_itl", "tpot", "e2e")
+    later = ("handoff", "decode_wait", "decode", "paused", "first_itl", "tpot", "e2e")
     reached = [name for name in later if frame.get(f"{name}_ms") is not None]
     parts += [f"{name} {ms(frame[f'{name}_ms'])}" for name in reached]
     return "  ".join([*parts, f"id {printable(frame.get('id'))}"])

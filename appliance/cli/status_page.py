@@ -99,7 +99,7 @@ def _queue_text(queue: Row) -> str:
 
 
 def _phases_text(queue: Row) -> str:
-    phases = ("queued", "prefilling", "handing_off", "decoding")
+    phases = ("queued", "prefilling", "handing_off", "paused", "decoding")
     return ", ".join(f"{count(queue.get(p))} {p.replace('_', ' ')}" for p in phases)
 
 

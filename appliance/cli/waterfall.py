@@ -11,7 +11,7 @@ from __future__ import annotations
 from appliance.cli.tables import Row
 from appliance.cli.text import count, joules, ms, size, word
 
-STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
+STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
 _LABEL_WIDTH = 12
 _NUMBER_WIDTH = 8
 
@@ -38,6 +38,8 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         ("tpot", f"{ms(frame.get('tpot_ms'))}, first gap {ms(frame.get('first_itl_ms'))}"),
     ]
     facts.append(("energy", _energy(frame)))
+    if frame.get("preemptions"):
+        facts.append(("preempted", _times(frame["preemptions"])))
     if frame.get("route"):
         facts.append(("route", _route(frame)))
     if frame.get("waits_for"):
@@ -100,6 +102,11 @@ def _energy(frame: Row) -> str:
     return (
         f"{joules(prefill_j + decode_j)} = prefill {joules(prefill_j)} + decode {joules(decode_j)}"
     )
+
+
+def _times(number: int) -> str:
+    times = "once" if number == 1 else f"{number} times"
+    return f"{times}, for KV blocks that others needed"
 
 
 def _route(frame: Row) -> str:

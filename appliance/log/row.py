@@ -53,6 +53,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
+    preemptions: int
     prefill_j: float | None
     decode_j: float | None
     t_tokenized_us: int | None
@@ -63,6 +64,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     t_second_token_us: int | None
     t_last_token_us: int | None
     t_finished_us: int | None
+    paused_us: int | None
+    """Of all its pauses together."""
     num_timed_tokens: int
     """Output tokens of the sequence whose stamps these are."""
     prompt: str | None = None
@@ -72,9 +75,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
         """The row of a request that has had its terminal reply.
 
-        Tokens, bytes and recoveries are sums over its sequences, the finish reason is the worst of
-        them, and the stamps are those of the sequence that finished last: it is the one that the
-        client waited for, and only the stages of one sequence add up.
+        Tokens, bytes, recoveries and preemptions are sums over its sequences, the finish reason is
+        the worst of them, and the stamps are those of the sequence that finished last: it is the
+        one that the client waited for, and only the stages of one sequence add up.
         """
         sequences = request.sequences
         sampling = sequences[0].sampling
@@ -109,10 +112,12 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
             handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
             recoveries=sum(sequence.num_recoveries for sequence in sequences),
+            preemptions=sum(sequence.num_preemptions for sequence in sequences),
             prefill_j=request.prefill_j,
             decode_j=request.decode_j,
             prompt=request.prompt_text if with_text else None,
             num_timed_tokens=slowest.num_output_tokens,
+            paused_us=_us(slowest.stamps.paused_ns),
             **_offsets(slowest),
         )
 
@@ -144,11 +149,17 @@ def _worst(sequences: list[Sequence]) -> str | None:
     return max(reasons, key=_WORST_LAST.index, default=None)
 
 
+def _us(duration_ns: int | None) -> int | None:
+    return None if duration_ns is None else duration_ns // 1000
+
+
 def _offsets(sequence: Sequence) -> dict[str, int | None]:
     """The t_*_us columns, from the stamps of the same names."""
     stamps = in_order(sequence.stamps)
     offsets: dict[str, int | None] = {}
     for field in fields(stamps):
+        if field.name.startswith("paused"):
+            continue  # no points in time
         at_ns = getattr(stamps, field.name)
         column = f"t_{field.name.removesuffix('_ns')}_us"
         offsets[column] = None if at_ns is None else (at_ns - stamps.arrived_ns) // 1000

@@ -64,7 +64,7 @@ def _requests(frame: Frame) -> Iterator[Family]:
         [({"result": result}, getattr(totals, result)) for result in by_result],
     )
     yield gauge("penstock_requests_live", "Accepted, and without a last reply.", frame.num_requests)
-    phases = ("queued", "prefilling", "handing_off", "decoding")
+    phases = ("queued", "prefilling", "handing_off", "paused", "decoding")
     yield gauge(
         "penstock_sequences",
         "By phase.",
@@ -106,6 +106,11 @@ def _requests(frame: Frame) -> Iterator[Family]:
     )
     recovered = totals.recovered_sequences
     yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
+    yield counter(
+        "penstock_preemptions_total",
+        "Times that a sequence's KV blocks were taken away for others.",
+        totals.preemptions,
+    )
 
 
 def _predictions(ways: list[WayFrame]) -> Iterator[Family]:

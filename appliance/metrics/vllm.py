@@ -39,12 +39,13 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
     queue = frame.queue
     running = queue.prefilling + queue.handing_off + queue.decoding
     yield gauge("vllm:num_requests_running", "In steps, or handed over.", [(labels, running)])
-    yield gauge("vllm:num_requests_waiting", "In the queue.", [(labels, queue.queued)])
+    waiting = queue.queued + queue.paused
+    yield gauge("vllm:num_requests_waiting", "Queued, or preempted.", [(labels, waiting)])
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
         "All of them wait for room.",
         [
-            ({**labels, "reason": "capacity"}, queue.queued),
+            ({**labels, "reason": "capacity"}, waiting),
             ({**labels, "reason": "deferred"}, 0),
         ],
     )
@@ -98,8 +99,8 @@ def _counters(frame: Frame, histograms: Histograms, labels: dict[str, str]) -> I
     )
     yield counter(
         "vllm:num_preemptions_total",
-        "None: blocks are reserved for all that a request may use.",
-        [(labels, 0)],
+        "Times that a sequence's KV blocks were taken away for others.",
+        [(labels, frame.totals.preemptions)],
     )
     yield counter(
         "vllm:request_success_total",

@@ -27,6 +27,7 @@ from engine.messages import (
     Copy,
     CoresUsed,
     Extend,
+    Extension,
     Rehearse,
     Release,
     SequenceStep,
@@ -203,7 +204,7 @@ class Worker:
         if is_over and not is_released:
             self._ended.append(running)
         result = result or Sampled()
-        released = "ended" if has_ended else "moved"
+        released = running.dropped_for if has_ended else "moved"
         return SequenceStep(
             seq_id=running.seq_id,
             generation=running.generation,
@@ -223,15 +224,14 @@ class Worker:
         match command:
             case Admit():
                 self._running[command.seq_id] = self._take(command)
-            case Release(seq_id, generation):
+            case Release(seq_id, generation, reason):
                 dropped = self._running.get(seq_id)
                 if dropped is not None and dropped.generation == generation:
+                    dropped.dropped_for = reason
                     self._entries.append(self._entry(dropped, is_dropped=True))
-            case Extend(seq_id, generation, block_ids):
-                extended = self._running.get(seq_id)
-                if extended is not None and extended.generation == generation:
-                    extended.block_table.extend(block_ids)
-                    self._runner.extended(extended)
+            case Extend(extensions):
+                for extension in extensions:
+                    self._extend(extension)
             case Copy(behind=behind):
                 filling = None if behind is None else self._running.get(behind.seq_id)
                 self._copier.take(command, filling)
@@ -244,6 +244,13 @@ class Worker:
                 self._channel.send(CoresUsed(cpus))
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
+
+    def _extend(self, extension: Extension) -> None:
+        """Add blocks to a table, unless its sequence has ended, or was admitted anew since."""
+        extended = self._running.get(extension.seq_id)
+        if extended is not None and extended.generation == extension.generation:
+            extended.block_table.extend(extension.block_ids)
+            self._runner.extended(extended)
 
     def _take(self, admit: Admit) -> Running:
         grammar = admit.sampling.grammar

@@ -35,6 +35,8 @@ class Running:
     admitted_ns: int
     max_chunk_tokens: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    dropped_for: str = "ended"
+    """Why it is dropped, if the daemon told so."""
     matcher: Future[Matcher] | None = None
     """Its way through its grammar, once that is compiled; None: free text."""
     allowed_ids: torch.Tensor | None = None

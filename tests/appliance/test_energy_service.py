@@ -112,7 +112,7 @@ class Machine:
         admitted = self.admitted[worker]
         entries = []
         for admit in list(admitted.values()):
-            one = self.router.running[admit.seq_id]
+            one = self.router.at.running[admit.seq_id]
             num_tokens = one.num_tokens - one.num_computed_tokens
             num_output_tokens = one.num_output_tokens + 1
             is_last = num_output_tokens == one.sampling.max_tokens

@@ -10,7 +10,10 @@ from appliance.latency import Stages, Window, in_order, quantile, stages
 from engine.sequence import Stamps
 
 MS = 1_000_000
-PARTS = ("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms", "decode_wait_ms", "decode_ms")
+PARTS = (
+    *("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms"),
+    *("decode_wait_ms", "decode_ms", "paused_ms"),
+)
 STAMPS = (
     "tokenized_ns",
     "started_ns",
@@ -29,7 +32,8 @@ def finished_stamps(draw: st.DrawFn) -> Stamps:
     """Any stamps of a finished sequence, also out of order and with holes."""
     instants = st.integers(1_000, 10_000_000)
     stamps = {name: draw(st.none() | instants) for name in STAMPS}
-    return Stamps(1_000, **stamps, finished_ns=draw(instants))
+    paused_ns = draw(st.none() | st.integers(0, 10_000_000))
+    return Stamps(1_000, **stamps, finished_ns=draw(instants), paused_ns=paused_ns)
 
 
 def total_ms(cut: Stages) -> float:
@@ -57,6 +61,38 @@ def test_ttft_is_tokenize_and_queue_and_prefill(stamps: Stamps) -> None:
 @given(finished_stamps())
 def test_putting_in_order_twice_changes_nothing(stamps: Stamps) -> None:
     assert in_order(in_order(stamps)) == in_order(stamps)
+
+
+def test_a_pause_lasts_until_the_next_token_and_is_no_time_of_decoding() -> None:
+    stamps = stamps_at(tokenized=1, started=3, first_token=10, decode_started=12)
+    stamps.pause(20 * MS)
+    stamps.pause(21 * MS)  # its blocks were taken again before it had got further
+    stamps.token(25 * MS)
+    stamps.token(26 * MS)
+    assert stages(stamps, 3).paused_ms == 5.0
+    stamps.pause(28 * MS)
+    stamps.finish(31 * MS)
+    cut = stages(stamps, 3)
+    assert (cut.decode_ms, cut.paused_ms, cut.e2e_ms) == (11.0, 8.0, 31.0)
+
+
+def test_a_pause_before_the_first_token_is_time_in_the_queue() -> None:
+    stamps = stamps_at(tokenized=1, started=3)
+    stamps.pause(5 * MS)
+    stamps.started_ns = 9 * MS
+    stamps.token(12 * MS)
+    stamps.finish(12 * MS)
+    cut = stages(stamps, 1)
+    assert (cut.queue_ms, cut.prefill_ms, cut.paused_ms) == (8.0, 3.0, None)
+
+
+def test_a_pause_ends_the_wait_for_decode() -> None:
+    stamps = stamps_at(tokenized=1, started=3, first_token=10)
+    stamps.pause(14 * MS)
+    stamps.token(20 * MS)
+    stamps.finish(21 * MS)
+    cut = stages(stamps, 2)
+    assert (cut.decode_wait_ms, cut.paused_ms, cut.decode_ms) == (4.0, 6.0, 1.0)
 
 
 def test_a_handed_over_request_has_every_stage() -> None:

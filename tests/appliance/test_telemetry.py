@@ -24,7 +24,7 @@ def machine(tiny_llama, tmp_path):
 def step(machine: Machine, worker: str, *, is_last: bool = False) -> None:
     """The worker computes one step for all that it has: the prompt, or one token."""
     now_ns = time.monotonic_ns()
-    running = [s for s in machine.router.running.values() if s.worker == worker]
+    running = [s for s in machine.router.at.running.values() if s.worker == worker]
     entries = []
     for one in running:
         was_prefilling = one.num_computed_tokens < one.num_prompt_tokens
@@ -237,7 +237,7 @@ def test_its_tokens_are_shown_as_they_come_and_once():
 
 def test_a_worker_with_nothing_to_do_is_not_busy():
     watched = Watched()
-    for sequence in list(watched.world.router.running.values()):
+    for sequence in list(watched.world.router.at.running.values()):
         watched.world.router.abort(sequence, FinishReason.ABORT, watched.now_ns)
     watched.world.run()
     assert watched.frame(1).busy_ratio == 0

@@ -8,6 +8,8 @@ somebody is noticed as a wrong token.
 
 from collections import deque
 
+import msgspec
+
 from engine.messages import (
     Admit,
     Copied,
@@ -73,15 +75,17 @@ class FakeWorker:
         match command:
             case Admit():
                 self.running[command.seq_id] = Running.of(command, (), now_ns)
-            case Release(seq_id, generation):
+            case Release(seq_id, generation, reason):
                 running = self.running.get(seq_id)
                 if running is not None and running.generation == generation:
+                    running.dropped_for = reason
                     entry = self.entry(running, is_dropped=True)
                     self.outbox.append(Stepped(now_ns, now_ns, 0, 0, [entry]))
-            case Extend(seq_id, generation, block_ids):
-                running = self.running.get(seq_id)
-                if running is not None and running.generation == generation:
-                    running.block_table.extend(block_ids)
+            case Extend(extensions):
+                for seq_id, generation, block_ids in map(msgspec.structs.astuple, extensions):
+                    running = self.running.get(seq_id)
+                    if running is not None and running.generation == generation:
+                        running.block_table.extend(block_ids)
             case Copy(behind=behind):
                 running = None if behind is None else self.running.get(behind.seq_id)
                 if running is not None and running.generation != behind.generation:
@@ -126,10 +130,14 @@ class FakeWorker:
 
     def step(self, now_ns):
         """One step; its message waits in the outbox."""
-        runnable = [r for r in self.running.values() if not r.is_complete and not self.is_parked]
+        runnable = [
+            r
+            for r in self.running.values()
+            if not r.is_complete and not self.is_parked and r.room(BLOCK_SIZE) > 0
+        ]
         entries = []
         planned = plan(runnable, self.max_step_tokens, now_ns)
-        planned = [(r, r.capped(n)) for r, n in planned]
+        planned = [(r, min(r.capped(n), r.room(BLOCK_SIZE))) for r, n in planned]
         self.has_stepped = bool(planned)
         for running, num_new_tokens in planned:
             entries.append(self.compute(running, num_new_tokens))
@@ -163,7 +171,7 @@ class FakeWorker:
         self, running, token_ids=(), reason=None, count=0, is_decoding=False, is_dropped=False
     ):
         has_ended = reason is not None or is_dropped
-        released = "ended" if has_ended else "moved" if running.is_complete else None
+        released = running.dropped_for if has_ended else "moved" if running.is_complete else None
         if released:
             self.running.pop(running.seq_id, None)
         for pending in self.copies:

@@ -23,7 +23,7 @@ from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 
-BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 32, 8
+BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 44, 8
 TRANSPORTS = {
     "alias": make_places(["prefill"], ["decode"], "alias", home="decode"),
     "peer": make_places(["prefill"], ["decode"], "peer", pools_are_workers=True),
@@ -87,8 +87,8 @@ class Machine:
     def step(self, name, now_ns):
         harness, accelerator = self.harnesses[name], self.devices[name].accelerator
         commands, self.inbox[name] = self.inbox[name], []
-        harness.tell(*commands)
         with accelerator.on():
+            harness.tell(*commands)
             reports = harness.step()
         self.take(name, reports, now_ns)
 
@@ -141,7 +141,7 @@ def sequence_of(seq_id, now_ns):
         index=0,
         prompt_token_ids=[rng.randrange(250) for _ in range(length)],
         sampling=SamplingParams(
-            rng.randrange(1, 9),
+            rng.choice([rng.randrange(1, 9), rng.randrange(12, 20)]),
             seq_id,
             temperature=rng.choice([0.0, 1.0]),
             presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # then the host samples
@@ -154,7 +154,7 @@ def sequence_of(seq_id, now_ns):
 @pytest.fixture(scope="module")
 def expected(folder):
     """Every sequence's tokens, where it is alone."""
-    with contextlib.closing(Machine(folder, 9)) as machine:
+    with contextlib.closing(Machine(folder, 13)) as machine:
         tokens = {}
         for seq_id in range(1, 31):
             sequence = sequence_of(seq_id, 0)
@@ -171,8 +171,8 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(
 ):
     rng, sequences = random.Random(seed), []
     # few blocks: whatever becomes free is somebody else's at once
-    with contextlib.closing(Machine(folder, 22, transport)) as machine:
-        for now_ns in range(180):
+    with contextlib.closing(Machine(folder, 13, transport)) as machine:
+        for now_ns in range(240):
             if len(sequences) < 30 and rng.random() < 0.4:
                 sequences.append(sequence_of(len(sequences) + 1, now_ns))
                 machine.router.submit([sequences[-1]], now_ns)
@@ -184,8 +184,9 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(
             if rng.random() < 0.02:
                 machine.kill_prefill(now_ns)
             machine.step(rng.choice(machine.places.names), now_ns)
-        machine.finish(sequences, 180)
+        machine.finish(sequences, 240)
         assert any(s.finish_reason is FinishReason.ABORT for s in sequences)
+        assert machine.router.counters.preemptions
         for sequence in sequences:
             tokens = sequence.output_token_ids
             assert tokens == expected[sequence.seq_id][: len(tokens)]

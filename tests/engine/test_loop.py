@@ -15,6 +15,7 @@ from engine.messages import (
     Copy,
     CoresUsed,
     Extend,
+    Extension,
     RehearsalStep,
     Rehearse,
     Release,
@@ -203,11 +204,11 @@ def test_a_copy_that_cannot_be_made_says_why(make):
 def test_an_extended_table_is_used_where_it_is_of_this_admit(make):
     harness = make()
     short = msgspec.structs.replace(admit(num_tokens=4), block_table=[1])
-    harness.tell(short, Extend(1, 2, [6]), Extend(9, 1, [6]))
+    harness.tell(short, Extend([Extension(1, 2, [6]), Extension(9, 1, [6])]))
     (step,) = harness.step()
     assert step.entries[0].num_computed_tokens == 4
     assert harness.step() == []  # there is no block for more
-    harness.tell(Extend(1, 1, [5]))
+    harness.tell(Extend([Extension(1, 1, [5])]))
     harness.run()
     assert harness.pool[5, 0, 0, :2].flatten().tolist() == [5, 6]
     assert not harness.pool[6].any()

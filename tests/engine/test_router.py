@@ -6,7 +6,7 @@ import pytest
 from engine.blocks import Ledger
 from engine.elastic import Choice
 from engine.errors import InvariantViolated, QueueFull, RequestError
-from engine.journeys import Pair
+from engine.journeys import MAX_PREEMPTIONS, Pair
 from engine.messages import Copied, CoresUsed, Release, Stepped
 from engine.outcomes import Outcome
 from engine.places import make_places
@@ -40,7 +40,11 @@ def places_of(arm, num_blocks, num_slots):
             for role, count in zip(("prefill", "decode"), counts, strict=True)
         ]
         places = make_places(*names, transport, home=home, pools_are_workers=in_workers)
-    sizes = {p.name: num_slots + 1 if p.name == "ring" else num_blocks for p in places.pools}
+    many = num_blocks if isinstance(num_blocks, dict) else {}
+    sizes = {
+        p.name: num_slots + 1 if p.name == "ring" else many.get(p.name, num_blocks)
+        for p in places.pools
+    }
     return places.with_pools(sizes)
 
 
@@ -175,8 +179,8 @@ class World:
 
     @property
     def is_quiet(self):
-        router = self.router
-        held = router.queue, router.resuming, router.running, router.moving
+        at = self.router.at
+        held = self.router.queue, at.paused, at.resuming, at.running, at.moving
         return not any(held) and self.ledger.is_idle
 
     def check(self):
@@ -239,6 +243,125 @@ def test_a_one_token_request_takes_nothing_on_the_decode_side():
     world.run()
     assert sequence.transport is None
     assert sequence.stamps.attached_ns is None
+
+
+def test_blocks_come_as_they_are_needed_and_in_one_message_for_all():
+    world = World("colocated", num_blocks=33)
+    sequences = [world.sequence(5, 30), world.sequence(6, 30)]
+    told = []
+    send = world.router.growth._send
+    world.router.growth._send = lambda name, command: (told.append(command), send(name, command))
+    world.submit(*sequences)
+    assert [len(world.ledger.table(s.seq_id, "kv")) for s in sequences] == [4, 4]
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+        assert sequence.num_preemptions == 0
+    extensions = [[each.seq_id for each in extend.extensions] for extend in told]
+    assert [1, 2] in extensions
+    assert sum(map(len, extensions)) == 2 * (9 - 4)
+
+
+def test_a_pool_that_is_too_small_for_all_gives_everybody_a_turn(world):
+    for pool in world.ledger.pools.values():
+        if pool.name != "ring":
+            world.ledger.resize(pool.name, 17)
+    sequences = [world.sequence(n, 40) for n in (10, 9, 12, 7, 11, 8)]
+    world.submit(*sequences)
+    ended = []
+    while not world.is_quiet:
+        before = set(world.ended)
+        world.tick()
+        ended += set(world.ended) - before
+    assert world.router.counters.preemptions == sum(s.num_preemptions for s in sequences) > 0
+    assert max(s.num_preemptions for s in sequences) <= MAX_PREEMPTIONS
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+        assert sequence.stamps.paused_at_ns is None
+        if sequence.stamps.paused_ns is not None:
+            assert sequence.num_preemptions
+    assert sequences[0].num_preemptions == 0 or world.places.names != ["colocated"]
+    world.assert_all_free()
+
+
+def test_who_has_lost_its_blocks_comes_back_before_anybody_new():
+    world = World("colocated", num_blocks=17)
+    sequences = [world.sequence(10, 40), world.sequence(10, 40)]
+    world.submit(*sequences)
+    while not world.router.at.paused:
+        world.tick()
+    (paused,) = world.router.at.paused.values()
+    assert (paused.phase, paused) == (Phase.PAUSED, sequences[1])
+    newcomer = world.sequence(1, 1)
+    world.submit(newcomer)
+    world.tick()
+    assert newcomer.phase is Phase.QUEUED
+    world.router.abort(sequences[0], FinishReason.ABORT, world.now_ns)
+    while paused.phase is Phase.PAUSED:
+        assert newcomer.phase is Phase.QUEUED
+        world.tick()
+    world.run()
+    assert world.emitted[paused.seq_id] == expected_tokens(paused)
+    assert paused.stamps.paused_ns > 0
+    assert paused.stamps.decode_started_ns is not None
+
+
+def test_a_prompt_that_loses_its_blocks_is_in_the_queue_again():
+    world = World("colocated", num_blocks=17)
+    decoding, prompt = world.sequence(8, 50), world.sequence(33, 3)
+    world.submit(decoding)
+    for _ in range(3):
+        world.tick()
+    world.submit(prompt)
+    world.workers["colocated"].max_step_tokens = 1  # it takes long to compute
+    while not prompt.num_preemptions:
+        world.tick()
+    assert (prompt.phase, prompt.stamps.started_ns) == (Phase.QUEUED, None)
+    world.run()
+    assert world.emitted[prompt.seq_id] == expected_tokens(prompt)
+    assert prompt.stamps.paused_ns is None
+
+
+def test_what_has_become_too_long_for_the_pool_where_it_began_is_computed_where_it_decodes():
+    world = World("peer", num_blocks={"prefill": 9, "decode": 25})
+    sequences = [world.sequence(20, 60), world.sequence(19, 60)]
+    world.submit(*sequences)
+    while not world.router.at.paused:
+        world.tick()
+    (paused,) = world.router.at.paused.values()
+    assert paused.num_tokens > 32
+    world.run()
+    assert [leg.worker for leg in paused.legs] == ["decode"]
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+
+
+def test_who_was_preempted_often_enough_comes_back_with_blocks_for_its_whole_length():
+    world = World("colocated", num_blocks=33)
+    sequence = world.sequence(5, 60)
+    sequence.num_preemptions = MAX_PREEMPTIONS
+    world.submit(sequence)
+    assert len(world.ledger.table(sequence.seq_id, "kv")) == 17
+
+
+@pytest.mark.parametrize("after_ticks", range(0, 40, 3))
+@pytest.mark.parametrize("arm", ["alias", "colocated", "gpu", "gpu peer", "shm", "2x2 peer"])
+def test_a_death_while_blocks_are_short_changes_no_token(arm, after_ticks):
+    world = World(arm, num_blocks=14)
+    sequences = [world.sequence(n, 30) for n in (10, 9, 12, 7)]
+    world.submit(*sequences)
+    for _ in range(after_ticks):
+        world.tick()
+    victim = world.places.playing("decode")[0]
+    world.workers[victim].step(world.now_ns)
+    world.workers[victim].outbox.clear()
+    world.kill(victim)
+    world.tick()
+    world.revive_all()
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
 
 
 def test_alias_hands_over_without_moving_a_block():
@@ -409,7 +532,7 @@ def test_more_prompts_than_may_ever_wait_are_a_bad_request():
 def test_a_light_sequence_passes_one_that_does_not_fit_yet():
     world = World("alias", num_blocks=17)
     running = world.sequence(10, 30)
-    heavy, light = world.sequence(20, 30), world.sequence(21, 2)
+    heavy, light = world.sequence(33, 30), world.sequence(34, 1)
     world.submit(running)
     world.submit(heavy)
     world.submit(light)
@@ -626,7 +749,9 @@ def test_stale_messages_are_counted_and_dropped(world):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_random_walk_loses_nothing(arm, seed):
     rng = random.Random(seed)
-    walk(World(arm, num_blocks=33, num_slots=2), rng)
+    world = World(arm, num_blocks=(26, 33)[seed % 2], num_slots=2)
+    walk(world, rng)
+    assert world.router.counters.preemptions
 
 
 @pytest.mark.parametrize("arm", ["elastic", "elastic shm", "2x2 elastic"])
@@ -649,7 +774,7 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
 
 def give_way(world):
     """Make all prompts leave that are computed where they will decode."""
-    for sequence in list(world.router.running.values()):
+    for sequence in list(world.router.at.running.values()):
         if sequence.route == "decode" and sequence.phase is Phase.PREFILLING:
             release = Release(sequence.seq_id, sequence.generation)
             world.workers[sequence.worker].inbox.append(release)

@@ -36,7 +36,8 @@ STALLED_SEQS = (151, 152)
 
 def request(number: int = 1, phase: str = "decoding", **changes: Any) -> RequestFrame:
     """A live request; the stages before its phase are complete."""
-    rank = ("queued", "prefilling", "handing_off", "decoding", "finished").index(phase)
+    phases = ("queued", "prefilling", "handing_off", "decoding", "finished")
+    rank = phases.index("decoding" if phase == "paused" else phase)
     prompt_tokens = 300 + 811 * number % 7000
     frame = RequestFrame(
         id=f"cmpl-{0x3F9A21C0 + 0x11D7E2B1 * number & 0xFFFFFFFF:08x}d7e2b1a4c0583f96",
@@ -53,7 +54,7 @@ def request(number: int = 1, phase: str = "decoding", **changes: Any) -> Request
         output_tokens=0 if rank < 3 else 12 + 37 * number % 900,
         max_tokens=2048,
         num_blocks=0 if rank == 0 else 5 + number,
-        worker=(None, "prefill", "prefill", "decode", None)[rank],
+        worker=None if phase == "paused" else (None, "prefill", "prefill", "decode", None)[rank],
         transport="alias" if rank >= 3 else None,
         received_at="2026-11-21T14:02:05.250Z",
         age_ms=400.0 + 350 * number,

@@ -26,7 +26,8 @@ STAMPS = (
 )  # fmt: skip
 MEASURED = (
     "tokenize_ms", "queue_ms", "prefill_ms", "ttft_ms", "handoff_ms", "decode_wait_ms",
-    "decode_ms", "first_itl_ms", "tpot_ms", "e2e_ms", "output_tokens", "computed_tokens",
+    "decode_ms", "paused_ms", "first_itl_ms", "tpot_ms", "e2e_ms", "output_tokens",
+    "computed_tokens", "preemptions",
 )  # fmt: skip
 STAGES = ("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms", "decode_wait_ms", "ttft_ms")
 
@@ -78,10 +79,11 @@ def test_a_request_that_one_worker_runs_is_never_handed_off() -> None:
     assert request_at(row(**stays), 3_200, frames.colocated()).worker == "colocated"
 
 
-def test_blocks_are_those_that_admission_reserves() -> None:
+def test_blocks_are_those_of_its_tokens_at_that_moment() -> None:
     assert request_at(row(), 500, frames.busy()).num_blocks == 0
-    assert request_at(row(), 5_000, frames.busy()).num_blocks == 10  # of 64 tokens for 400 + 200
-    assert request_at(row(num_sequences=2), 5_000, frames.busy()).num_blocks == 14
+    # of 64 tokens, for 400 of the prompt and those of the output by then
+    assert request_at(row(), 5_000, frames.busy()).num_blocks == 7
+    assert request_at(row(num_sequences=2), 5_000, frames.busy()).num_blocks == 8
     assert request_at(row(), 5_000, frames.loading()).num_blocks == 0
 
 
@@ -91,6 +93,7 @@ OFFSETS_US = st.none() | st.integers(0, 5_000_000)
 @given(
     st.tuples(*[OFFSETS_US] * 7),
     st.integers(0, 5_000_000),
+    OFFSETS_US,
     st.floats(0, 1),
     st.integers(0, 40),
     st.integers(1, 4),
@@ -98,6 +101,7 @@ OFFSETS_US = st.none() | st.integers(0, 5_000_000)
 def test_any_stamps_make_a_request_that_adds_up(
     offsets_us: tuple[int | None, ...],
     finished_us: int,
+    paused_us: int | None,
     share: float,
     num_tokens: int,
     num_sequences: int,
@@ -105,6 +109,7 @@ def test_any_stamps_make_a_request_that_adds_up(
     one = sequence()
     at_ns = [None if offset is None else 7_000 + offset * US for offset in offsets_us]
     one.stamps = Stamps(7_000, *at_ns, finished_ns=7_000 + finished_us * US)
+    one.stamps.paused_ns = None if paused_us is None else paused_us * US
     one.output_token_ids = [4] * num_tokens
     logged = msgspec.to_builtins(LogRow.from_request(request("cmpl-1", *[one] * num_sequences)))
     age_ms = share * finished_us / 1000
@@ -131,6 +136,7 @@ def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: P
     )
     rows = [request_row(f"cmpl-{n}", 0, num_timed_tokens=1, **cut) for n, cut in enumerate(cuts)]
     rows.append(request_row("cmpl-all", 0))
+    rows.append(request_row("cmpl-paused", 0, paused_us=3_000, preemptions=2))
     log = write_log(tmp_path / "requests.db", [], rows)
     with closing(sqlite3.connect(log.path)) as db:
         db.row_factory = sqlite3.Row

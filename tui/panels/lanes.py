@@ -168,6 +168,11 @@ def decode(view: View, width: int, height: int) -> list[Line]:
             ("out", f"{fmt.short_count(frame.totals.output_tokens)} tok"),
             ("stalls", fmt.count(frame.latency.num_stalls)),
         ),
+        pairs(
+            width,
+            ("paused", fmt.count(frame.queue.paused)),
+            ("preempted", fmt.count(frame.totals.preemptions)),
+        ),
         *_process(worker, width),
     ][:height]
 

@@ -27,6 +27,7 @@ _PHASE_TONES = {
     "queued": Tone.MUTED,
     "prefilling": Tone.WARN,
     "handing_off": Tone.ACCENT,
+    "paused": Tone.WARN,
     "decoding": Tone.GOOD,
 }
 
@@ -85,6 +86,7 @@ COLUMNS = (
     Column("TTFT", 6, 4, lambda r: fmt.millis(r.ttft_ms)),
     Column("HANDOFF", 7, 9, lambda r: fmt.millis(r.handoff_ms)),
     Column("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
+    Column("PAUSED", 6, 20, lambda r: fmt.millis(r.paused_ms)),
     Column("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
     Column("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
     Column("E2E", 6, 18, lambda r: fmt.millis(r.e2e_ms)),

@@ -14,7 +14,7 @@ from tui.filter import energy_j
 from tui.lines import Line, Span, Tone, pairs, wrap
 from tui.panels.requests import phase_text
 
-_STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
+_STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
 _LABEL_WIDTH = 13
 _NUMBER_WIDTH = 10
 
@@ -81,6 +81,9 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
         lines += wrap(f"route {request.route}{reason}", width)
     if request.waits_for:
         lines += wrap(f"waits for {request.waits_for}", width, 0, Tone.WARN)
+    if request.preemptions:
+        times = "once" if request.preemptions == 1 else f"{request.preemptions} times"
+        lines += wrap(f"preempted {times}: others needed its KV blocks", width)
     if request.cancelled_by:
         lines += wrap(f"cancelled by {request.cancelled_by}", width)
     if request.slow_because:

@@ -83,14 +83,16 @@ OFFSETS_US = st.none() | st.integers(0, 5_000_000)
 @given(
     st.tuples(*[OFFSETS_US] * 7),
     st.integers(0, 5_000_000),
+    OFFSETS_US,
     st.integers(0, 40),
 )
 def test_the_view_cuts_stages_as_latency_does(
-    offsets_us: tuple[int | None, ...], finished_us: int, num_tokens: int
+    offsets_us: tuple[int | None, ...], finished_us: int, paused_us: int | None, num_tokens: int
 ) -> None:
     one = sequence()
     at_ns = [None if offset is None else 7_000 + offset * US for offset in offsets_us]
     one.stamps = Stamps(7_000, *at_ns, finished_ns=7_000 + finished_us * US)
+    one.stamps.paused_ns = None if paused_us is None else paused_us * US
     one.output_token_ids = [4] * num_tokens
     with closing(sqlite3.connect(":memory:")) as db:
         migration.apply(Database(db, execute_plugins=False))
