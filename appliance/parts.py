@@ -143,6 +143,7 @@ def request_frame(
         stream=request.is_stream,
         num_sequences=len(request.sequences),
         prompt_tokens=sum(s.num_prompt_tokens for s in request.sequences),
+        cached_tokens=request.cached_tokens,
         computed_tokens=sum(s.num_computed_tokens for s in request.sequences),
         output_tokens=sum(s.num_output_tokens for s in request.sequences),
         max_tokens=sum(s.sampling.max_tokens for s in request.sequences),

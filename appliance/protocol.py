@@ -82,6 +82,8 @@ class RequestFrame(msgspec.Struct):
     waits_for: str | None = None
     """Why its prompt is not being computed yet, in words; None where it is, or was."""
     preemptions: int = 0
+    cached_tokens: int | None = None
+    """Of prompt_tokens, those found computed; None: the prefix cache is off."""
     cancelled_by: str | None = None
     """Whose doing its end was; None unless somebody has cancelled it."""
 

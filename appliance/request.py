@@ -167,9 +167,16 @@ class Request:
         return sum(known) if known else None
 
     @property
-    def num_cached_tokens(self) -> int | None:
-        """Of its prompts, what was found computed; None: the cache is off.
+    def cached_tokens(self) -> int | None:
+        """Of all its sequences' prompts, what was found computed; None: the cache is off."""
+        asked = [one for one in self.sequences if one.prefix is not None]
+        return sum(one.num_cached_tokens for one in asked if one.legs) if asked else None
 
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of its prompts, each counted once, what was found computed, as a client is told.
+
+        None: the cache is off.
         Of several answers to one prompt the first computes it for the others, so that counts which
         found least.
         """

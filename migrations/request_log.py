@@ -222,6 +222,19 @@ def m005_frames(db: Database) -> None:
     db.conn.execute(_FRAME_TEMPLATES)
 
 
+_WITH_PAUSES = (
+    _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,")
+    .replace("transport,", "transport, route, route_reason,")
+    .replace("recoveries,", "recoveries, preemptions, prefill_j, decode_j,")
+    .replace(
+        "(t_finished_us - t_decode_started_us) / 1000.0 AS decode_ms",
+        "max(t_finished_us - t_decode_started_us - coalesce(paused_us, 0), 0) / 1000.0"
+        " AS decode_ms,"
+        " min(paused_us, t_finished_us - t_decode_started_us) / 1000.0 AS paused_ms",
+    )
+)
+
+
 @migration()
 def m006_pauses(db: Database) -> None:
     """How often a request's blocks were taken away for others, and how long it was without them."""
@@ -229,14 +242,17 @@ def m006_pauses(db: Database) -> None:
         "ALTER TABLE requests ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE requests ADD COLUMN paused_us INTEGER",
         "DROP VIEW v_requests",
-        _V_REQUESTS.replace("peer_user,", "peer_user, key_name, user,")
-        .replace("transport,", "transport, route, route_reason,")
-        .replace("recoveries,", "recoveries, preemptions, prefill_j, decode_j,")
-        .replace(
-            "(t_finished_us - t_decode_started_us) / 1000.0 AS decode_ms",
-            "max(t_finished_us - t_decode_started_us - coalesce(paused_us, 0), 0) / 1000.0"
-            " AS decode_ms,"
-            " min(paused_us, t_finished_us - t_decode_started_us) / 1000.0 AS paused_ms",
-        ),
+        _WITH_PAUSES,
+    ):
+        db.conn.execute(statement)
+
+
+@migration()
+def m007_cached_tokens(db: Database) -> None:
+    """Of a request's prompts, what was found computed; NULL while the prefix cache is off."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN cached_tokens INTEGER",
+        "DROP VIEW v_requests",
+        _WITH_PAUSES.replace("prompt_tokens,", "prompt_tokens, cached_tokens,"),
     ):
         db.conn.execute(statement)

@@ -66,6 +66,7 @@ def test_salts_and_users_are_set_apart_and_off_is_off(served, tmp_path_factory):
     daemon = Daemon(tmp_path_factory.mktemp("salts"), *ARMS["alias"], model=folder).wait_ready()
     found = [ask(daemon, prompt, 2, **f)[1] for f in ({}, {}, *2 * [{"cache_salt": "hers"}])]
     assert found == [0, 128, 0, 128]
+    assert sorted(row["cached_tokens"] for row in daemon.log_rows()) == [0, 0, 128, 128]
     assert daemon.stop() == 0
     off = Daemon(tmp_path_factory.mktemp("off"), "--prefix-cache", "off", model=folder)
     off.wait_ready()
@@ -73,4 +74,5 @@ def test_salts_and_users_are_set_apart_and_off_is_off(served, tmp_path_factory):
         usage = off.complete(prompt, max_tokens=2)["usage"]
         assert "prompt_tokens_details" not in usage
     assert all(pool["cached"] == 0 for pool in off.state()["pools"])
+    assert [row["cached_tokens"] for row in off.log_rows()] == [None, None]
     assert off.stop() == 0

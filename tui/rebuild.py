@@ -29,11 +29,16 @@ _FOLLOWS = (
     ("t_decode_started_us", "decode_ms"),
 )
 """Stamps in order, each with the stage that begins there where nothing else is known."""
-_KEPT = ("endpoint", "model", "user", "num_sequences", "prompt_tokens", "received_at")
+_KEPT = (
+    "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
+)  # fmt: skip
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
     "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
+
+_ADDED = {"preemptions": 0, "paused_us": None, "cached_tokens": None}
+"""Columns that a recording of an earlier release has not got, and what they say then."""
 
 
 class PastRequest(RequestFrame):
@@ -51,6 +56,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         age_ms: the time since its arrival.
         frame: of that moment, for its workers and pools.
     """
+    row = {**_ADDED, **row}
     now_us = age_ms * 1000
     phase = _phase(row, now_us)
     transport = row["transport"] if _is_past(row, "t_attached_us", now_us) else None
@@ -78,6 +84,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
 
 def ended(row: Mapping[str, Any]) -> RequestFrame:
     """The request of a row when it was over, as the log's own view of the row has it."""
+    row = {**_ADDED, **row}
     cut = _stages(row, math.inf)
     finished_us = row["t_finished_us"]
     if finished_us is not None:

@@ -171,7 +171,7 @@ _LOG: Json = {
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
         | dict.fromkeys(("route", "route_reason"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
-        | dict.fromkeys(("handoff_bytes", "handoff_blocks"), _WHOLE)
+        | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
         | dict.fromkeys(("temperature", "top_p", "tokenize_ms", "queue_ms", "prefill_ms"), _MS)
         | dict.fromkeys(("ttft_ms", "handoff_ms", "decode_wait_ms", "decode_ms"), _MS)
         | dict.fromkeys(("paused_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)

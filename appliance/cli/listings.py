@@ -53,6 +53,7 @@ LOG = (
     Column("TOKENIZE", "tokenize_ms", ms, is_wide=True),
     Column("WAIT", "decode_wait_ms", ms, is_wide=True),
     Column("DECODE", "decode_ms", ms, is_wide=True),
+    Column("CACHED", "cached_tokens", count, is_wide=True),
     Column("MOVED", "handoff_bytes", size, is_wide=True),
     Column("PAUSED", "paused_ms", ms, is_wide=True),
     Column("RECOVERIES", "recoveries", count, is_wide=True),

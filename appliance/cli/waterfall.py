@@ -31,7 +31,7 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         ("user", word(frame.get("user"))),
         ("endpoint", word(frame.get("endpoint"))),
         ("received", word(frame.get("received_at"))),
-        ("tokens", f"{count(frame.get('prompt_tokens'))} in, {out}"),
+        ("tokens", f"{count(frame.get('prompt_tokens'))} in{_cached(frame)}, {out}"),
         ("worker", word(frame.get("worker"))),
         ("moved", _moved(frame)),
         ("ttft", ms(frame.get("ttft_ms"))),
@@ -102,6 +102,11 @@ def _energy(frame: Row) -> str:
     return (
         f"{joules(prefill_j + decode_j)} = prefill {joules(prefill_j)} + decode {joules(decode_j)}"
     )
+
+
+def _cached(frame: Row) -> str:
+    found = frame.get("cached_tokens")
+    return f" ({count(found)} of them found computed)" if found else ""
 
 
 def _times(number: int) -> str:

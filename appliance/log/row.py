@@ -38,6 +38,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     num_sequences: int
     prompt_tokens: int
+    cached_tokens: int | None
     completion_tokens: int
     max_tokens: int
     temperature: float
@@ -97,6 +98,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             stream=request.is_stream,
             num_sequences=len(sequences),
             prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
+            cached_tokens=request.cached_tokens,
             completion_tokens=sum(sequence.num_output_tokens for sequence in sequences),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,

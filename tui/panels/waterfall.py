@@ -39,7 +39,7 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
         [Span(fmt.clip(request.id, width), Tone.STRONG)],
         pairs(width, ("state", outcome), ("user", request.user or fmt.ABSENT)),
         pairs(width, ("endpoint", request.endpoint), ("received", fmt.clock(request.received_at))),
-        pairs(width, ("in", f"{fmt.count(request.prompt_tokens)} tok"), ("out", _output(request))),
+        pairs(width, ("in", _input(request)), ("out", _output(request))),
         pairs(
             width,
             ("worker", request.worker or fmt.ABSENT),
@@ -89,6 +89,11 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
     if request.slow_because:
         lines += wrap(f"slow because {request.slow_because}", width, 0, Tone.STRONG)
     return lines
+
+
+def _input(request: RequestFrame) -> str:
+    text = f"{fmt.count(request.prompt_tokens)} tok"
+    return f"{text}, {fmt.count(request.cached_tokens)} cached" if request.cached_tokens else text
 
 
 def _output(request: RequestFrame) -> str:
