@@ -57,7 +57,7 @@ class Checkpoint:
         if gguf is not None:
             return cls._open_gguf(gguf)
         if not folder.is_dir():
-            hint = "give the path of a folder in Hugging Face format"
+            hint = "give a folder in Hugging Face format, a GGUF file, or a name as owner/model"
             what = "not a folder" if folder.exists() else "no such model folder"
             raise CheckpointError(what, where=str(folder), hint=hint)
         config = ModelConfig.from_folder(folder)

@@ -124,7 +124,7 @@ def _lent_text(worker: Row) -> str:
 
 
 def _pool_text(pool: Row) -> str:
-    states = ("active", "reserved", "draining")
+    states = ("active", "reserved", "draining", "cached")
     shown = ", ".join(f"{count(pool.get(state))} {state}" for state in states if pool.get(state))
     owners = (pool.get("owners") or ())[:_MAX_OWNERS]
     held = ", ".join(f"{owner.get('user')} {count(owner.get('num_blocks'))}" for owner in owners)

@@ -154,7 +154,9 @@ def in_words(cache: Path) -> str:
         }
     )
     if not names:
-        return f"nothing is complete in {cache}"
+        return (
+            f"nothing is complete in {cache}; copy a folder here, or name a mirror by HF_ENDPOINT"
+        )
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return f"in {cache} there is {', '.join(names[:_MAX_SHOWN])}{more}"
 

@@ -80,7 +80,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     totals = frame.totals
     found, asked = totals.prefix_cache_hits, totals.prefix_cache_queries
     rate = fmt.ratio(found / asked if asked else None)
-    note = f"{rate} of {fmt.short_count(asked)} prompt tokens found"
+    note = f"{rate} of {fmt.short_count(asked)} tokens found"
     lines: list[Line] = [rule("PREFIX CACHE", width, note)]
     if not totals.has_prefix_cache:
         return [*lines, [Span("off, or still loading", Tone.MUTED)]]
@@ -92,7 +92,8 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     lines += facts(width, sums)
     for pool in frame.pools:
         items = [
-            (f"{pool.name} {holder.user}", fmt.count(holder.num_blocks)) for holder in pool.holders
+            (f"{pool.name}: {holder.user}", f"{fmt.count(holder.num_blocks)} blocks")
+            for holder in pool.holders
         ]
         lines += facts(width, items[:_MAX_OWNERS])
     has_some = any(pool.holders for pool in frame.pools)
