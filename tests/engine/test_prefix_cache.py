@@ -192,3 +192,15 @@ def test_a_turn_is_charged_what_is_not_cached():
     assert isinstance(again.where, On)
     assert queue._charged["her"] == level + 2 + 4
     world.run()
+
+
+def test_a_flood_of_one_user_leaves_another_users_conversation_cached():
+    world = World("alias", num_blocks=65)
+    hers = world.sequence(60, 4, owner="her")
+    finish(world, hers)
+    for _ in range(12):
+        finish(world, *[world.sequence(40, 6, owner="him") for _ in range(2)])
+    assert world.ledger.pools["kv"].index.num_evicted > 100
+    turn = next_turn(world, hers, owner="her")
+    finish(world, turn)
+    assert turn.num_cached_tokens == 60
