@@ -31,6 +31,7 @@ class State(StrEnum):
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
+    PAUSED = "paused"
     DECODING = "decoding"
     FINISHED = "finished"
 
