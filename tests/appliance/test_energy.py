@@ -34,7 +34,8 @@ class Account:
         self.used = {"prefill": 2, "decode": 1}
         cores = SimpleNamespace(used=lambda worker: frozenset(range(self.used[worker])))
         self.router: Any = SimpleNamespace(
-            running={one.seq_id: one for one in sequences}, roles=SimpleNamespace(cores=cores)
+            at=SimpleNamespace(running={one.seq_id: one for one in sequences}),
+            roles=SimpleNamespace(cores=cores),
         )
 
     def read(self, seconds: float, **energy_j: float | None) -> None:
