@@ -26,6 +26,8 @@ from engine.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 4
 """Of a body: what waits for another model has not been tokenized yet."""
+BACK_AFTER_S = (1, 2, 4, 8)
+"""Between attempts to bring the last model back; after them the daemon ends with the error."""
 
 
 class Swapping:
@@ -90,7 +92,7 @@ class Swapping:
         except (PenstockError, OSError) as error:
             about = str(error)
             self._service.event("error", "model.swap_failed", f"{name} cannot be served: {about}")
-            await self._serve(before)
+            await self._return_to(before)
             took_s = time.monotonic() - began_s
             self._service.event("info", "model.back", f"serving {before} again, {took_s:.1f} s on")
             return about
@@ -98,6 +100,18 @@ class Swapping:
         done = f"serving {name} in place of {before}, swapped in {took_s:.1f} s"
         self._service.event("info", "model.swapped", done)
         return None
+
+    async def _return_to(self, name: str) -> None:
+        """Serve the model that was there before: it did, so what ended it now may be over soon."""
+        for wait_s in BACK_AFTER_S:
+            try:
+                await self._serve(name)
+                return
+            except (PenstockError, OSError) as error:
+                about = f"{name} did not come back, and is tried again in {wait_s} s: {error}"
+                self._service.event("error", "model.back_failed", about)
+                await asyncio.sleep(wait_s)
+        await self._serve(name)
 
     async def _serve(self, name: str) -> None:
         """End the workers that there are, and start those of a model."""

@@ -148,6 +148,35 @@ def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
     assert daemon.stop() == 0
 
 
+def test_a_worker_killed_on_the_way_back_too_ends_nothing(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    first = daemon.state()["model"]
+    (prompt,) = prompts([40], seed=9)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(refused, daemon)
+        coming = swapping_in(daemon)
+        os.kill(min(coming), signal.SIGKILL)
+        daemon.wait_for(lambda: has_event(daemon, "model.swap_failed"))
+
+        def coming_back():
+            pids = {worker["pid"] for worker in daemon.fresh_state()["workers"]} - {None}
+            return min((pid for pid in pids - coming if is_alive(pid)), default=None)
+
+        os.kill(daemon.wait_for(coming_back), signal.SIGKILL)
+        assert "killed by SIGKILL" in told.result()
+    daemon.wait_for(lambda: has_event(daemon, "model.back"))
+    assert has_event(daemon, "model.back_failed")
+    assert daemon.complete(prompt, model=first, max_tokens=4)["model"] == first
+    assert daemon.stop() == 0
+
+
+def has_event(daemon, code):
+    return any(event["code"] == code for event in daemon.fresh_state()["events"])
+
+
 def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(
     start_daemon, tiny_llama, other, tmp_path
 ):
