@@ -26,6 +26,12 @@ def settings(tmp_path, text):
     return ["--config", str(path)]
 
 
+def start_with(other, start_daemon, first, tmp_path):
+    """A daemon that serves the first model, knows the other as `small`, and swaps at once."""
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    return start_daemon(*settings(tmp_path, text), model=first).wait_ready()
+
+
 def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, tmp_path):
     text = f'min_stay = 1\n[models.small]\nmodel = "{other}"\nmax_model_len = 512\n'
     daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
@@ -74,8 +80,7 @@ def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, 
 def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
     (prompt,) = prompts([200], seed=8)
     with ThreadPoolExecutor(1) as pool:
         daemon.complete(prompt, model="small", max_tokens=1)
@@ -94,8 +99,7 @@ def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
     copy.mkdir()
     for path in other.iterdir():
         (copy / path.name).symlink_to(path)
-    text = f'min_stay = 0\n[models.small]\nmodel = "{copy}"\n'
-    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    daemon = start_with(copy, start_daemon, tiny_llama, tmp_path)
     (copy / "config.json").unlink()
     assert refused(daemon).startswith("small cannot be served: ")
     assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
@@ -126,8 +130,7 @@ def swapping_in(daemon):
 def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
     first = daemon.state()["model"]
     (prompt,) = prompts([40], seed=9)
     with ThreadPoolExecutor(2) as pool:
@@ -151,8 +154,7 @@ def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
 def test_a_worker_killed_on_the_way_back_too_ends_nothing(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
     first = daemon.state()["model"]
     (prompt,) = prompts([40], seed=9)
     with ThreadPoolExecutor(1) as pool:
@@ -180,8 +182,7 @@ def has_event(daemon, code):
 def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama).wait_ready()
+    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
     with ThreadPoolExecutor(1) as pool:
         body = {"model": "small", "prompt": "a"}
         told = pool.submit(daemon.http.post, "/v1/completions", json=body)
