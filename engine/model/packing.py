@@ -49,16 +49,43 @@ def pack_weights(
         shape, first = packed_shape(num_rows, depth), layout.offset_by_name[name] // 2
         data = memory[first : first + math.prod(shape)].view(shape)
         packed[name] = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
+    fill(
+        packed,
+        layout.num_bytes,
+        share,
+        progress,
+        lambda name, first, end: pack_panels(
+            stored[layout.source_by_packed[name]], packed[name], first, end
+        ),
+    )
+    return packed
+
+
+def fill(
+    packed: dict[str, Weight],
+    num_bytes: int,
+    share: tuple[int, int] | None,
+    progress: Callable[[int, int], None],
+    pack: Callable[[str, int, int], None],
+) -> None:
+    """Fill a share of an arena's panels, some milliseconds' worth between two reports.
+
+    Args:
+        packed: the matrices in the arena, panels first.
+        num_bytes: of the arena; reported at once where nothing is to be done.
+        share: (index, count) of the part to fill; None if it is filled.
+        progress: called with (bytes done, bytes to do).
+        pack: fills panels [first, end) of the matrix of a name.
+    """
     todo = [] if share is None else list(_pieces(packed, *share))
-    total = sum(_num_bytes(packed[name], first, end) for name, first, end in todo)
+    total = sum(packed[name].data[first:end].nbytes for name, first, end in todo)
     done = 0
     for name, first, end in todo:
-        pack_panels(stored[layout.source_by_packed[name]], packed[name], first, end)
-        done += _num_bytes(packed[name], first, end)
+        pack(name, first, end)
+        done += packed[name].data[first:end].nbytes
         progress(done, total)
     if not todo:
-        progress(layout.num_bytes, layout.num_bytes)
-    return packed
+        progress(num_bytes, num_bytes)
 
 
 def pack_panels(stored: Weight, packed: Weight, first: int, end: int) -> None:
@@ -78,10 +105,6 @@ def packed_weight(stored: Weight) -> Weight:
     return packed
 
 
-def _num_bytes(packed: Weight, first: int, end: int) -> int:
-    return (end - first) * packed.data[0].nbytes
-
-
 def _pieces(packed: dict[str, Weight], index: int, count: int) -> Iterator[tuple[str, int, int]]:
     """Share `index` of `count` of all bytes, in runs of panels of one matrix."""
     total = sum(weight.data.nbytes for weight in packed.values())
@@ -91,7 +114,7 @@ def _pieces(packed: dict[str, Weight], index: int, count: int) -> Iterator[tuple
         panel_bytes = weight.data[0].nbytes
         first = -(-max(share_first - before, 0) // panel_bytes)
         end = min(-(-max(share_end - before, 0) // panel_bytes), len(weight.data))
-        step = max(_PIECE_VALUES // weight.data[0].numel(), 1)
+        step = max(_PIECE_VALUES // (weight.shape[1] * PANEL_ROWS), 1)
         for panel in range(first, end, step):
             yield name, panel, min(panel + step, end)
         before += weight.data.nbytes

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.model.blocks import parts_of
+from engine.model.packing import fill
 from engine.model.stored import Stored
 from engine.model.weight import PLAIN, Weight
 from engine.panels import BLOCK_VALUES, FORM_BY_KIND, FORMS, PANEL_ROWS, panels_shape
 from engine.panels_layout import PanelsLayout
-
-_PIECE_VALUES = 1 << 19  # packed at once: what is made on the way stays in the caches
 
 
 def packed_weights(
@@ -52,16 +51,15 @@ def packed_weights(
         num_panels, num_bytes = panels_shape(form, num_rows, depth)
         data = memory[offset : offset + num_panels * num_bytes].view(num_panels, num_bytes)
         packed[name] = Weight(data, None, f"{form}_panels", (num_rows, depth))
-    todo = [] if share is None else list(_pieces(packed, *share))
-    total = sum(packed[name].data[first:end].nbytes for name, first, end in todo)
-    done = 0
-    for name, first, end in todo:
-        source = layout.panels[name][1]
-        pack_panels(stored[source], packed[name].data, first, end)
-        done += packed[name].data[first:end].nbytes
-        progress(done, total)
-    if not todo:
-        progress(layout.num_bytes, layout.num_bytes)
+    fill(
+        packed,
+        layout.num_bytes,
+        share,
+        progress,
+        lambda name, first, end: pack_panels(
+            stored[layout.panels[name][1]], packed[name].data, first, end
+        ),
+    )
     return packed
 
 
@@ -108,18 +106,3 @@ def _by_panel(
             rows, groups, size = padded.shape
             by_group = padded.view(rows // PANEL_ROWS, PANEL_ROWS, groups, size).transpose(1, 2)
             yield by_group.reshape(rows // PANEL_ROWS, groups, PANEL_ROWS * size)
-
-
-def _pieces(packed: dict[str, Weight], index: int, count: int) -> Iterator[tuple[str, int, int]]:
-    """Share `index` of `count` of all bytes, in runs of panels of one matrix."""
-    total = sum(weight.data.nbytes for weight in packed.values())
-    share_first, share_end, before = total * index // count, total * (index + 1) // count, 0
-    for name, weight in packed.items():
-        # a panel belongs to the share in which its first byte lies
-        panel_bytes = weight.data[0].nbytes
-        first = -(-max(share_first - before, 0) // panel_bytes)
-        end = min(-(-max(share_end - before, 0) // panel_bytes), len(weight.data))
-        step = max(_PIECE_VALUES // (weight.shape[1] * PANEL_ROWS), 1)
-        for panel in range(first, end, step):
-            yield name, panel, min(panel + step, end)
-        before += weight.data.nbytes
