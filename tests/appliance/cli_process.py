@@ -97,6 +97,17 @@ class Typist:
         if shows:
             self._wait_for(shows)
 
+    def interrupt(self, *, shows: str) -> None:
+        """Press Ctrl-C, and again if it was not heard.
+
+        Between the prompt that it writes and the wait for a key, Python's readline loses a signal.
+        """
+        for _ in range(10):
+            self.press(b"\x03")
+            if select.select([self._ours], [], [], 3)[0]:
+                break
+        self._wait_for(shows)
+
     def _wait_for(self, text: str) -> None:
         while text not in self._seen:
             ready, _, _ = select.select([self._ours], [], [], 30)

@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_reply_and_not_the_chat(
         person.press(b"\x03", shows="cancelled after 3 tok")
         daemon.script.pause_after = None
         person.type("go on", shows="a time")
-        person.press(b"\x03", shows=">>> ")
+        person.interrupt(shows=">>> ")
         person.press(b"\x04")
     assert person.exit_code == 0
     assert daemon.script.asked_for(f"POST /v1/requests/{RID}/cancel") == [{}]
