@@ -1,6 +1,6 @@
 """Where a daemon is, and how to reach it: a Unix socket, loopback TCP, or ssh to its machine.
 
-Owns: the forms of PENSTOCK_HOST and --host, and their order. Called by: client, cli, daemon.
+Owns: the forms of PENSTOCK_HOST and --host, and their order.
 Invariant: whatever the way, a dialled line carries plain HTTP to one daemon.
 Never: speaks HTTP, or keeps a line open by itself.
 """

@@ -1,8 +1,7 @@
 """What is wrong now: one table of thresholds, and when to say so.
 
 Owns: the thresholds, and for how long each must hold before an alert is raised or cleared.
-Called by: frames, with each new one. The console, `penstock status`, events and /metrics show what
-comes of it.
+The console, `penstock status`, events and /metrics show what comes of it.
 Invariant: a function of the frames alone, by whose clock it goes. An alert is raised when its
 signal has been above a threshold for `for_s` without a break, and cleared when it has been below
 for twice as long: it neither flaps nor sticks.

@@ -1,6 +1,6 @@
 """What a daemon says when it is ready: what it serves, where, how, and what to try first.
 
-Owns: the words. Called by: daemon; doctor, for how replies are sampled.
+Owns: the words.
 Invariant: pure; sizes and counts are those of frames, so that the padding block is in none.
 Never: logs.
 """

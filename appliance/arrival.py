@@ -1,7 +1,6 @@
 """One HTTP request as it came in: who asks, since when, by which id.
 
 Owns: what the layers of one request tell each other, from the gate to the last byte of its reply.
-Called by: gate (makes it); wire, authority, admission and generation through `arrival_of`.
 Invariant: there is one for each request, made before anything is decided about it.
 Never: knows a body, a route or a reply.
 """

@@ -1,7 +1,6 @@
 """Whether new work is taken, and if not why: loading, draining, or no worker is there.
 
 Owns: whether the appliance drains, and for good.
-Called by: service, for each request, /ready and each frame.
 Invariant: while one worker takes work the appliance does; what is wrong with the others is said.
 Never: ends or starts anything.
 """

@@ -1,7 +1,6 @@
 """Everything that is decided before the first worker starts.
 
 Owns: the lock on the state directory, the memfds of pools and weights.
-Called by: the daemon, once; `serve --check-config`.
 Invariant: whatever is wrong with the options or the checkpoint is an error here, before a worker
 or a socket exists.
 Never: serves.

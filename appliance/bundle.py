@@ -1,7 +1,6 @@
 """All that a report of a problem needs, in one file: no prompt, no reply, no key.
 
 Owns: what goes into it, and what is taken out of that.
-Called by: cli (`doctor --bundle`).
 Invariant: what cannot be had is said in its place; nothing else is missing for it. Only numbers,
 names and times of requests are in it, from columns that are named here.
 Never: asks the daemon to change anything; needs it to answer, or to run.

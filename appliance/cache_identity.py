@@ -5,7 +5,6 @@ are known by their bytes: a file's name or time says nothing of what is in it. R
 takes a while, so what a file was found to hold is remembered as long as it is the same file, of the
 same size and time.
 Owns: `prefix.key` and `weights.json` in the state folder.
-Called by: the daemon, while its workers load; blocking.
 Invariant: the key is read by nobody but this user; a file that has changed is read again.
 Never: tells a key to anybody.
 """

@@ -1,7 +1,7 @@
 """What the control groups that we are in allow: processor time and memory.
 
 Owns: how the two versions of the kernel's interface are read, and where they are mounted.
-Called by: placement. Invariant: every group from ours to the top of the mount counts, in version 2
+Invariant: every group from ours to the top of the mount counts, in version 2
 and in version 1, also where a machine has both (hybrid): the tightest limit holds.
 Never: changes a group. A file that is not there or cannot be read limits nothing.
 """

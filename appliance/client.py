@@ -1,7 +1,6 @@
 """A client of the daemon: HTTP on the line that an address dials, by the standard library alone.
 
 Owns: what a failed connection or an error reply means to a person, and its exit code.
-Called by: cli.
 Invariant: everything that goes wrong between here and the daemon is raised as a ClientError.
 Never: retries, prints, or keeps a connection between calls.
 """

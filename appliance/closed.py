@@ -1,7 +1,6 @@
 """Requests that have had their terminal reply: all as rows of the log, the newest as frames.
 
 Owns: the newest frames of closed requests.
-Called by: service.
 Invariant: each request is recorded once; joules that are known only later reach its row and frame.
 Never: keeps a request's tokens or text in memory.
 """

@@ -2,7 +2,6 @@
 
 Owns: what the settings of the table in settings are by default, and who sets them. The only file
 that knows TOML.
-Called by: cli (serve, and every client verb for the socket), boot, http.access, daemon.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
 allowed and where it was set, to the line.
 Never: imports anything slow: each `penstock status` pays for it.

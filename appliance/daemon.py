@@ -1,7 +1,6 @@
 """The daemon's life: start in order, serve, drain, stop in reverse.
 
 Owns: the event loop, signals, and the order in which everything else starts and stops.
-Called by: the CLI (`serve`).
 Invariant: the first SIGTERM or SIGINT drains, the second ends every reply at once; workers and the
 socket are gone when it returns.
 Never: imports torch; knows what a request is.

@@ -1,7 +1,6 @@
 """Every deadline that the daemon keeps: of workers without progress, of sequences in each stage.
 
 Owns: what is told to whom when one has passed.
-Called by: service, from the daemon's loop twice a second; for /ready.
 Invariant: whatever can wait is ended some time, with a reply and a row; a worker that stands still
 gets nothing more, then is killed, and its sequences go on with what they have.
 Never: chooses who waits.

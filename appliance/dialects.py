@@ -1,7 +1,6 @@
 """Errors in the words of the API that was asked: OpenAI's, Anthropic's, or Ollama's.
 
 Owns: which paths belong to which API, and the shapes of their errors.
-Called by: wire, for every refusal, also those from before a route is known.
 Invariant: whoever asks by an API's path is refused in a way that its official client understands.
 Never: decides what is refused.
 """

@@ -1,6 +1,6 @@
 """What keeps this machine from serving well, each with what it means and what to do.
 
-Owns: the checks. Called by: cli.
+Owns: the checks.
 Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
 is said, never taken for good.
 Never: starts a worker, imports torch, or raises.

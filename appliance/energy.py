@@ -12,7 +12,6 @@ A reading comes after the steps that it speaks of, so steps are kept until then;
 before an earlier reading takes its part of what is left of the intervals before, too.
 
 Owns: the steps since the last reading, the newest intervals, the sums since the daemon started.
-Called by: service (steps, closed requests), frames (readings).
 Invariant: nothing is given away twice; without a reading every figure is None, and steps are not
 looked at.
 Never: reads a device or a clock.

@@ -1,6 +1,6 @@
 """A daemon of one's own for a while: on a socket in a temporary folder, gone afterwards.
 
-Owns: its process and its folder. Called by: the exam, bench.
+Owns: its process and its folder.
 Invariant: what was started is stopped when the `with` ends, however it ends; the user's own daemon,
 configuration and log are not touched.
 Never: listens on TCP.

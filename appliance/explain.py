@@ -1,7 +1,6 @@
 """One sentence each: what held a request up, and what limits the appliance now.
 
 Owns: when something stands out, and the words for it.
-Called by: frames, for every request that it shows and for itself.
 Invariant: pure; waiting counts from nothing, computing from what it usually takes. An empty answer
 means that nothing stands out.
 Never: compares with a time that nobody has measured.

@@ -1,7 +1,6 @@
 """What the appliance is while its model is being downloaded: it answers, and takes no work.
 
 Owns: the process that pulls, and how far that is, in the words of /ready, console and journal.
-Called by: the daemon, which puts the service in its place (as appliance.request.Appliance).
 Invariant: the process ends with the daemon, and with whoever waits for it.
 Never: imports huggingface_hub.
 """

@@ -1,7 +1,6 @@
 """A client's JSON object, its values taken out by name with type and range.
 
 Owns: the wording of what is wrong with a field, and which fields nobody asked for.
-Called by: the api for bodies; log.query for the wording of refusals.
 Invariant: any bytes at all give values of the type asked for or a RequestError naming the field.
 Never: knows which fields there are.
 """

@@ -1,6 +1,6 @@
 """What doctor has found: one thing that was looked at.
 
-Owns: the record. Called by: doctor, gpu_doctor.
+Owns: the record.
 Invariant: what is not good has a hint, a command where there is one.
 Never: looks at anything itself.
 """

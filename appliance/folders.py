@@ -1,6 +1,6 @@
 """The folders that the daemon writes to: made where they are missing.
 
-Owns: their modes. Called by: the daemon, before anything else.
+Owns: their modes.
 Invariant: what is there stays as it is; what is made is for its owner, and the socket's group.
 Never: chooses a place.
 """

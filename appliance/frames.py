@@ -1,7 +1,6 @@
 """One reading of everything, once a second and whenever somebody asks.
 
 Owns: the newest frame, its number, those who wait for the next one, and the energy account.
-Called by: service.
 Invariant: a frame's numbers only grow; what is read over an interval (rates, devices, the host) is
 read when a frame is made, and never for a single reader.
 Never: changes anything that it reads.

@@ -1,7 +1,6 @@
 """What would go wrong at the first run on a GPU, each with cause, consequence and command.
 
 Owns: the record of a machine with GPUs, how it is taken, and the checks over it.
-Called by: doctor.
 Invariant: checks look at the record alone, so that any machine can be looked at anywhere; what the
 driver does not say is not taken for bad.
 Never: makes a CUDA context, changes anything.

@@ -4,7 +4,7 @@ On one GPU both phases are one worker's unless roles or a transport are asked fo
 take turns on it, and what they gain by not waiting for each other's steps has to be measured first.
 Asked for, they share weights and pool, or, if that is asked for, copy blocks by way of the host. A
 second GPU is left alone until blocks can move between two of them.
-Owns: nothing; pure. Called by: boot, doctor.
+Owns: nothing; pure.
 Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
 Never: asks a driver (devices does), allocates.
 """

@@ -4,7 +4,7 @@ Python keeps objects of more than half a kilobyte there. The GNU C library first
 pages of their own, which go back when they are freed; but with every large one that is freed it
 raises the size from which it does so. Bodies and replies then lie among small things that stay, and
 leave holes: of 100,000 hostile requests 26 MiB, where 18 MiB were in use from first to last.
-Owns: that size. Called by: cli.control, before a daemon begins.
+Owns: that size.
 Never: raises; another C library is left as it is.
 """
 

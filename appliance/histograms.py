@@ -1,7 +1,6 @@
 """How often what was seen: counts by size since the daemon started.
 
 Owns: the edges of every histogram that /metrics shows, and their counts.
-Called by: telemetry (observes), metrics (reads).
 Invariant: counts only grow; every edge that dashboards made for vLLM ask for is an edge here, so
 that both sets of names are read from one count.
 Never: forgets (windows do), or knows the text that is made of it.

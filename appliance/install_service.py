@@ -1,6 +1,6 @@
 """The daemon as a service of this machine: which files go where, and what is run then.
 
-Owns: where the unit's files go, and the checks before. Called by: cli (`install-service`).
+Owns: where the unit's files go, and the checks before.
 Invariant: nothing is written before everything that can be checked has been; what is there already
 as it should be is not touched; drop-ins and settings are the operator's.
 Never: removes a file, or changes one that is not ours.

@@ -1,6 +1,6 @@
 """Lines on stderr: as people read them, or as the journal does, with a priority.
 
-Owns: what a line on stderr begins with. Called by: the daemon, cli.
+Owns: what a line on stderr begins with.
 Invariant: a line has systemd's `<N>` in front only where the journal itself reads stderr, and then
 each line of a message of several has it.
 Never: opens a journal, or chooses what is said.

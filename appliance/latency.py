@@ -1,6 +1,6 @@
 """Stamps to stages, and quantiles of what was seen lately.
 
-Owns: what every latency number means. Called by: log.row, windows.
+Owns: what every latency number means.
 Invariant: the stages of a finished sequence that are not None add up to its e2e_ms.
 Never: reads a clock; never reports a stage that was not reached as 0.
 """

@@ -1,6 +1,6 @@
 """Tell systemd how the daemon is doing (the sd_notify protocol, without its library).
 
-Owns: the datagram to NOTIFY_SOCKET. Called by: the daemon.
+Owns: the datagram to NOTIFY_SOCKET.
 Invariant: without systemd every call does nothing.
 Never: waits, or stops the daemon because a notification failed.
 """

@@ -2,7 +2,6 @@
 
 Owns: the soft limit of this process, which start raises to the hard one: the usual 1,024 is for
 programs that call select(), which nobody here does.
-Called by: daemon, at start; server; doctor.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit.
 """

@@ -1,6 +1,6 @@
 """What the router knows, as the parts of a frame.
 
-Owns: nothing; each function reads the books as they are. Called by: frames.
+Owns: nothing; each function reads the books as they are.
 Invariant: counts of one part are of one moment; what is not reported is None.
 Never: changes anything that it reads.
 """

@@ -1,7 +1,7 @@
 """Where things are when nobody says: sockets, state, cache, configuration.
 
 Owns: the order in which folders are looked for, and the check that one in /tmp is ours alone.
-Called by: config. Invariant: daemon and clients look in the same places; where the unit is stopped
+Invariant: daemon and clients look in the same places; where the unit is stopped
 clients name its socket.
 Never: reads a setting, or makes a folder.
 """

@@ -1,7 +1,6 @@
 """Where everything goes: cores to workers, memory to pools. Decided once, at start.
 
 Owns: nothing; pure but for reading what this machine and its cgroup allow.
-Called by: boot.
 Invariant: each worker has cores of its own (with one core both share it), one thread per physical
 core; the pools together never exceed the KV memory.
 Never: starts a process, allocates memory.

@@ -1,6 +1,6 @@
 """One KV pool as a part of a frame: blocks by state, who holds them, what is kept for others.
 
-Owns: the shape. Called by: protocol, through which everybody reads it.
+Owns: the shape.
 Invariant: blocks by state add up to num_blocks.
 Never: knows the ledger.
 """

@@ -1,7 +1,6 @@
 """What the daemon tells the console and the CLI: frames, versioned.
 
 Owns: the wire format of /v1/penstock/* and /v1/requests.
-Called by: telemetry (fills it), api (sends it), client, cli and tui (read it).
 Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
 bytes; fields are only ever added within one FRAME_VERSION.
 Never: imports the engine, so that the console can run where the engine is not.

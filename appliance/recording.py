@@ -1,7 +1,6 @@
 """Frames at rest: how one is packed into a few hundred bytes, and the file that `record` makes.
 
 Owns: the packed form of a frame, and what makes a file a recording.
-Called by: log.recorder and log.extract (write), cli.record and tui.replay (read).
 Invariant: what is unpacked equals what was packed, numbers to six digits and at least to three
 decimals; a damaged pack is refused, never shown.
 Never: holds requests, events or text of a prompt; they have tables of their own.

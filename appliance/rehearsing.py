@@ -1,7 +1,6 @@
 """The last part of a start: elastic roles' rehearsal, waited for and put into words.
 
 Owns: the one rehearsal of a daemon, and how long it may take.
-Called by: the daemon, which passes on what workers report meanwhile.
 Invariant: it ends: with the last worker's answer, with a worker's death, or when time is up.
 Never: decides what is rehearsed.
 """

@@ -1,7 +1,6 @@
 """One accepted request: what was asked, by whom, and the reply that is open for it.
 
 Owns: the request's identity, its sequences, and what has come for its reply.
-Called by: admission (creates), service (routes, logs), stream (reads the inbox), http (peers).
 Invariant: exactly one terminal reply and one log row per accepted request.
 Never: chooses blocks or workers.
 """

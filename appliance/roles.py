@@ -1,7 +1,6 @@
 """Roles and their targets, changed while everything runs.
 
 Owns: what an operator can change, and the words for what has changed.
-Called by: the api (builds a change), service (makes it), the daemon (targets of the settings).
 Invariant: a change is made whole or refused whole.
 Never: decides where a request goes; that is the engine's.
 """

@@ -1,7 +1,6 @@
 """What the api calls: requests in, tokens out.
 
 Owns: live requests, the totals, and whether new work is taken.
-Called by: api (as appliance.request.Appliance), the daemon (reports of workers, drain).
 Invariant: every accepted request is closed exactly once, with one log row.
 Never: waits; starts or stops a process.
 """

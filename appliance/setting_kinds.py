@@ -1,7 +1,6 @@
 """The kinds of values that settings have: text, or TOML's own types, to a value.
 
 Owns: what is allowed, in words, and what was probably meant.
-Called by: config, and the CLI for sizes.
 Invariant: a value of the right type, or a ValueError whose text says what is allowed.
 Never: knows which settings there are.
 """

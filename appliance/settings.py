@@ -1,7 +1,6 @@
 """The table of settings: how each is read, and what it means.
 
-Owns: every setting's name, allowed values and meaning. Called by: config; the CLI, for its flags;
-api and console, for the names of roles.
+Owns: every setting's name, allowed values and meaning.
 Never: reads a file or a variable; imports anything slow.
 """
 

@@ -3,7 +3,6 @@
 One worker exports its weights and its pool, and another maps them. What is exported lives as long
 as its worker: when that one ends, so does the other, before either starts again.
 Owns: what has been exported in this life of the exporter, and who waits for it.
-Called by: supervisor, at each stage of a worker's life.
 Invariant: a worker is told once in each of its lives, and never of memory that is gone.
 Never: looks into what it passes on; ends a process.
 """

@@ -1,7 +1,6 @@
 """What alerts look at: each signal of a frame as one number, the larger the worse.
 
 Owns: what each number means, and the words for it.
-Called by: alerts, which has the thresholds.
 Invariant: a signal that is not reported is not yielded, nor is one that has no meaning now.
 Never: decides what is too much.
 """

@@ -1,7 +1,6 @@
 """Where the daemon and its workers stand, also when they hang: stacks, written when a signal asks.
 
 Owns: the file in the state folder that every process of a daemon writes its stacks to.
-Called by: daemon, at start; supervisor, for the workers; bundle, which asks and reads.
 Invariant: only a process that waits for the signal is sent it; what does not answer is shown as the
 kernel sees it. A stack names functions and lines, never a value.
 Never: ends a process, or asks one of another daemon.

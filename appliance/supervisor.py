@@ -1,7 +1,6 @@
 """Starts the workers, watches them, brings them back.
 
 Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
-Called by: the daemon; calls back with reports, readiness and deaths.
 Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
 worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
 were.

@@ -1,6 +1,6 @@
 """Another model in place of the one that is served, and the old one back if that fails.
 
-Owns: the order in which workers end, start and are told of. Called by: the daemon.
+Owns: the order in which workers end, start and are told of.
 Invariant: when a swap returns, a model is served.
 Never: decides which model is next or when: that is swaps.
 """

@@ -2,8 +2,7 @@
 
     B waits ── A's stay is over ── nobody new enters A ── A's last is out ── swap ── B enters
 
-Owns: which model is served, and the requests on their way in. Called by: the daemon (swaps),
-generation (lets requests in), service (a drain ends it), frames.
+Owns: which model is served, and the requests on their way in.
 Invariant: a model is taken down only when none of its requests is under way; whoever waits longest
 decides which is next; everybody who waits gets in, or an error; who leaves gives its place free.
 Never: starts or stops a process itself.

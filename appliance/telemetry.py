@@ -1,7 +1,6 @@
 """From what happens to what is shown: what is counted, and the rates of a frame.
 
 Owns: the steps and handoffs of the last second, the newest events, the windows and histograms.
-Called by: service, for every step, token, finished request and event; frames, once a second.
 Invariant: rates are over the time since the last frame; what is not reported is None.
 Never: changes anything that it reads.
 """

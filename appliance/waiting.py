@@ -1,6 +1,6 @@
 """Why a prompt is not being computed yet, in words: for whom it waits, behind how much, how long.
 
-Owns: the words. Called by: frames, once for all the requests of a reading.
+Owns: the words.
 Invariant: pure; tokens ahead are counted in the order in which the queue will be taken if nothing
 else comes.
 Never: predicts a time.

@@ -2,7 +2,7 @@
 
 `2x1` is two workers that prefill and one that decodes, with the cores divided evenly.
 `prefill=0,1 decode=2-3` names them: a worker for each item, on one core or on a range of cores.
-Owns: that language, and who gets which cores. Pure. Called by: config (reads it), placement.
+Owns: that language, and who gets which cores. Pure.
 Invariant: no core has two workers unless that is `forced`, which tests on small machines need, or
 there is one core only and one worker of each role.
 Never: looks at the machine.

@@ -6,8 +6,7 @@ what the worker's longest step is predicted to take, at least ten seconds. Only 
 its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
 while.
 
-Owns: how long each worker has been silent. Called by: the daemon's loop, twice a second, whatever
-else happens: neither frames nor the placing of sequences has a part in it.
+Owns: how long each worker has been silent.
 Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
 never named that has nothing to do, or whose cores another computes on.
 Never: ends a process, or changes what it looks at.

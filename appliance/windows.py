@@ -1,7 +1,6 @@
 """What has been seen lately: first tokens, gaps and finished requests, and what is usual.
 
 Owns: the windows that latency figures come from.
-Called by: telemetry.
 Invariant: quantiles are of values that were seen; what was not seen is None.
 Never: counts for ever (histograms do).
 """

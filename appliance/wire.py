@@ -1,7 +1,6 @@
 """Between HTTP and the handlers: JSON and errors out.
 
 Owns: the headers that replies carry, and what of a client's headers is kept.
-Called by: the api, and http for what it refuses.
 Invariant: a refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """

@@ -1,7 +1,6 @@
 """What the daemon knows of one worker and its process.
 
 Owns: the record, and its words for people.
-Called by: supervisor, which keeps it; telemetry, which reads it.
 Invariant: what a worker's start has found is that of its last start.
 Never: starts or ends anything.
 """

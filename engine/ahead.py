@@ -1,7 +1,6 @@
 """What a queued prompt would find before it at each worker.
 
 Owns: a reading of the prompts under way, kept up while the queue is being placed.
-Called by: the router, once for each time that it looks at its queue.
 Invariant: prompts are counted in the order in which the workers' plans will take them.
 Never: places anything.
 """

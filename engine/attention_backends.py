@@ -1,7 +1,6 @@
 """What can compute attention on a GPU, and which of it a machine gets.
 
 Owns: the table of capabilities, in order of preference, and the choice.
-Called by: the daemon (to size blocks) and engine.model.backend (to build it), with the same needs.
 Invariant: the choice is a function of what is needed and of what is installed; what was passed over
 is named with the reason.
 Never: imports torch or any backend.

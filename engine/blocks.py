@@ -3,7 +3,6 @@
 Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools, and
 with the index of each pool the hashes of full blocks. A block's state is not kept anywhere: it
 follows from the three.
-Called by: the router and copies, on the daemon's loop; telemetry reads the counts.
 Invariants: a block has as many references as tables that it is in, and as many commands as name
 it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
 allocated. A block that has a hash is full, and nobody writes it.

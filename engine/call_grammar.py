@@ -1,7 +1,7 @@
 """The grammar of tool calls, in each way that models write them.
 
 Owns: how a call that must come is written, and how free text is told from one.
-Called by: the api's tools. Invariant: whatever the grammar lets a model write is a call of one of
+Invariant: whatever the grammar lets a model write is a call of one of
 the functions, with arguments that match their schemas as far as the notation can say.
 Never: looks at tokens, but for those that no text can stand for.
 """

@@ -1,7 +1,7 @@
 """Framed messages over one socketpair: a blocking end for workers, an asyncio end for the daemon.
 
 A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of engine.messages.
-Owns: its end of the socket. Called by: the supervisor and the worker loop.
+Owns: its end of the socket.
 Invariant: messages arrive whole and in order, and after the peer's death everything that it sent
 is still read before ChannelClosed.
 Never: interprets a message, retries, or times out by itself.

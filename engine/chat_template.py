@@ -1,6 +1,6 @@
 """A checkpoint's chat template: messages to the text of a prompt. The one door to `jinja2`.
 
-Owns: the sandbox, and what a template finds in it. Called by: tokenizer.
+Owns: the sandbox, and what a template finds in it.
 Invariant: renders what transformers renders for the same template and messages.
 Never: lets a template reach anything but what it is given.
 """

@@ -2,7 +2,6 @@
 
 Owns: which tensors a model needs, the choice of the serving dtype, and the layout of the arena
 that holds converted weights.
-Called by: boot and placement (sizes, what is wrong), engine.model, the CLI (model folders).
 Invariant: an opened Checkpoint has every tensor its config expects, in the right shape, inside
 its file.
 Never: reads tensor data, imports torch.

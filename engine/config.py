@@ -1,7 +1,6 @@
 """What config.json says of a model, with transformers' defaults for what it leaves out.
 
 Owns: the shape of a model, and the numbers by which its family departs from Llama.
-Called by: checkpoint (expected tensors), the daemon (pool size, model length), engine.model.
 Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
 that names the file and the key.
 Never: reads weights, imports torch.

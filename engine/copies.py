@@ -6,7 +6,6 @@ admit that is to fill the blocks, for the worker starts each block when it is fu
 little left to do when the prompt is done. A ring is small: its slots go first to blocks that are
 computed, and only half of them wait for blocks that are not.
 Owns: transfers, unanswered copies, and which slot of a ring holds which block.
-Called by: the router only.
 Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
 block has left it; what a pool's life has ended with does not count as arrived.
 Never: moves bytes, writes a sequence; waits.

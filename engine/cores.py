@@ -1,7 +1,6 @@
 """Who computes on which cores: lending between workers, with an answer to every change.
 
 Owns: what each worker may compute on now, and the UseCores commands that it has not answered.
-Called by: roles (says what is wanted), the router (readiness, deaths, answers).
 Invariant: a core is lent only after its owner has let go of it, or died; and no core is in what two
 workers may use, but for one that its owner has taken back from a borrower who was told to let go.
 A worker may use what it has last answered and whatever it has been told since.

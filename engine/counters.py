@@ -1,6 +1,6 @@
 """What the router has done since the daemon started, as numbers.
 
-Owns: the numbers. Called by: the router, which counts; telemetry and frames, which read.
+Owns: the numbers.
 Invariant: none of them ever falls.
 Never: decides anything.
 """

@@ -1,6 +1,6 @@
 """From token ids to text while they come, a piece per token.
 
-Owns: the text that is not yet complete. Called by: stream, one per sequence; admission.
+Owns: the text that is not yet complete.
 Invariant: never half a character; the pieces add up to what the whole would decode to (of a run
 of SentencePiece byte tokens that turns invalid, what was valid so far is already out and stays).
 Never: keeps more than a bounded window, so the cost per token does not grow.

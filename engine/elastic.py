@@ -1,7 +1,6 @@
 """Which workers should run a sequence: predicted wait, harm and cost of every pair, and a choice.
 
 Owns: what each pair would mean for a sequence, and the words for why one was chosen. Pure.
-Called by: roles, for each sequence that is about to be placed.
 Invariant: the choice is one of the candidates; of those that meet the targets the cheapest, of
 those that miss them the one that misses least; within a tenth, the kind of way taken before.
 Never: chooses on a guess: a way whose steps have not been measured, or that turned out far from

@@ -4,7 +4,6 @@ A row's `defaults` are the keys of config.json that the family has, with transfo
 each; a key that is not among them means nothing to the family and is ignored, as transformers
 ignores it. Numbers come out of those keys. What no key says is a field of the row.
 Owns: the table of differences; there is no class and no branch per family anywhere else.
-Called by: rope and config (which keys), checkpoint and engine.model (names and order of things).
 Invariant: a row is complete; None is "the family has no such part".
 Never: reads a file.
 """

@@ -1,7 +1,6 @@
 """What a row of the table of families can say: where a model departs from Llama.
 
 Owns: the fields of a row. What a number says is a key of config.json, and no field.
-Called by: families (the rows), rope and config, checkpoint and engine.model.
 Invariant: None is "the family has no such part".
 Never: names a family.
 """

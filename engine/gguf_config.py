@@ -4,7 +4,6 @@ The format has one vocabulary for all architectures, and leaves out what its own
 each (which layers have windows, how attention is scaled). Here both become what config.json says,
 so that the rest of the engine knows one way to describe a model.
 Owns: the table of architectures, and the names of tensors.
-Called by: config (keys), checkpoint (names).
 Invariant: an architecture that is not in the table is refused by name.
 Never: reads a file.
 """

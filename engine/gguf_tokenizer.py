@@ -3,7 +3,7 @@
 The format keeps tokens, their kinds, and either merges or scores; how text is cut before merging it
 keeps as a name only. The names are a table here: an unknown one would cut words elsewhere than the
 model has learnt them, so it is refused.
-Owns: the table, and merges out of scores. Called by: tokenizer.
+Owns: the table, and merges out of scores.
 Invariant: ids are those of the file. Never: reads a file.
 """
 

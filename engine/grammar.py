@@ -2,7 +2,6 @@
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 Owns: how grammars are written, and the limits that keep hostile ones harmless.
-Called by: the api; engine.matcher, which compiles under the same limits.
 Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
 Never: looks at tokens: a grammar says which texts there may be.
 """

@@ -6,7 +6,6 @@ about to be, somebody is preempted: its blocks go to them, and it is admitted ag
 computes what it had. The oldest never is, so that it comes to its end, and then the next; whoever
 was preempted too often comes back with blocks for its whole length and keeps them.
 Owns: who is short of blocks, and who has been told to let go of its own.
-Called by: router, after steps and releases.
 Invariants: of those that are short in a pool nobody gets a block before an older one; a block is
 taken from nobody while as many are about to come back.
 Never: ends or admits a sequence; knows clocks.

@@ -1,6 +1,6 @@
 """What libraries for a GPU lack on this machine, found before a worker dies of it.
 
-Owns: the tries. Called by: attention_backends, doctor.
+Owns: the tries.
 Invariant: nothing is imported into this process; what was found holds for its life.
 Never: installs anything.
 """

@@ -1,6 +1,6 @@
 """Ways of a sequence through the workers, and how many blocks each takes in which pools.
 
-Owns: nothing; pure. Called by: the router, before it reserves.
+Owns: nothing; pure.
 Invariant: what fits a pool's capacity can be run to its end there, alone; what admission takes is
 enough for all that is known of the sequence and for the steps until more can have come.
 Never: reserves.

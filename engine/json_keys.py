@@ -1,7 +1,6 @@
 """Typed reading of the JSON files of a model folder.
 
 Owns: the checks and the wording of "this key has a wrong value".
-Called by: config, rope and checkpoint.
 Invariant: what is returned has the type asked for; anything else is a CheckpointError that names
 the file and the key.
 Never: knows what a key means.

@@ -1,7 +1,6 @@
 """What a kernel has to move and to multiply at least, from its shapes.
 
 Owns: the arithmetic of floors, against which a measured time is a fraction.
-Called by: engine.workers.kernel_bench, and measure, which holds times against them.
 Invariant: bytes that must cross the device's memory once, no more; products and sums as two
 operations.
 Never: measures.

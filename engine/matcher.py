@@ -1,7 +1,6 @@
 """An output's way through a grammar: which tokens may come next.
 
 Owns: a model's tokens as llguidance sees them, and the state of each match.
-Called by: engine.workers, on threads beside the step.
 Invariant: a matcher's state is a function of the output ids alone, so that a sequence can be moved
 or recovered. What a step may use is bounded; a grammar that wants more ends its own sequence.
 Never: imports torch, samples.

@@ -5,7 +5,7 @@ command that names blocks is answered after the worker's last touch of them: Adm
 Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
 Rehearse by Rehearsed.
 UseCores, which names cores, is answered by CoresUsed.
-Owns: the wire between processes. Called by: channel, router, supervisor, workers.
+Owns: the wire between processes.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
 Never: carries tensors; KV moves through shared memory, or stays where it is on a GPU.
 """

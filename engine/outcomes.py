@@ -2,7 +2,6 @@
 
 Owns: the prompts that are being computed as a forecast said, each way's record since the start, and
 which ways are closed.
-Called by: roles (begins, passes every step on); the router acts on what is returned.
 Invariants: a forecast is judged once, by steps on the cores that it presumed, and on nothing else;
 a way that was twice as bad as predicted is closed until steps of its size have been measured anew.
 Never: reads a clock, predicts, touches a sequence.

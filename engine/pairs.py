@@ -1,6 +1,6 @@
 """The layout of matrices that are packed in pairs, as engine/kernels/pairs.h has it.
 
-Owns: its two numbers. Called by: checkpoint, packing, kernels.ways.
+Owns: its two numbers.
 Invariant: the C files have the same numbers; a test packs and looks.
 Never: touches data.
 """

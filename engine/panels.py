@@ -1,6 +1,6 @@
 """The layout of quantised matrices for the kernels, as engine/kernels/quantised.h has it.
 
-Owns: its numbers, and which block formats have it. Called by: checkpoint, engine.model.
+Owns: its numbers, and which block formats have it.
 Invariant: the C file has the same numbers; a test packs and multiplies.
 Never: touches data.
 """

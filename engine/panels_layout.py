@@ -1,6 +1,6 @@
 """The arena of a checkpoint whose matrices are quantised: which go into panels, and where.
 
-Owns: that choice. Called by: boot, engine.model.weights.
+Owns: that choice.
 Invariant: daemon and workers come to the same layout.
 Never: reads tensor data.
 """

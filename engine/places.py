@@ -3,7 +3,7 @@
 Two workers or five, one pool or one each, are values of these records, not code. `alias`: prefill
 and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
 into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
-Owns: nothing; made once at start, by make_places(). Called by: placement (makes), router (reads).
+Owns: nothing; made once at start, by make_places().
 Invariant: from each worker that prefills to each that decodes there is one link, and all links have
 the same transport; every hop is made by the worker of one of its pools.
 Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.

@@ -1,7 +1,6 @@
 """Which sequences take part in the next step, with how many tokens each.
 
 Owns: nothing; pure, torch-free.
-Called by: the worker loop before every step; the router uses the same order for its queue.
 Invariant: every decoding sequence gets its token in every step, and prompts share the budget, so
 neither phase can starve the other. A prompt that the step would only cut a chunk from goes alone:
 those that the step completes do not wait for its chunk.

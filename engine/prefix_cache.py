@@ -4,7 +4,7 @@ Full blocks that are computed get a hash, and stay when their sequence is gone, 
 needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
 its hit before the block of its last token, which it computes into a block of its own: so nobody
 writes a block that another can find.
-Owns: nothing but the rules; the blocks are the ledger's. Called by: the router.
+Owns: nothing but the rules; the blocks are the ledger's.
 Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
 share it; a sequence waits only for one that is on a worker, and has further to go than itself.
 Never: moves a block, ends or admits a sequence.

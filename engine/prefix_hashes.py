@@ -4,8 +4,7 @@ A block's keys and values follow from its tokens, from all tokens before them, a
 and the layout that they are computed with. So a block's hash is made of its tokens and its parent's
 hash, and the first parent of everything else. Hashes are keyed: who does not have the key can make
 no two prompts of one hash, nor find out from a hash what was said.
-Owns: nothing; pure. Called by: admission (prompts, in a thread where they are long), the router
-(outputs, as they fill blocks).
+Owns: nothing; pure.
 Invariant: of two blocks with one hash the bytes are alike, whoever computed them.
 Never: knows where a block is, or whether there is one.
 """

@@ -1,7 +1,6 @@
 """The cached blocks of one pool: which block has which hash, and which of them goes next.
 
 Owns: hashes of blocks, and the order in which those that nobody uses are taken for something else.
-Called by: the pool's books, on every change of a block's state.
 Invariants: a hash has one block, and a block one hash; what is evicted is in no table and named by
 no command, and nothing cached stands behind it in a chain: a tail goes before its head.
 Never: knows sequences; reads or writes a block.

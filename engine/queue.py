@@ -1,7 +1,6 @@
 """Who is next: the sequences that wait and hold no blocks, by turns between their owners.
 
 Owns: the order of the queue, and what each owner has been charged.
-Called by: the router, which decides whether what is next can be placed; telemetry counts.
 Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one
 sequence; one owner
 alone sees the order of prefill_key; no owner fills the queue.

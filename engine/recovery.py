@@ -1,7 +1,6 @@
 """How a sequence goes on that has lost its worker, or blocks on their way.
 
 Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
-Called by: the router, for sequences that wait or move.
 Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
 with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
 where nobody else is.

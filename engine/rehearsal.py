@@ -1,7 +1,6 @@
 """Steps made at start to be timed, so that elastic roles know what they choose between.
 
 Owns: who rehearses what, on which cores and blocks, and when that is over.
-Called by: the service, between the last worker's readiness and the first request.
 Invariants: all workers first rehearse together, each on its own cores, as they will compute side by
 side; then one at a time on all cores, while nobody else computes; the blocks are the ledger's, and
 free again when it is over.

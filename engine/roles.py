@@ -2,8 +2,6 @@
 
 Owns: the roles in force, the targets, what is known of step times and of outcomes, and the last
 route taken.
-Called by: the router: for a route before it reserves blocks, after every step, and whenever who
-has work has changed; the service switches roles; the rehearsal teaches step times at start.
 Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
 to do lends its cores to one that has, unless roles are static; it has them back before it steps.
 Never: touches a block or a sequence; reads a clock.

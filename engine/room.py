@@ -2,7 +2,6 @@
 
 Owns: the limit on one thing that waits (sequences, or their prompt tokens), the counts by owner,
 and the pace at which it has been leaving.
-Called by: the queue, which has one Room for each.
 Invariant: an owner has at most OWNER_SHARE times as much waiting as there is room left, but for a
 single sequence of one that had none.
 Never: knows sequences or their order, or reads a clock (now_ns is given).

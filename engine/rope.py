@@ -6,7 +6,6 @@ longest request that the server takes decides which: the long set where such a r
 the original length, else the short one. A short prompt does not change it, as it would elsewhere.
 
 Owns: the parameters of rotary position embedding as config.json states them.
-Called by: config (reads them), engine.model.layers (computes frequencies from them).
 Invariant: every field that the kind uses is set; old and new spellings give the same object.
 Never: computes a tensor.
 """

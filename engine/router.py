@@ -1,6 +1,6 @@
 """Who runs where: admission, handoff, recovery. Events in, commands out.
 
-Owns: every sequence from submit to its last released block, and the ledger. Called by: service.
+Owns: every sequence from submit to its last released block, and the ledger.
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
 nothing new passes one that was preempted; what admission takes is taken in all pools of a
 sequence's legs together, or in none; each sequence ends once.

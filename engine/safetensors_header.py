@@ -1,7 +1,6 @@
 """The safetensors format, as far as its headers: where each tensor lies in which file.
 
 Owns: the checks that a file is what its header says.
-Called by: checkpoint.
 Invariant: a TensorInfo lies wholly inside its file and overlaps no other.
 Never: reads tensor data.
 """

@@ -1,6 +1,6 @@
 """JSON schemas of which a part refers only to itself, so that no value could ever match it.
 
-Owns: the search for such parts. Called by: grammar, before a schema is compiled.
+Owns: the search for such parts.
 Invariant: time and memory are linear in the schema's size, however its references are tied.
 Never: judges a reference that leads nowhere; the compiler does.
 """

@@ -4,7 +4,6 @@ Its way is a list of legs, each a worker and how many output tokens it is to hav
 roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
 it is one leg. Where it is at this moment is said in one place, `where`.
 Owns: the progress of one sequence as the daemon knows it.
-Called by: the router (writes), energy (its joules), the api, stream and telemetry (read).
 Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
 Never: text, HTTP, block ids of more than it owns.
 """

@@ -2,7 +2,6 @@
 
 Owns: one model for each worker and number of cores: a step's time by its prompt tokens, its batch
 and what they attend to; how large the steps were that it has learnt from, and how far it was off.
-Called by: roles (observes every step, predicts for elastic).
 Invariant: a prediction is finite, positive, and within a kind never falls when the step grows; an
 outlier moves it no further than a step of thrice the expected time would.
 Never: reads a clock; guesses before it has seen a few steps of a kind, beyond the largest that it

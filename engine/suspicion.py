@@ -2,7 +2,7 @@
 
 A sequence that keeps killing workers is found out: after its second death each that was there makes
 its next step with no other suspect beside it, and a death then is blamed on it alone.
-Owns: how many deaths are too many. Called by: router, at a worker's death.
+Owns: how many deaths are too many.
 Invariant: a sequence that makes progress is not on probation any more, but its deaths still count.
 Never: ends a sequence.
 """

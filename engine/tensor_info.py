@@ -1,7 +1,6 @@
 """Where a tensor lies in a file, and in which form: what both file formats say of their tensors.
 
-Owns: the block formats of quantised values. Called by: safetensors_header, gguf_*, checkpoint,
-engine.model.
+Owns: the block formats of quantised values.
 Invariant: a TensorInfo lies wholly inside its file.
 Never: reads tensor data.
 """

@@ -1,7 +1,6 @@
 """Text to token ids and back: the one door to `tokenizers`.
 
 Owns: the checkpoint's tokenizer, and the files that its chat template comes from.
-Called by: admission and tokenize (encode, render), detokenizer, logprobs (token texts), matcher.
 Invariant: encode, decode and render give what transformers gives for the same folder.
 Never: knows requests, and never loads a tokenizer from anywhere but the folder.
 """

@@ -3,7 +3,6 @@
 A sequence is in one container, which follows from `Sequence.where`: in the queue (`Waiting`),
 paused (`Paused`), resuming (`Waiting` for a leg's worker), running (`On`) or moving (`Moving`).
 Owns: all of them but the queue, which has an order of its own.
-Called by: router and growth; telemetry reads.
 Invariant: a sequence is said to be where its container is; those in the queue and those paused hold
 no blocks, the others do; those that run, and no others, have an open admit.
 Never: reserves or frees a block, sends a message.

@@ -1,6 +1,6 @@
 """The schema of the request log, as steps that are only ever appended.
 
-Owns: tables, indexes and views. Called by: appliance.log.file; `sqlite-utils migrate` by hand.
+Owns: tables, indexes and views.
 Invariant: a step that has been released is never edited; each runs in one transaction with its
 record, so it is applied whole or not at all.
 Never: executescript(), which would commit that transaction half-way.

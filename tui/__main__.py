@@ -1,6 +1,6 @@
 """`python -m tui`: the console of a daemon or a recording, or plain text where no terminal is.
 
-Owns: the choice between screen, lines and one page. Called by: `penstock top`.
+Owns: the choice between screen, lines and one page.
 Invariant: nothing but plain text goes to what is not a capable terminal.
 Never: looks for the daemon; the caller knows the socket.
 """

@@ -1,6 +1,6 @@
 """What an operator can change through the console: questions, and what is asked of the daemon.
 
-Owns: the words of the questions and the form of the targets. Called by: app.
+Owns: the words of the questions and the form of the targets.
 Invariant: nothing is sent that was not asked about first.
 Never: decides who may; the daemon does, and the app hides what it would refuse.
 """

@@ -1,7 +1,6 @@
 """The console: pages about the appliance, kept live, and the keys that act on it.
 
 Owns: the view on screen, the keys, and the workers that talk to the daemon.
-Called by: tui.__main__.
 Invariant: all that is shown comes from one View; what the daemon says never becomes markup.
 Never: computes a reading; panels do, purely.
 """

@@ -1,7 +1,6 @@
 """The console's connection to the daemon: frames in, actions out.
 
 Owns: the socket and the patience (backoff, time limits).
-Called by: app and plain.
 Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the
 operator; `follow` goes on for ever.
 Never: imports Textual, or keeps a frame.

@@ -1,6 +1,6 @@
 """What the request tables leave out: `user:ana state:queued in>4096 ttft>500 !bench`.
 
-Owns: the grammar of a filter. Called by: listing, and the dialog that asks for one.
+Owns: the grammar of a filter.
 Invariant: a request that does not report a number meets no comparison with it.
 Never: knows a widget; parsing and matching are pure.
 """

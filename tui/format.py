@@ -1,7 +1,6 @@
 """Values to short text for people; the only place that decides how a number looks.
 
 Owns: nothing; every function is pure.
-Called by: the panels.
 Invariant: None becomes `-`, never 0; no control character passes `clean`.
 Never: colour, layout, or anything of Textual.
 """

@@ -1,7 +1,6 @@
 """What came before the frame on screen: samples behind sparklines, rates, stalls.
 
 Owns: which readings are kept, for how long, and what counts as a stall of decode.
-Called by: view (one more frame), panels (through the view).
 Invariant: every run of samples has one entry for each frame, oldest first; None is not reported.
 Never: reads a clock; a frame brings its time.
 """

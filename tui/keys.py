@@ -1,6 +1,6 @@
 """The keys of the console: what each does, and whether it does it now, for this caller.
 
-Owns: the bindings and the order of their hints. Called by: app, tests.
+Owns: the bindings and the order of their hints.
 Invariant: help, hints and the list of commands come from the same table as the keys themselves.
 Never: acts.
 """

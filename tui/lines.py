@@ -2,7 +2,7 @@
 
 A line is a list of spans, a span is text and a tone. Panels are pure functions that return lines,
 so the terminal console, the plain text mode and the tests share them.
-Owns: the tones and the block characters. Called by: panels, widgets and plain.
+Owns: the tones and the block characters.
 Invariant: `fit` returns exactly the width asked for, printable, and ASCII where that is wanted.
 Never: knows a colour; the stylesheet gives each tone its look.
 """

@@ -1,6 +1,6 @@
 """Which requests the tables show, and in which order.
 
-Owns: the orders that requests can be sorted in. Called by: view and app, the tables through them.
+Owns: the orders that requests can be sorted in.
 Invariant: sorting is stable, what reports nothing comes last in both directions; live requests
 come before finished ones, and none is listed twice.
 Never: changes a request.

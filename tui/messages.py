@@ -1,7 +1,6 @@
 """What happens to the console, as Textual messages: past facts.
 
 Owns: the words between the feed, the widgets and the app.
-Called by: the app and the widgets, which post them.
 Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
 Never: carry anything but what happened.
 """

@@ -1,7 +1,7 @@
 """The console without a screen: one page of text, or one line for each frame.
 
 For pipes, log files, dumb terminals and screen readers: no escape sequence is ever written.
-Owns: stdout while it runs. Called by: tui.__main__.
+Owns: stdout while it runs.
 Invariant: shows the same panels as the console, from the same functions.
 Never: imports Textual.
 """

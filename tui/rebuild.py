@@ -1,6 +1,6 @@
 """The requests of a past second, made again from their rows in the log.
 
-Owns: what a row tells of the time before its request ended. Called by: replay.
+Owns: what a row tells of the time before its request ended.
 Invariant: stages and phases are those of the stamps; what the stamps do not say (tokens between the
 first and the last, blocks) is an estimate, and `is_estimated` says so.
 Never: shows a stage before its end; reads a clock or a file.

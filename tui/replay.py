@@ -1,6 +1,6 @@
 """A recording as the source of frames: any of its seconds, whole.
 
-Owns: the open recording and what has been read of it. Called by: replay_console and plain.
+Owns: the open recording and what has been read of it.
 Invariant: a frame is shown with the requests and events of its own time; one that is damaged is
 passed over and counted, never guessed.
 Never: writes; needs a daemon; imports Textual.

@@ -1,7 +1,6 @@
 """The console over a recording: the same screens, with time in the viewer's hands.
 
 Owns: the place in the recording, and the keys that move it.
-Called by: tui.__main__.
 Invariant: what is on screen is one frame of the recording, with its own requests and events.
 Never: asks a daemon.
 """

@@ -1,6 +1,6 @@
 """Where a replay stands: moments in order, a place among them, and how time passes.
 
-Owns: seeking, stepping and the pace. Called by: replay and replay_console.
+Owns: seeking, stepping and the pace.
 Invariant: the place is always one of the moments: the newest that is not after the time asked for,
 or the first. A Playback never changes; every move makes another.
 Never: reads a clock or a file.

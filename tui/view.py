@@ -1,7 +1,6 @@
 """What the console shows at one time: a frame, what came before it, and how the daemon is reached.
 
 Owns: the state of the link, who the console acts for, and how the operator wants to see things.
-Called by: app and plain (make views), panels (read them).
 Invariant: a view never changes; the same view always gives the same screen.
 Never: reads a clock or a socket.
 """

@@ -1,7 +1,6 @@
 """From a body to a request that can be submitted: everything that may refuse it but the queue.
 
 Owns: when a body is read; rendering, tokenizing and the grammar; what the request's sequences are.
-Called by: generation; routes, for the turns.
 Invariant: what takes time is done in turns, so that the loop does not stand still for it, and
 large bodies have turns of their own, so that small ones do not wait for them.
 Never: touches the queue.

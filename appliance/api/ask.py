@@ -1,7 +1,6 @@
 """What a client asks, validated: the same for completions, chats and responses.
 
 Owns: how an ask becomes sampling parameters, once its prompt is token ids.
-Called by: openai (creates), admission, stream, replies, generation, responses.
 Invariant: an Ask asks for nothing that this daemon does not do.
 Never: knows fields' names beyond those that its own refusals name.
 """

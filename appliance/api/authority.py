@@ -1,7 +1,6 @@
 """What a peer may do: by its role, or because a request is its own.
 
 Owns: the two refusals, `role_required` and `not_owner`.
-Called by: control and admission, before anything changes; routes, for who asks.
 Invariant: whoever is not known to be more is a user, and a refusal says what would be needed.
 Never: finds out who a peer is.
 """

@@ -5,7 +5,7 @@ one of the request's functions is called; then it reports the call, and its argu
 piece by piece, whatever notation they are written in. It returns None; or, if there is no such
 call, how much of the text is none.
 
-Owns: the notations. Called by: tool_format (names them), output_parser (runs them).
+Owns: the notations.
 Invariant: arguments that are complete in the model's notation are a JSON object; those that a
 limit cuts off are the beginning of one.
 Never: decides what is content.

@@ -1,6 +1,6 @@
 """Values of arguments as models write them, to JSON.
 
-Owns: how a text becomes a value where a notation has no quotes. Called by: the readers of calls.
+Owns: how a text becomes a value where a notation has no quotes.
 Invariant: whatever a model writes gives JSON; what is no value of any kind is a string.
 Never: reads calls.
 """

@@ -1,6 +1,6 @@
 """Which form an answer must have: `response_format`, and vLLM's `structured_outputs`.
 
-Owns: the translation of these fields into a grammar. Called by: openai (reads), admission (checks).
+Owns: the translation of these fields into a grammar.
 Invariant: at most one form is asked for.
 Never: compiles a grammar: that takes time, and is done in a thread.
 """

@@ -1,7 +1,6 @@
 """What is under way, over HTTP: requests, frames, cancelling, draining.
 
 Owns: /v1/requests and the routes of /v1/penstock that speak of the present.
-Called by: routes, which has them in its table.
 Invariant: whoever reads the appliance may read all of this; what changes something asks authority.
 Never: decides about requests; it asks the Appliance.
 """

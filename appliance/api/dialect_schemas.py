@@ -1,6 +1,6 @@
 """JSON schemas of what Anthropic's and Ollama's APIs are asked, and answer.
 
-Owns: them, as data. Called by: openapi.
+Owns: them, as data.
 Invariant: as that of request_schemas.
 Never: checks anything.
 """

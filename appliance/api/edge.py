@@ -2,7 +2,6 @@
 
 Owns: the reading of paths, the headers that all replies carry, OPTIONS, and how an error becomes a
 reply.
-Called by: routes, which gives it its table.
 Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that is
 not there is 404 however it is written.
 Never: knows a route by name.

@@ -1,6 +1,6 @@
 """Calls whose parameters are elements: Qwen's coders, GLM, DeepSeek's DSML.
 
-Owns: these notations. Called by: tool_format (names them), output_parser (runs them).
+Owns: these notations.
 Invariant: as that of call_readers. A parameter that can only be a string is passed on while it
 comes; another is read when it is complete.
 Never: decides what is content.

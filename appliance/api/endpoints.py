@@ -1,6 +1,6 @@
 """The POSTs that generate: for each its path, how its body is read, what its reply looks like.
 
-Owns: the table. Called by: routes.
+Owns: the table.
 Invariant: whatever is asked by any of them goes the one way of generation.generate.
 Never: reads a field, or writes a reply.
 """

@@ -2,7 +2,6 @@
 
 Owns: the way in, which is the same for every such endpoint; the watch for a client that hangs up,
 and what keeps a waiting stream alive.
-Called by: endpoints, which has a row for each of them.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
 Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
 while it writes a large one.

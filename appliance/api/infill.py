@@ -1,6 +1,6 @@
 """Fill-in-the-middle: a prompt with a suffix, for models trained to write what is between.
 
-Owns: the table of marks. Called by: admission, and ollama_routes to say whether a model can.
+Owns: the table of marks.
 Invariant: the marks are special tokens of the model; a model without them refuses a suffix.
 Never: tokenizes.
 """

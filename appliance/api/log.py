@@ -1,7 +1,6 @@
 """The request log over HTTP: requests, events, usage, recordings.
 
 Owns: the four routes, and how many queries run and recordings are open at once.
-Called by: routes, which has them in its table.
 Invariant: queries run in turns, so that readers of the log leave time to those who wait for a
 reply; a recording takes disk only while it is sent, and who does not read theirs keeps nobody out.
 Never: writes; knows SQL.

@@ -1,6 +1,6 @@
 """Log-probabilities: OpenAI's columns for completions and entries for chats, vLLM's of prompts.
 
-Owns: how tokens are spelled in replies. Called by: replies.
+Owns: how tokens are spelled in replies.
 Invariant: every token has a spelling, also one that is only part of a character.
 Never: changes a log-probability, but that JSON has no infinity.
 

@@ -1,7 +1,6 @@
 """The messages of a chat, checked and brought into the form that chat templates read.
 
 Owns: roles, contents, and the calls that an assistant made earlier in the conversation.
-Called by: openai, responses.
 Invariant: every content is a string, every call's arguments are an object; what cannot be is
 refused by its place, like `messages[3].content[0].text`.
 Never: knows a template, or which tools there are.

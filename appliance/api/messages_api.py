@@ -1,7 +1,6 @@
 """Anthropic's POST /v1/messages and count_tokens: their fields, brought into those of a chat.
 
 Owns: which fields and blocks there are, and what is refused by name.
-Called by: endpoints; tokenize, for the count.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps anything between two requests.
 

@@ -1,6 +1,6 @@
 """What clients of Anthropic's /v1/messages read: one message, or the events that it is made of.
 
-Owns: blocks of content, and the order of events. Called by: endpoints; generation feeds it.
+Owns: blocks of content, and the order of events.
 Invariant: the whole message is what the events build up; a block that is begun is ended.
 Never: waits, or knows HTTP.
 """

@@ -1,7 +1,6 @@
 """GET /metrics, and what it says of HTTP itself.
 
 Owns: the counts of replies by route, method and class of status.
-Called by: routes, which has the route in its table; edge, after each reply.
 Invariant: labels are of a fixed set, whatever clients send.
 Never: counts probes, whose refusals are no errors of the api.
 """

@@ -1,6 +1,6 @@
 """Ollama's POST /api/chat and /api/generate: their fields, brought into those of a chat.
 
-Owns: which fields there are, and what is refused by name. Called by: endpoints.
+Owns: which fields there are, and what is refused by name.
 Invariant: what is answered is what a client of OpenAI's API would have asked for.
 Never: keeps anything between two requests.
 """

@@ -1,6 +1,6 @@
 """Ollama's paths about models: what is served, what it can do; pulling, for operators.
 
-Owns: /api/version, tags, show, ps and pull. Called by: routes, which has them in its table.
+Owns: /api/version, tags, show, ps and pull.
 Invariant: what is not known is left out, never made up.
 Never: generates; changes which model is served.
 """

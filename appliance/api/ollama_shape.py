@@ -1,6 +1,6 @@
 """What clients of Ollama's /api/chat and /api/generate read: JSON objects, one a line.
 
-Owns: their shapes. Called by: endpoints; generation feeds it.
+Owns: their shapes.
 Invariant: the lines of a stream add up to the whole reply; only the last one is done.
 Never: waits, or knows HTTP.
 """

@@ -1,7 +1,6 @@
 """What clients ask, in OpenAI's words: the fields of completions and chats.
 
 Owns: which fields there are, their types, ranges, defaults, and what is refused by name.
-Called by: generation, responses, tokenize: before anything is tokenized. routes, for model names.
 Invariant: any object at all gives an Ask or a RequestError that names the field.
 Never: tokenizes, or keeps state. Fields that nobody knows are ignored, and told; fields that are
 known and not supported are refused unless they ask for nothing.

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document: what can be asked here, and what comes back.
 
-Owns: the table of operations. Called by: routes.
+Owns: the table of operations.
 Invariant: it has every route that is served and no other; a test compares both.
 Never: handles a request.
 """

@@ -1,7 +1,6 @@
 """How a model writes what is not its answer: calls and reasoning, chosen by its chat template.
 
 Owns: the table of reasoning formats, and the choice; settings may name formats instead.
-Called by: admission, stream, ask; cli.model_folders.
 Invariant: without a setting, a format is found by the template's text alone, so that it is the one
 that the model was trained with.
 Never: parses.

@@ -1,7 +1,6 @@
 """Reasoning and tool calls found in a model's text while it comes.
 
 Owns: which of the text is the answer, which is reasoning, which is a call.
-Called by: stream, one parser per sequence.
 Invariant: the parts do not depend on how the text was cut; a call is reported once it is known to
 be of one of the request's functions, and text that is no such call stays text, marks included.
 Never: knows tokens, or waits for the end of arguments before it passes them on.

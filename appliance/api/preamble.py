@@ -1,6 +1,6 @@
 """Tools for a chat template that knows none: told in words, as a model would be told by its own.
 
-Owns: the words. Called by: ask, where an output format says that the template has none.
+Owns: the words.
 Invariant: what the model reads of earlier calls and results is written as its own calls are read.
 Never: changes a conversation without tools.
 

@@ -1,7 +1,6 @@
 """A model's text read while it comes, by steps that wait for more where they cannot tell yet.
 
 Owns: what is not reported yet, and the parts that are: text, reasoning, calls.
-Called by: call_readers and output_parser.
 Invariant: what a step finds depends on the text alone, never on where it was cut: each looks at a
 text that is long enough to decide, or complete.
 Never: knows a format, or tokens.

@@ -1,6 +1,6 @@
 """What clients read, in OpenAI's words: completions, chats, their chunks, and error objects.
 
-Owns: the shapes of replies. Called by: generation, response_shape, routes.
+Owns: the shapes of replies.
 Invariant: a streamed reply's chunks add up to the whole reply.
 Never: waits, or knows HTTP.
 """

@@ -1,6 +1,6 @@
 """JSON schemas of what is answered, as data.
 
-Owns: the shapes of replies, of the log's rows, and of errors. Called by: openapi.
+Owns: the shapes of replies, of the log's rows, and of errors.
 Invariant: every reply satisfies its schema; tests hold them together.
 Never: checks anything.
 """

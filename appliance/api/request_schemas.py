@@ -1,6 +1,6 @@
 """JSON schemas of what can be asked, as data.
 
-Owns: the bodies of POSTs. Called by: reply_schemas, openapi.
+Owns: the bodies of POSTs.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: another
 model's name, a prompt longer than the context, a grammar that cannot be compiled.
 Never: checks anything; what a field may be is decided where it is read.

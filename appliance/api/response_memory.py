@@ -1,7 +1,7 @@
 """What a response goes on from, and what is kept of it: /v1/responses between two requests.
 
 Owns: `previous_response_id`, `store`, and the routes of one response.
-Called by: endpoints, routes. Invariant: a conversation that goes on is the one that its client
+Invariant: a conversation that goes on is the one that its client
 would have sent in full.
 Never: keeps anything for anybody but who asked.
 """

@@ -1,7 +1,6 @@
 """What clients of /v1/responses read: one object, or the events that it is made of.
 
 Owns: items of output, and the order and numbers of events.
-Called by: responses; generation feeds it.
 Invariant: the whole reply is what the events build up; every event that opens something is followed
 by the one that closes it.
 Never: waits, or knows HTTP.

@@ -1,6 +1,6 @@
 """Responses that a client may go on from by their id.
 
-Owns: what is kept of them, in memory, with a bound. Called by: responses, endpoints, routes.
+Owns: what is kept of them, in memory, with a bound.
 Invariant: a response is found by whoever asked for it and by nobody else; what is kept is bounded
 in number and in bytes, the oldest goes first, and all of it goes with the daemon.
 Never: writes to disk.

@@ -1,7 +1,6 @@
 """POST /v1/responses: its fields, brought into those of a chat.
 
 Owns: which fields and items there are, as OpenAI's client and Codex send them, and what is refused.
-Called by: endpoints.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps a response; response_memory does.
 

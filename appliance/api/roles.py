@@ -1,6 +1,6 @@
 """POST /v1/penstock/roles: what the workers are for, switched while they run.
 
-Owns: its body. Called by: routes, which has it in its table.
+Owns: its body.
 Invariant: only operators change anything, and a body with something wrong changes nothing.
 Never: decides where a request goes.
 """

@@ -1,7 +1,6 @@
 """The HTTP surface: one table of routes.
 
 Owns: paths, and the handlers of what is asked about the appliance itself.
-Called by: daemon, with itself as the Appliance.
 Invariant: every route is in the document of openapi, and nothing else is.
 Never: decides about requests; it asks the Appliance.
 """

@@ -1,7 +1,6 @@
 """The words in which JSON schemas are written here.
 
 Owns: how an absent field, a list or a bound looks in a schema.
-Called by: request_schemas, reply_schemas, openapi.
 Invariant: objects may have other fields than those named.
 Never: knows a route or a field.
 """

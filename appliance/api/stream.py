@@ -2,7 +2,6 @@
 
 Owns: for each sequence of a request, the text not yet sent: half characters, and what may be the
 beginning of a stop string or a tool call.
-Called by: generation, for streamed and whole replies alike.
 Invariant: the text sent depends on the tokens alone, never on how they were batched; nothing is
 sent for a sequence after its finish reason.
 Never: writes to a client, or decides anything about a sequence but that its stop string came, or

@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, in the shapes of vLLM.
 
 Owns: their fields, and how many texts are worked on at once.
-Called by: routes, which has them in its table.
 Invariant: work that grows with the text is done in turns, replies included, so that generating
 keeps its threads.
 Never: generates, or touches the queue; asks for a role.

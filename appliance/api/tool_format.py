@@ -1,6 +1,6 @@
 """How models write tool calls: a table.
 
-Owns: the formats. Called by: output_format (chooses), tools, output_parser.
+Owns: the formats.
 Invariant: what a format's grammar lets a model write, its reader reads.
 Never: reads; call_readers does.
 """

@@ -1,7 +1,6 @@
 """What a chat asks about tools: which functions there are, and whether one must be called.
 
 Owns: `tools`, `tool_choice`, `parallel_tool_calls`, and the grammar that calls must match.
-Called by: openai, ask, stream.
 Invariant: a call that is required is written in the model's own format, with arguments that
 match their schema.
 Never: calls a function.

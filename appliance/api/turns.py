@@ -1,7 +1,6 @@
 """Slow work for clients: a few pieces at once in threads, shared fairly by those who wait.
 
 Owns: how many pieces are in work, who waits, and in which order.
-Called by: admission, tokenize and log, each with Turns for its own kind of work.
 Invariant: no more than `num_at_once` pieces are in threads, those of clients that have left
 included; who waits is bounded, altogether and for each peer, and peers are served in turn.
 Never: knows what the work is, or keeps anything for a client that has hung up.

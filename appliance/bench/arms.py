@@ -1,6 +1,6 @@
 """The arms of a comparison: servers that are there, and daemons that it starts for itself.
 
-Owns: which daemons run, and how long. Called by: rounds, cli.
+Owns: which daemons run, and how long.
 Invariant: what was started is stopped when the `with` ends, however it ends; a server that was
 there is left as it was.
 Never: measures.

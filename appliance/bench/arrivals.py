@@ -1,6 +1,6 @@
 """When requests arrive and how long they are: drawn, or read from a trace.
 
-Owns: the arrival processes and the form of traces. Called by: load, interference, cli.
+Owns: the arrival processes and the form of traces.
 Invariant: pure but for the trace's file; the same seed gives the same schedule, so that all arms
 of a round get the same one.
 Never: waits.

@@ -1,6 +1,6 @@
 """Arms over rounds as rows: a figure with its spread, its ratio to the base, and the verdict.
 
-Owns: which figures are compared, and which direction of each is better. Called by: cli.
+Owns: which figures are compared, and which direction of each is better.
 Invariant: pure; the A/A rows come first, and every verdict is against their band.
 Never: calls a difference one that the same arm shows against itself.
 """

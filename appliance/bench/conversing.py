@@ -1,7 +1,7 @@
 """Conversations with one server: each turn waits for the reply before it, and for the think time.
 
 Owns: their pace, and what of each prompt an infinite cache would have had.
-Called by: cli. Invariant: every turn that was due is a sample; a conversation ends at the first
+Invariant: every turn that was due is a sample; a conversation ends at the first
 that fails, and where the server's context does.
 Never: computes a statistic.
 """

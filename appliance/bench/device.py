@@ -1,6 +1,6 @@
 """What a worker's parts cost on this machine's device: asked of a process that may import torch.
 
-Owns: starting it, and reading what it prints. Called by: cli.
+Owns: starting it, and reading what it prints.
 Invariant: what it says on stderr is passed on when it fails.
 Never: imports torch; measures.
 """

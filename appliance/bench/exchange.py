@@ -1,6 +1,6 @@
 """One request and its reply on a connection of its own.
 
-Owns: the connection, and the stamp of each read. Called by: arms, load, interference.
+Owns: the connection, and the stamp of each read.
 Invariant: a read is stamped before it is looked at; whatever goes wrong is a sentence in the
 reply's `problem`.
 Never: raises for what a server does, retries, or keeps a connection.

@@ -3,7 +3,7 @@
 Three measurements on one server: the prompts alone, the streams alone (quiet), and the streams
 while the prompts arrive (loaded). The result is how much wider the streams' worst gaps become, and
 how much longer the prompts wait for their first token.
-Owns: these three phases. Called by: cli.
+Owns: these three phases.
 Invariant: a gap counts only between the moment when all streams have begun and the end of the
 phase; streams run until the last prompt has its answer.
 Never: compares servers.

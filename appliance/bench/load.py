@@ -1,6 +1,6 @@
 """Load on one server for a while: by schedule, or so many at a time.
 
-Owns: the pace. Called by: compare, cli.
+Owns: the pace.
 Invariant: every request that was due is a sample, also one that was refused, failed or never
 ended; a schedule does not wait for replies.
 Never: computes a statistic.

@@ -1,6 +1,6 @@
 """Cumulative distributions as SVG: one panel for each kind of time, one line for each arm.
 
-Owns: the drawing. Called by: cli. Invariant: pure; text in, text out, and every label is escaped.
+Owns: the drawing. Invariant: pure; text in, text out, and every label is escaped.
 Never: needs a library or a font of its own.
 """
 

@@ -2,7 +2,7 @@
 
 What slows a machine for a while slows all arms of a round, so ratios within a round hold where
 absolute figures do not. The first arm's second turn shows by how much equal things differ.
-Owns: the order. Called by: cli. Invariant: every list of results is in the order of rounds.
+Owns: the order. Invariant: every list of results is in the order of rounds.
 Never: looks at a result.
 """
 

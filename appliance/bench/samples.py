@@ -1,6 +1,6 @@
 """What is known of one measured request, and how it reads from a reply.
 
-Owns: the meaning of TTFT, gap, TPOT, late, merged. Called by: load, interference, statistics.
+Owns: the meaning of TTFT, gap, TPOT, late, merged.
 Invariant: a figure that was not observed is None, or missing from the gaps; never 0.
 Never: opens a connection.
 """

@@ -1,7 +1,6 @@
 """From samples to figures, and from figures of several rounds to ratios with their spread.
 
 Owns: goodput, throughput, quantiles, and what counts as a difference.
-Called by: compare, interference, cli.
 Invariant: pure. Goodput's denominator is every request that was offered; throughput counts the
 tokens that arrived within the window; a figure without observations is None.
 Never: averages quantiles: a figure over rounds is the median of the rounds' figures.

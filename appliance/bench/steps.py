@@ -2,7 +2,7 @@
 
 The worker is given prompts and computes them as it would for clients; what is taken is the times
 in its reports of steps, which begin and end in the worker.
-Owns: the sequences that are given to it. Called by: cli.
+Owns: the sequences that are given to it.
 Invariant: a step is taken only if it is all prefill of one prompt, or a decode step of the whole
 batch; the first round warms up and is not taken.
 Never: imports torch.

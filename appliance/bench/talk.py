@@ -1,6 +1,6 @@
 """A conversation as a client keeps it, in the words of four APIs: said so far, and asked next.
 
-Owns: how histories, tools and results are written in each. Called by: conversing.
+Owns: how histories, tools and results are written in each.
 Invariant: a request has all that was said and answered before, so that each prompt begins as the
 one before it did.
 Never: sends.

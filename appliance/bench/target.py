@@ -1,7 +1,6 @@
 """A server under measurement: its model, prompts that fit it, its power.
 
 Owns: what is asked of every server alike, so that arms differ in nothing else.
-Called by: arms, load, interference.
 Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a
 workload says so; and then never beyond one turn of one arm.
 Never: measures.

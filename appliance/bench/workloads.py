@@ -1,7 +1,7 @@
 """Conversations and traces: drawn from a seed, written down as lines of JSON, read again.
 
 Owns: what is typical of a chat, of an agent's loop, of a service's trace.
-Called by: conversing, cli. Invariant: pure but for the file; the same seed gives the same lines.
+Invariant: pure but for the file; the same seed gives the same lines.
 Never: makes a text: lengths are all that a workload says.
 """
 

@@ -1,6 +1,6 @@
 """`python -m appliance.cli`: the command where it is not installed.
 
-Owns: nothing. Called by: people in a clone, tests. Never: anything of its own.
+Owns: nothing. Never: anything of its own.
 """
 
 from __future__ import annotations

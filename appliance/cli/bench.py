@@ -1,6 +1,6 @@
 """The verbs that measure servers: bench run, compare, turns, interference, step.
 
-Owns: the documents that they print and keep. Called by: main.
+Owns: the documents that they print and keep.
 Invariant: whatever is printed can be computed again from what --save keeps.
 Never: measures: appliance.bench does.
 """

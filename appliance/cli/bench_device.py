@@ -1,6 +1,6 @@
 """The verbs that measure the device itself: bench kernels, steps, transports.
 
-Owns: their tables. Called by: bench, which lists them.
+Owns: their tables.
 Invariant: each figure is beside the ceiling that was measured in the same run.
 Never: measures: appliance.bench.device does.
 """

@@ -1,6 +1,6 @@
 """The options that the benchmarks share.
 
-Owns: how a load is written on the command line. Called by: bench.
+Owns: how a load is written on the command line.
 Invariant: an option means the same in every verb. Never: measures.
 """
 

@@ -1,6 +1,6 @@
 """How benchmarks look: the page of one arm, the columns of several, the bar while they run.
 
-Owns: their wording. Called by: bench.
+Owns: their wording.
 Invariant: the bar is on stderr, and only where that is a terminal.
 Never: computes a figure.
 """

@@ -1,6 +1,6 @@
 """bench workload: conversations and traces as files; and where `bench turns` gets its own.
 
-Owns: the kinds' names. Called by: bench. Never: measures.
+Owns: the kinds' names. Never: measures.
 """
 
 from __future__ import annotations

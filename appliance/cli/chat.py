@@ -1,7 +1,7 @@
 """The verb chat: turns, commands, and a reply that can be interrupted without leaving.
 
 Owns: the loop, the commands and the history of what was typed.
-Called by: main. Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
+Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
 pipe every line is one turn and none is a command.
 Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a
 terminal goes to `chat_history` in the state folder, which is for its owner alone.

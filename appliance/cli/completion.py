@@ -1,7 +1,6 @@
 """What the shell can complete: verbs and options by typer, ids by asking the daemon.
 
-Owns: the verb completion, and the patience of one who has pressed Tab. Called by: main; the verbs
-name its functions for their arguments.
+Owns: the verb completion, and the patience of one who has pressed Tab.
 Invariant: whatever is wrong, completion offers nothing and says nothing.
 Never: asks a daemon that is not on this machine.
 """

@@ -1,6 +1,6 @@
 """Verbs that change something: serve, cancel, drain, resume, keys; and dial-stdio for ssh.
 
-Owns: their flags; serve has one for each setting. Called by: main.
+Owns: their flags; serve has one for each setting.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """

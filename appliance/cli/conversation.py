@@ -1,7 +1,7 @@
 """What is said in a chat, and the settings it is said with.
 
 Owns: the messages, the settings' names and values, and the file of `/save` and `/load`.
-Called by: chat. Invariant: messages take turns, a user's and the model's, after at most one system
+Invariant: messages take turns, a user's and the model's, after at most one system
 message; a command that is refused changes nothing.
 Never: talks to the daemon or the terminal.
 """

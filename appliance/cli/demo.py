@@ -1,6 +1,6 @@
 """The verb demo: what the appliance does, shown on text that a person can check.
 
-Owns: the story and its figures. Called by: main.
+Owns: the story and its figures.
 Invariant: every answer is compared with the one right answer; every figure was measured in this
 run, and the daemon, which is the demo's own, is gone afterwards.
 Never: uses a running daemon, or a model other than the starter.

@@ -1,6 +1,6 @@
 """The verbs on the machine: doctor, devices.
 
-Owns: how findings and devices are listed. Called by: main.
+Owns: how findings and devices are listed.
 Invariant: doctor ends with 8 if something was bad, else with 0.
 Never: looks at anything itself.
 """

@@ -1,6 +1,6 @@
 """The verb run: one prompt, one reply.
 
-Owns: where the prompt comes from. Called by: main.
+Owns: where the prompt comes from.
 Invariant: one newline at the end of stdin is not part of the prompt; everything else is.
 Never: remembers a prompt.
 """

@@ -1,7 +1,6 @@
 """Verbs that look back: log, events, usage.
 
 Owns: their parameters, following, and the choice between the daemon and its file.
-Called by: main; look, for a request that has ended; db.
 Invariant: the daemon and the file answer the same parameters alike; whoever reads the file is told.
 Never: writes to the log.
 """

@@ -1,6 +1,6 @@
 """The verb that makes the daemon a service of this machine: install-service.
 
-Owns: how its steps are shown. Called by: main.
+Owns: how its steps are shown.
 Invariant: one line on stdout for each step; --dry-run shows the same steps and does none.
 Never: knows what a unit says.
 """

@@ -1,6 +1,6 @@
 """The columns of every list.
 
-Owns: which fields of a row are shown, under which title. Called by: the listing verbs.
+Owns: which fields of a row are shown, under which title.
 Invariant: a csv file gets a column's `key` as its heading, so keys and their order are kept.
 Never: computes a figure that the daemon did not send.
 """

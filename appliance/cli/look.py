@@ -1,6 +1,6 @@
 """Verbs that look at what is going on: ps, show, whoami, version, top.
 
-Owns: what each asks the daemon for. Called by: main.
+Owns: what each asks the daemon for.
 Invariant: nothing changes in the daemon. Never: keeps anything between two calls.
 """
 

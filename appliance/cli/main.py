@@ -1,6 +1,6 @@
 """The `penstock` command: parse, ask the daemon, print.
 
-Owns: the table of verbs, and exit codes. Called by: the console script, by way of the package.
+Owns: the table of verbs, and exit codes.
 Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as
 `penstock: ...` and `hint: ...`.
 Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.

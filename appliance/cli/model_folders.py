@@ -1,7 +1,7 @@
 """Models on this machine: where they are, what they hold, whether their bytes are right.
 
 Owns: where checkpoints are looked for, and the sums that their files are compared with.
-Called by: models. Invariant: a folder that cannot be served is described with the reason, not left
+Invariant: a folder that cannot be served is described with the reason, not left
 out.
 Never: downloads, changes or prints anything.
 """

@@ -1,7 +1,7 @@
 """The verbs on models: pull, list, show, verify, rm.
 
 Owns: how a model is named on the command line.
-Called by: main. Invariant: a model that cannot be served ends `pull`, `show` and `verify` with exit
+Invariant: a model that cannot be served ends `pull`, `show` and `verify` with exit
 code 78, one that is not there with 5; `list` shows what cannot be served with its problem.
 Never: needs the daemon.
 """

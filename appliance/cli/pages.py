@@ -1,6 +1,6 @@
 """A reply's timings, roles, and anything as names and values.
 
-Owns: their wording. Called by: the verbs, and reply. Invariant: pure; one subject a line.
+Owns: their wording. Invariant: pure; one subject a line.
 Never: computes a figure that the daemon did not send.
 """
 

@@ -1,6 +1,6 @@
 """How far something is, on stderr: one line that changes, or a line now and then.
 
-Owns: the line. Called by: models, control (serve, before there is a daemon).
+Owns: the line.
 Invariant: nothing of it is left on a terminal when it has ended.
 Never: writes to stdout.
 """

@@ -1,6 +1,6 @@
 """`penstock record`: an incident into one file, which the console replays anywhere.
 
-Owns: the file's way to its name. Called by: main.
+Owns: the file's way to its name.
 Invariant: the file is there whole, readable by its owner alone, or not at all.
 Never: overwrites a file; takes the text of a prompt.
 """

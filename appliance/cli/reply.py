@@ -1,7 +1,7 @@
 """One reply of the model to stdout, token by token, and what happens when it is interrupted.
 
 Owns: the options of generation, and the path from them to a request's body.
-Called by: generate, chat. Invariant: stdout is the completion to the byte, and a newline where it
+Invariant: stdout is the completion to the byte, and a newline where it
 does not end with one, before anything else is said; on a terminal it is freed of control
 characters.
 Never: leaves a request running that nobody reads any more.

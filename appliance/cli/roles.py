@@ -1,6 +1,6 @@
 """The verb that looks at and switches what the workers are for.
 
-Owns: its flags. Called by: main.
+Owns: its flags.
 Invariant: without anything to change it only looks; what it prints is what the daemon then has.
 Never: knows what the roles mean; `serve --help` and the daemon do.
 """

@@ -1,6 +1,6 @@
 """The verb on the daemon's settings: `config show`.
 
-Owns: how a setting's value is written: for people as one would type it. Called by: main.
+Owns: how a setting's value is written: for people as one would type it.
 Invariant: what is shown is what serve would take, from the same sources, in the same order.
 Never: asks a daemon; a running one may have been told something else.
 """

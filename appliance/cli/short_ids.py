@@ -1,6 +1,6 @@
 """Ids as people type them: their first characters, with or without the `cmpl-` before them.
 
-Owns: which request a few characters mean. Called by: look and control; history, for the file.
+Owns: which request a few characters mean.
 Invariant: an id that is complete is never taken for the beginning of another; characters with
 which several begin are refused with all of them.
 Never: guesses.

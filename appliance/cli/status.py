@@ -1,6 +1,6 @@
 """Verbs that say how the appliance is: status, metrics.
 
-Owns: what --check takes for a fault, and how a frame is shown again and again. Called by: main.
+Owns: what --check takes for a fault, and how a frame is shown again and again.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
 Never: judges a figure; the alerts are the daemon's.
 """

@@ -1,6 +1,6 @@
 """The daemon's state as text: a page, or a line.
 
-Owns: its wording. Called by: status. Invariant: pure; one subject a line.
+Owns: its wording. Invariant: pure; one subject a line.
 Never: judges a figure, or shows one that the daemon did not send.
 """
 

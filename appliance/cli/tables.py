@@ -1,6 +1,6 @@
 """Rows from the daemon in the five formats of -o.
 
-Owns: what table, wide, json, ndjson and csv mean. Called by: the listing verbs, by way of terminal.
+Owns: what table, wide, json, ndjson and csv mean.
 Invariant: pure; table and wide are for people and may change, in the others fields are only ever
 added; rows come out in the order in which they are given.
 Never: cuts a value off, or formats a number for a program.

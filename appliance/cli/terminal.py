@@ -1,7 +1,7 @@
 """Stdout, stderr and the process around a verb.
 
 Owns: everything that is printed, colour, signals, and the options that most verbs share.
-Called by: the verbs. Invariant: stdout carries the answer alone; progress, notes and errors go to
+Invariant: stdout carries the answer alone; progress, notes and errors go to
 stderr as `penstock: ...` and `hint: ...`.
 Never: decides what an answer says.
 """

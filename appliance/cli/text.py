@@ -1,7 +1,6 @@
 """Values to words: what of the daemon's text may reach a terminal, and how figures read.
 
 Owns: escaping, and the forms of durations, sizes, energies and counts.
-Called by: every page and table.
 Invariant: pure; text that came from elsewhere is shown with no control character in it.
 Never: shows None as 0.
 """

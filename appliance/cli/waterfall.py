@@ -1,6 +1,6 @@
 """One request in detail: its facts, and its stages as bars on the time that it took.
 
-Owns: the order of the stages. Called by: look (`show`).
+Owns: the order of the stages.
 Invariant: the stages are drawn one after the other, each where the one before it ends; what they
 leave of the whole is printed as the residual, never hidden.
 Never: invents a stage that is not reported.

@@ -1,7 +1,6 @@
 """Counters that only grow: by how much, how fast, and the energy that follows.
 
 Owns: the last reading of each counter.
-Called by: rapl, gpu.
 Invariant: a reading that fails loses nothing, the next one covers its time too; a counter that has
 begun again is None for one interval, never a huge or a negative figure.
 Never: reads a clock or a device.

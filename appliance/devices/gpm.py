@@ -1,7 +1,6 @@
 """How busy the parts of a GPU are, where the GPU measures it: Hopper and later.
 
 Owns: two samples for each device or MIG instance, between which a metric is taken.
-Called by: gpu, after all else is read.
 Invariant: the first sample shows nothing, and a window so long that it says nothing of now begins
 anew; none is too short to tell, as machine reads no device twice within 200 ms.
 Never: blocks; names a device.

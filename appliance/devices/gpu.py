@@ -1,7 +1,6 @@
 """One GPU and its MIG instances, as frames.
 
 Owns: the device's handle and counters, its instances, the newest critical error.
-Called by: machine.
 Invariant: the frame is there with the same name from the first reading to the last, whatever the
 GPU does not support and also when it has fallen off the bus; an instance has memory and activity of
 its own, while power, clocks and energy are the GPU's.

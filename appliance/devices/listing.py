@@ -1,6 +1,6 @@
 """Which GPUs there are, for those who choose where to serve.
 
-Owns: nothing. Called by: boot, gpu_placement, doctor.
+Owns: nothing.
 Invariant: names are those of the readings.
 Never: keeps a handle of the driver.
 """

@@ -1,7 +1,6 @@
 """All devices of the machine, read together.
 
 Owns: the newest reading.
-Called by: frames, once a second; doctor and the CLI's `devices`.
 Invariant: a device keeps its place and name from one reading to the next; None means not reported.
 Never: needs a driver; is read so often that a counter's difference says nothing.
 """

@@ -1,7 +1,6 @@
 """The NVIDIA driver's management library, without its errors. The only door to pynvml.
 
 Owns: the initialised library, and its C structures: none gets past this file.
-Called by: gpu, gpm; machine opens it.
 Invariant: whatever is not supported, not permitted or lost is None, never an exception.
 Never: changes a clock, a limit or a mode; blocks.
 """

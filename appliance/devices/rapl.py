@@ -1,7 +1,6 @@
 """CPU packages: their energy counters in the powercap tree.
 
 Owns: which packages there are, and the last reading of each.
-Called by: machine.
 Invariant: a package's frame is there also where its counter may not be read, as it may only by root
 on most machines.
 Never: writes to the tree; counts anything twice: parts of a package, and `psys`, which is the whole

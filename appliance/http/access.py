@@ -1,7 +1,6 @@
 """Who comes in, and as what: processes on the socket, holders of keys on TCP.
 
 Owns: the policy, which is replaced as a whole when the configuration is read again.
-Called by: gate (each request), server (each connection), daemon, `serve --check-config`.
 Invariant: an identity is the kernel's word or a key, never what a client says of itself; roles are
 looked up with each request, so that a new policy holds for connections that are open.
 Never: decides what a role may do.

@@ -1,8 +1,6 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with clients that are slow, silent or gone in mind.
 
 Owns: how long each phase of a connection may last, and what is said to who exceeds it.
-Called by: server, which looks at every connection several times a second; generation, which writes
-each part of a stream.
 Invariant: a connection that costs something makes progress, or is waited for by nobody but us.
 Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
 

@@ -1,7 +1,6 @@
 """Cross-origin requests: which web pages may use the API from a browser.
 
 Owns: the answer to a preflight, and the headers that let a page read a reply.
-Called by: gate.
 Invariant: without the setting `cors_origins` no page may; with it a page still needs a key for all
 but the preflight, which tells nothing else.
 Never: allows credentials such as cookies.

@@ -2,7 +2,6 @@
 
 Owns: the request's Arrival with its peer; the key that TCP asks for, and the limits on heads and
 bodies.
-Called by: server, around the application of the api; connection, for one refusal.
 Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
 the memory for half-sent bodies nobody holds more than is left for all others.
 Never: knows a route but /health, which tells nothing and is open so that probes need no key.

@@ -1,6 +1,6 @@
 """API keys: a file of names, roles and hashes; the keys themselves are kept by those who use them.
 
-Owns: the file's format, and how a key is made. Called by: access, and the CLI (`keys new`).
+Owns: the file's format, and how a key is made.
 Invariant: keys are 256 random bits. Nobody can try them all, so one round of SHA-256 hides them as
 well as a slow hash would, and a request need not pay for one.
 Never: shows a key a second time, or quotes the file in an error: someone may have put a key there.

@@ -1,7 +1,6 @@
 """Listening sockets: the Unix socket, loopback TCP, and the accepting.
 
 Owns: the socket file from bind to removal, and the turn from a listener to connections.
-Called by: server; the daemon, which binds.
 Invariant: the file is never open to others, not for a moment, and a live daemon's is never taken,
 also not by two that start at once.
 Never: reads from a connection, or knows HTTP.

@@ -1,7 +1,6 @@
 """Serving an application on listening sockets: uvicorn inside the daemon's own loop.
 
 Owns: the connections: how many there may be, who gets the last ones, and their end.
-Called by: daemon.
 Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
 place is held with a key: who has shown none gives way, the oldest first, as do those everywhere
 that have asked nothing yet or are between two requests.

@@ -1,7 +1,6 @@
 """A recording out of the log: frames of a span, and what it takes to show all that was then.
 
-Owns: which rows a recording has. Called by: request_log (for the api, in a thread), cli.record when
-no daemon answers.
+Owns: which rows a recording has.
 Invariant: a recording is one moment of the log, and complete or not there at all.
 Never: takes the text of a prompt; writes to the log.
 """

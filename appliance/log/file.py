@@ -1,7 +1,6 @@
 """The request log's file: made, brought up to date, opened, and told from another at its path.
 
 Owns: the file's mode, its pragmas and its migration.
-Called by: request_log.
 Invariant: a connection from open_log() is at the newest schema and waits for other writers.
 Never: opens what a newer Penstock wrote; changes an older file before it is copied.
 """

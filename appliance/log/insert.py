@@ -1,7 +1,6 @@
 """Rows of the request log to SQL.
 
 Owns: the statements that insert runs, requests and events, and complete a request's energy.
-Called by: request_log, in its transactions.
 Invariant: a row that cannot be stored is refused alone, and does not hold up those after it.
 Never: commits, but for insert_run(); retries.
 """

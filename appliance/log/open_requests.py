@@ -1,7 +1,6 @@
 """Requests that have no row yet, in a file: what a daemon that is killed cannot say any more.
 
 Owns: the file beside the request log, a JSON line for each request from its acceptance to its row.
-Called by: request_log.
 Invariant: a request is in the file before anything of its reply is sent, and until the log has its
 row. The file survives the daemon, not the machine: it is as durable as the last rows of the log.
 Never: holds a prompt's text, or waits for a disk to sync; ends the daemon because a disk is full.

@@ -1,7 +1,6 @@
 """Questions to the request log: text parameters to checked values.
 
 Owns: which parameters there are, what they mean and what is refused.
-Called by: api.log with a query string, the CLI with the same names when it reads the file.
 Invariant: every field of a query is safe to run: times are in the log's own form, stages are names
 of stages.
 Never: knows SQL; ignores a parameter that it cannot read.

@@ -1,7 +1,6 @@
 """Reading the request log: short queries on connections of their own.
 
 Owns: the SQL behind a query, and the shape of its rows as JSON.
-Called by: request_log (for the api, in a thread), the CLI when no daemon answers.
 Invariant: every connection is read-only and closed before the call returns, so that no reader
 keeps the write-ahead log from being checkpointed; no query runs longer than MAX_QUERY_S.
 Never: writes, migrates, or needs the daemon.

@@ -1,6 +1,6 @@
 """Frames into the log: packed against a template that is renewed now and then.
 
-Owns: the template in use. Called by: request_log, in the transactions of its writer thread.
+Owns: the template in use.
 Invariant: a frame's template is in the file before it or with it.
 Never: commits; keeps requests or events, which have rows of their own.
 """

@@ -1,7 +1,6 @@
 """The request log: one SQLite row per accepted request, one thread that writes them.
 
 Owns: the queue of what is to be written, and the daemon's one connection that writes.
-Called by: the daemon, which opens it; service, which also reads through it.
 Invariant: only the writer thread uses the connection once the run has started; what could not be
 kept is counted in `rows_lost` and `frames_lost`; a file deleted under the daemon is made again with
 the next row.

@@ -1,7 +1,6 @@
 """How the request log forgets: what is too old, and the oldest of what is too much.
 
 Owns: the order of deletion, the size of a slice, and when the next round is due.
-Called by: request_log (between two batches of rows), log.store (by hand).
 Invariant: a transaction deletes about SLICE_ROWS rows or moves SLICE_PAGES pages, so that whoever
 writes next waits for milliseconds.
 Never: keeps the text of a request that it forgets; sleeps.

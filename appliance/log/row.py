@@ -1,7 +1,6 @@
 """One row of the request log, and how a request becomes one.
 
 Owns: which sequence a row speaks of where a request has several.
-Called by: service (builds rows), log.insert (stores them), cli.history (shows them).
 Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
 Never: reads a clock or the database.
 """

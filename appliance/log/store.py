@@ -1,7 +1,6 @@
 """The request log as a file: its numbers, a copy of it, and making it smaller by hand.
 
 Owns: what `penstock db` does.
-Called by: the CLI.
 Invariant: nothing here needs the daemon, and nothing disturbs one that is running.
 Never: changes the schema; overwrites a file.
 """

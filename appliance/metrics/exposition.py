@@ -1,7 +1,6 @@
 """Metrics as text for Prometheus. The only door to prometheus_client.
 
 Owns: the text's form and media type, and the process's own metrics.
-Called by: api.metrics, for each scrape.
 Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
 Never: keeps a value.
 """

@@ -1,7 +1,6 @@
 """One metric: its name, its kind, and its samples.
 
 Owns: the form in which the tables of names are written.
-Called by: own and vllm (write them), exposition (makes text of them).
 Invariant: a sample without a value is not there.
 Never: knows Prometheus.
 """

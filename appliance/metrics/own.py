@@ -1,7 +1,6 @@
 """Our own metrics: `penstock_*`, in seconds, bytes, joules, watts and ratios.
 
 Owns: their names and what they mean.
-Called by: exposition, for each scrape.
 Invariant: no label names a user or a request; what is not reported has no sample.
 Never: renames what it has once shown.
 """

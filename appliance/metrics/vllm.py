@@ -1,7 +1,6 @@
 """The same under vLLM's names, so that its dashboards and terminal tools show this appliance.
 
 Owns: which of them have a meaning here, and what we put there.
-Called by: exposition, for each scrape.
 Invariant: names, labels and bucket edges are vLLM's. To its readers the appliance is one engine,
 `0`, and each sequence is a request.
 Never: makes up a figure for what does not exist here: speculation, adapters, other nodes.

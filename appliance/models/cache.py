@@ -5,7 +5,7 @@
     models--OWNER--NAME/blobs/SUM              the bytes; SUM.incomplete while they come
 
 Owns: where the cache is, what is in it, and whether that is all of a model.
-Called by: boot, pull, the CLI. Invariant: a folder that resolve() returns has every file that
+Invariant: a folder that resolve() returns has every file that
 serving it needs.
 Never: asks the network, or imports huggingface_hub, which takes a third of a second.
 """

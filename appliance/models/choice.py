@@ -1,6 +1,6 @@
 """Which files of a repository serving needs: not the other formats, not the pictures.
 
-Owns: the choice. Pure. Called by: pull, fits.
+Owns: the choice. Pure.
 Invariant: what is chosen is there; what cannot be served is refused with what there is instead.
 Never: downloads.
 """

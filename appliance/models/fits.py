@@ -1,6 +1,6 @@
 """What a model needs, and where it would fit: from its config.json alone, before a byte of weights.
 
-Owns: the arithmetic. Pure. Called by: the CLI's `models show`, doctor.
+Owns: the arithmetic. Pure.
 Invariant: an estimate leans to the careful side; what is not known is None.
 Never: asks a device or a hub.
 """

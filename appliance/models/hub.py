@@ -3,7 +3,7 @@
 HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and HF_HUB_OFFLINE are the
 library's own, and hold here. It starts a broken download again from nothing when the process has
 ended, and compares only sizes: so bytes are fetched here, by ranges, and their sums compared.
-Owns: requests to the hub, and their errors in words. Called by: pull, the CLI.
+Owns: requests to the hub, and their errors in words.
 Invariant: a blob that is in place has the sum that it is named by; what a hub lists leads to no
 place outside the cache, and no reply is longer on the disk than it was listed.
 Never: runs in the daemon's process or writes to a terminal.

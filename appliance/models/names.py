@@ -1,6 +1,6 @@
 """How a model is named: a folder, a GGUF file, or `owner/name` on a hub.
 
-Owns: the grammar of names. Called by: config, cache, pull, the CLI.
+Owns: the grammar of names.
 Invariant: what exists as a folder or a GGUF file is that; what begins like a path is a path.
 Never: imports anything slow: each `penstock status` pays for it.
 """

@@ -3,7 +3,7 @@
 `python -m appliance.models.pull NAME` does it in a process of its own and says so in lines of JSON:
 the daemon starts that, and keeps neither the library nor the connections.
 Owns: the order: what says what the model is, whether it can be served, whether there is room, then
-the weights. Called by: the CLI; started by arrival.
+the weights.
 Invariant: a branch is known by its name only when all of its files are there.
 Never: imports torch.
 """

@@ -1,6 +1,6 @@
 """What a model on the hub is, and where it would fit, without its weights.
 
-Owns: what `models show` and doctor say of a model that is not here. Called by: the CLI, doctor.
+Owns: what `models show` and doctor say of a model that is not here.
 Invariant: nothing of it stays in the cache. Never: downloads weights.
 """
 

@@ -1,6 +1,6 @@
 """The tables [models.NAME] of the configuration: models that a request may name.
 
-Owns: what such a table may say. Called by: config.
+Owns: what such a table may say.
 Invariant: every refusal names the table, its key and the line. Never: reads a file.
 """
 

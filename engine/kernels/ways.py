@@ -4,7 +4,7 @@ The kernels read matrices as the checkpoint stores them, or packed in pairs, whi
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed
 (dots are twice as fast as widening on some processors, and less than half as fast on others), so
 all ways are timed once, on few inputs and on many, and checked against each other.
-Owns: the measurement, and what follows from it. Called by: boot, doctor; linear looks ways up.
+Owns: the measurement, and what follows from it.
 Invariant: a way that computes anything else than the first one is not chosen, and that is said.
 Never: imports torch; times anything but at start.
 """

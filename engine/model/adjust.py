@@ -4,7 +4,6 @@ The order and the formulas are vLLM's. Bias first; then what may not come at all
 or the list of allowed tokens leaves out, the ends of bad words, and ids that would end the output
 too early. Penalties last.
 Owns: SamplingParams' fields that look at tokens rather than at the distribution.
-Called by: engine.workers.runner, for the rows that ask for it; other rows cost nothing.
 Invariant: a row's result is a function of its own logits, parameters and tokens.
 Never: draws, changes a row that asks for nothing.
 """

@@ -1,7 +1,6 @@
 """Attention over paged KV by torch: gather a group's blocks, and one fused call over them.
 
 Owns: how a step's keys and values reach the pool and how its queries read it back.
-Called by: backend (once per step to plan, once per layer to write and attend).
 Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
 contiguous; a sequence's query i sees the keys at positions j <= i, in a window i - j < window.
 Never: chooses blocks, keeps anything after the step.

@@ -1,7 +1,6 @@
 """What computes a step's small operations and its attention: kernels, or torch.
 
 Owns: the interface between a step and what computes it, torch's side of it, and the choice.
-Called by: transformer.
 Invariant: the choice is made once, when the model is built, and its name says why it fell back.
 Never: multiplies by weights' matrices.
 """

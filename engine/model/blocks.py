@@ -1,6 +1,6 @@
 """Values out of quantised blocks: codes times scales, as GGUF's own package has them.
 
-Owns: how each block format lays out its codes and scales. Called by: stored, quantised.
+Owns: how each block format lays out its codes and scales.
 Invariant: `dequantised` is the format's value in float32, to the last bit.
 Never: reads a file, knows a tensor's name.
 """

@@ -1,6 +1,6 @@
 """Where a step's intermediate results lie: the same memory in every layer and every step.
 
-Owns: one buffer for each kind of result. Called by: linear and compiled, for what they return.
+Owns: one buffer for each kind of result.
 Invariant: a result is read before the next one of its kind is asked for; `generation` grows when a
 buffer moves.
 Never: holds what outlives a step: logits are not among them.

@@ -1,7 +1,6 @@
 """The parts of a step that compiled CPU kernels do, on tensors.
 
 Owns: the addresses, strides and sizes that the kernels are given.
-Called by: backend (which chooses this or torch), through it transformer.
 Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
 returns; results agree with engine.model.layers and attention to rounding.
 Never: gathers keys or values, masks by adding, chooses blocks.

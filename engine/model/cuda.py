@@ -1,7 +1,6 @@
 """A step's small operations and its attention on a GPU.
 
 Owns: which kernels serve which part of a step, and the tensors that its layers share.
-Called by: backend (which chooses this or torch), through it transformer.
 Invariant: after plan, nothing is read from the device and no list is looked at, so that a step can
 be captured in a graph.
 Never: chooses blocks, keeps anything after the step.

@@ -4,7 +4,6 @@ Both are given the pool as it lies: a layer's keys are pages of a block each, fa
 single queries by the same call as several: flash-attn's function for caches reads lengths back from
 the device since 2.8.4, which no graph can capture.
 Owns: the order and meaning of their arguments.
-Called by: cuda.
 Invariant: a block is a page, of a multiple of 256 tokens; nothing is copied but queries that a
 library wants copied.
 Never: chooses between them, imports either before it was chosen.

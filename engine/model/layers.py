@@ -1,7 +1,6 @@
 """The pieces of a decoder layer as plain functions on tensors.
 
 Owns: the arithmetic of norms, rotary embedding and gates, cast for cast as transformers has it.
-Called by: transformer, attention, backend.
 Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
 Never: keeps state between steps.
 """

@@ -4,7 +4,6 @@ A step of few tokens takes as long as reading the weights. The kernels read them
 checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
 larger copy; torch multiplies operands of one dtype only.
 Owns: which of the ways a model's matrices are multiplied, and what each prepares once.
-Called by: transformer, when it is built and in every step; boot's question is engine.kernels'.
 Invariant: sums are float32 or better, whatever the weights and inputs are.
 Never: copies a matrix, where its dtype is one that the way can read.
 """

@@ -1,6 +1,6 @@
 """Matrices packed in pairs, in one arena that all workers read.
 
-Owns: filling the arena, a share by each worker. Called by: weights, at start.
+Owns: filling the arena, a share by each worker.
 Invariant: a packed matrix is the stored one rounded to bfloat16, and nothing else.
 Never: decides whether to pack, or where (boot and engine.checkpoint do).
 """

@@ -1,7 +1,6 @@
 """A step's sequences as device tensors, which every paged attention reads.
 
 Owns: the packing of block tables and lengths, in one copy to the device.
-Called by: cuda (once per step); a graph runner keeps the same tensors as static buffers.
 Invariant: int32, contiguous; query i of a sequence sees the keys at positions up to
 seq_len - query_len + i; a sequence of length 0 sees none, and its output is 0.
 Never: reads a device value back, depends on the layer.

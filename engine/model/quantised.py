@@ -1,6 +1,6 @@
 """Quantised matrices packed into panels, in one arena that all workers read; rows for look-ups.
 
-Owns: turning blocks into panels, a share by each worker. Called by: weights, at start.
+Owns: turning blocks into panels, a share by each worker.
 Invariant: a packed matrix has the values of its blocks, to the last bit.
 Never: decides what is packed, or where (engine.checkpoint does).
 """

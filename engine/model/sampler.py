@@ -7,7 +7,7 @@ splitmix64 hash of the hashed seed and the output index. So a sequence draws the
 any batch, on any worker, after any recovery. A temperature below 1e-5 is greedy. Logits that are
 not finite mean a broken model: NaN counts as impossible, infinity as the largest float32, and a
 row with nothing possible yields token 0.
-Owns: what SamplingParams say about the distribution. Called by: engine.workers.runner.
+Owns: what SamplingParams say about the distribution.
 Invariant: log-probabilities are of the raw logits, before adjustments, temperature and filters.
 Never: keeps random state, ends a sequence.
 """

@@ -1,7 +1,7 @@
 """A tensor as its file has it, and rows of the values that the model wants.
 
 Owns: the order of rows, the blocks, the shift, all of which a file's format may have otherwise.
-Called by: weights. Invariant: rows() gives the same values however it is cut.
+Invariant: rows() gives the same values however it is cut.
 Never: maps a file.
 """
 

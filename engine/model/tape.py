@@ -2,7 +2,7 @@
 
 A step of few tokens is hundreds of calls of microseconds each; all that changes between two steps
 with as many sequences is what the calls find in memory. It is what CUDA graphs are on a GPU.
-Owns: the tapes, and the inputs that each of them reads. Called by: transformer.
+Owns: the tapes, and the inputs that each of them reads.
 Invariant: whatever a tape's calls point to is alive and where it was; if anything has moved, the
 tape is not found, and the step is recorded anew.
 Never: changes a result: a replayed step is the recorded one, bit for bit.

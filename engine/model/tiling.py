@@ -1,7 +1,6 @@
 """How attention is cut into programs of a GPU: tiles of queries and keys, parts of a sequence.
 
 Owns: the numbers that kernels are launched with, chosen by shape and not by trial.
-Called by: triton_attention, cuda.
 Invariant: a choice depends on shapes and on what the device has, so that it is the same in every
 step of one shape, and a launch can be captured.
 Never: touches a device.

@@ -1,7 +1,6 @@
 """A step's small operations by Triton: norms, gates, and placing queries, keys and values.
 
 Owns: the kernels and their launches; what they compute is engine.model.layers', cast for cast.
-Called by: cuda.
 Invariant: each element is read before it is written by the same thread, so that all but `gated` may
 work in place; nothing depends on a device value.
 Never: multiplies by weights' matrices, allocates more than its result.

@@ -6,7 +6,6 @@ the border above which tokens are so many, or weigh so much, and is found by bis
 one pass over its logits if it is greedy, and some tens if it draws. Of tokens with equal logits the
 smaller id comes first.
 Owns: the kernel and its launch.
-Called by: cuda, for the runner, and for its graphs.
 Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
 Never: looks at grammars, penalties or log-probabilities, keeps random state.
 """

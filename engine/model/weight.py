@@ -1,7 +1,6 @@
 """A tensor of the model on its way to a product: its data, what scales them, and the scheme.
 
 Owns: which schemes there are in memory, and the check that data and scales are what theirs says.
-Called by: weights and streaming, which make them; transformer and linear, which multiply by them.
 Invariant: a Weight's scheme is one of SCHEMES, and its data are of the dtype that the scheme has.
 Never: converts data; a copy is not made by looking.
 """

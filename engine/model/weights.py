@@ -1,7 +1,6 @@
 """Weights in memory: the checkpoint's own files mapped, or an arena of converted ones.
 
 Owns: turning a Checkpoint into named weights without a second copy in memory.
-Called by: a worker at start, before Transformer.
 Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint.
 Never: decides the dtype or the layout (engine.checkpoint does), makes the arena (the daemon does).
 """

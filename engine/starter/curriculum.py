@@ -1,6 +1,6 @@
 """What is taught when: documents grow as answers come right.
 
-Owns: the size of the lessons of each step. Called by: train.
+Owns: the size of the lessons of each step.
 Invariant: sizes only grow. Never: looks at the held-out split.
 """
 

@@ -1,7 +1,6 @@
 """Documents that nobody wrote before, and questions that they answer.
 
 Owns: what a document, a question and its one right answer are, word for word.
-Called by: lessons (to teach), the exam (to ask).
 Invariant: all follows from the random generator given; names and values of the held-out split never
 occur in the training split.
 Never: reads data from anywhere.

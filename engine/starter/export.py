@@ -1,6 +1,6 @@
 """The starter model as a checkpoint folder in Hugging Face's format.
 
-Owns: what is written beside the weights. Called by: train.
+Owns: what is written beside the weights.
 Invariant: the folder is an ordinary Llama checkpoint, in bfloat16.
 Never: trains, or overwrites a file of another kind.
 """

@@ -1,7 +1,7 @@
 """Conversations as token ids, with the places that training learns from.
 
 Owns: the starter model's tokenizer and chat template, and how a lesson is laid out.
-Called by: train. Invariant: a lesson's ids are what the chat template and the tokenizer give for
+Invariant: a lesson's ids are what the chat template and the tokenizer give for
 the same conversation, so that serving asks what training answered.
 Never: leaves the split that it was made for.
 """

@@ -1,7 +1,7 @@
 """The starter model as a thing that can learn: a Llama in plain torch.
 
 Owns: its shape, and its forward pass over whole conversations.
-Called by: train. Invariant: parameter names are those of Hugging Face's Llama without `model.`.
+Invariant: parameter names are those of Hugging Face's Llama without `model.`.
 Never: serves.
 """
 

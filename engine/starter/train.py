@@ -1,6 +1,6 @@
 """Trains the starter model: `python -m engine.starter.train FOLDER`.
 
-Owns: the recipe. Called by: a person, by hand; FOLDER/checkpoint is then part of the project.
+Owns: the recipe.
 Invariant: seeded; it can be stopped at any time and goes on where it was, from FOLDER/state.pt.
 Never: runs while serving, or reads any data.
 

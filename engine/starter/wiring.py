@@ -1,6 +1,6 @@
 """How the starter model's weights begin: as a reader that looks up before it has learned to.
 
-Owns: the first weights. Called by: train.
+Owns: the first weights.
 Invariant: all follows from torch's generator and the vocabulary; every weight is then trained.
 Never: holds weights fixed, or knows an answer.
 

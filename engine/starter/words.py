@@ -2,7 +2,6 @@
 """The words of the starter model's documents.
 
 Owns: names, titles, the ways to state a fact and to ask for one, small talk and its answers.
-Called by: documents (to write), lessons (so that each word is one token).
 Invariant: plain data. Never: computes anything.
 """
 

@@ -1,7 +1,7 @@
 """A worker process: pin it, load, say ready, step until the daemon is gone.
 
 Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
-Owns: this process. Called by: the supervisor, as a process.
+Owns: this process.
 Invariant: never outlives the daemon (parent-death signal, and the closed channel).
 Never: chooses its device; a failure to load is reported before it exits.
 """

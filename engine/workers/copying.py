@@ -3,8 +3,7 @@
 A copy that is behind an admit waits, block by block, until a step has filled each: the loop says
 how far a sequence is, and never waits for what that starts. What a device has collected it has
 done, so the thread copies at once, on a stream of its own.
-Owns: copies that are not done, and the thread. Called by: the worker loop; probe by who starts a
-worker.
+Owns: copies that are not done, and the thread.
 Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
 there; after the last report of a copy none of its blocks is touched.
 Never: chooses a block, signals another worker.

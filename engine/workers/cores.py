@@ -1,7 +1,6 @@
 """The cores that this process computes on: where its threads may run, and how many torch uses.
 
-Owns: the affinity of all threads of the process. Called by: engine.workers.__main__ at start, the
-loop between two steps.
+Owns: the affinity of all threads of the process.
 Invariant: one thread for each core; after it returns no thread may run elsewhere.
 Never: runs while a step does.
 

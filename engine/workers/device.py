@@ -1,7 +1,6 @@
 """The GPU that a worker computes on: memory, copies, graphs. The door to torch.cuda.
 
 Owns: the CUDA context's settings, the memory of captured graphs.
-Called by: engine.workers.__main__ (makes it), runner, graphs, sharing, streaming.
 Invariant: nothing here waits for the device but what says so; what is allocated can be shared with
 another process.
 Never: sets CUDA_VISIBLE_DEVICES, which would hide the other worker's memory; chooses a device.

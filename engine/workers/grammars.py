@@ -3,7 +3,6 @@
 llguidance lets go of the interpreter while it works, so that a mask costs the step nothing as long
 as the forward pass takes longer; a compilation has a thread of its own, for masks not to wait.
 Owns: the threads, the model's tokens as grammars see them, and the last grammars compiled.
-Called by: the loop when a sequence is admitted, the runner in every step.
 Invariant: a matcher is used by one thread at a time: the compiler's until it is there, then the
 one for masks.
 Never: ends a sequence; an error is handed to the step that needs the mask.

@@ -10,7 +10,6 @@ tokens on the device, where the next step can read them before the host has seen
 Sequences keep their rows while others come and go: a row that becomes free is taken by a newcomer,
 else by the one in the last row, so that few tables are ever written again.
 Owns: the static buffers, the graphs, and whose block table each row holds.
-Called by: runner.
 Invariant: what a replay reads is written before it, in the device's order; a row's table is that of
 its sequence as far as that goes, and begins with block 0 where the row has none.
 Never: allocates after capture; decides which sequences step.

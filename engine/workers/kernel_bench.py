@@ -1,7 +1,6 @@
 """Each kernel of a model's step on its own: calls on shapes that matter, and what they cost.
 
 Owns: the shapes, and the tensors that a case works on.
-Called by: measure, which times them.
 Invariant: each call of a case is on another layer's memory, or reads a matrix as large as a
 layer's, so that no cache is measured but for logits, which come from one; no call looks at the
 device, so that all can be captured in a graph.

@@ -2,7 +2,7 @@
 
 kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], block-major, so that one block
 of all layers is one contiguous run and a handoff, a store or a load is one large copy.
-Owns: the mapping. Called by: engine.workers.__main__, on_gpu for the ring.
+Owns: the mapping.
 Invariant: never grows, never moves. Never: chooses a block id.
 """
 

@@ -3,7 +3,6 @@
 A GPU is given the next step before this one is collected, where nothing but the tokens can differ:
 then it never waits for the host. A sequence that turns out to have ended is in one step too many.
 Owns: the admitted sequences of this worker.
-Called by: engine.workers.__main__, once.
 Invariants: one message per step; a sequence's release is reported after the last step that
 touched its blocks; cores change between two steps, and a parked worker computes nothing and waits
 on its channel; nothing here waits for a copy.

@@ -3,7 +3,6 @@
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
 Owns: the timing, and what steps and transports are held against; kernel_bench has the kernels'.
-Called by: appliance.bench.device and people, as a process.
 Invariant: a share is of what this device did in this run, never of a data sheet.
 Never: serves; reads weights.
 """

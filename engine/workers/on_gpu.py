@@ -3,7 +3,7 @@
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
 an admit with the same block ids, and the weights are read once and lie there once. Where they have
 a ring instead, each has weights and a pool of its own, and blocks go by way of the host.
-Owns: the order of the start. Called by: engine.workers.__main__.
+Owns: the order of the start.
 Invariant: the pool is allocated once, by itself, after the largest step has been run and measured.
 Never: steps for clients; chooses who exports.
 """

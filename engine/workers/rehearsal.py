@@ -1,6 +1,6 @@
 """Steps that nobody asked for, timed, so that elastic roles know what a step takes here.
 
-Owns: nothing. Called by: the loop, for a Rehearse.
+Owns: nothing.
 Invariant: only the named blocks are read and written; a step is not begun if, by what the last of
 its kind took, it would not end within the budget.
 Never: reports what a first step took where others could be made: the first of a kind also writes

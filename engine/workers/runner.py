@@ -1,7 +1,6 @@
 """The step: from sequences to tensors, through the model, to sampled tokens.
 
 Owns: nothing but the model and the pool it writes.
-Called by: the worker loop, launch then collect; on a GPU perhaps follow between the two.
 Invariant: a sequence is sampled exactly when the step computes its last known token; when a step
 is collected the device has done all of it.
 Never: ends a sequence, sends a message, looks at a role.

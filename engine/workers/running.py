@@ -1,6 +1,6 @@
 """A sequence as the worker that runs it knows it.
 
-Owns: the tokens and progress of one admit. Called by: the loop, the runner, grammars.
+Owns: the tokens and progress of one admit.
 Invariant: num_computed_tokens grows by what a step scheduled, and only when it is collected.
 Never: outlives its admit; whatever comes after is a new Running.
 """

@@ -1,6 +1,6 @@
 """How large a GPU's pool and steps are: by what is left, and by what the steps gain.
 
-Owns: the arithmetic, and what is kept free. Called by: on_gpu, after its profiling run.
+Owns: the arithmetic, and what is kept free.
 Invariant: nothing that a worker will allocate later is given to the pool.
 Never: measures or allocates.
 """

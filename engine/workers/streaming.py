@@ -4,7 +4,7 @@ One read at a time leaves a fast disk, or the page cache, half idle, and a copy 
 waits for the host. So threads read pieces into pinned buffers, and each piece is copied as soon as
 it is there, to where it belongs in one arena of device memory. A buffer is read into again when the
 device has copied it.
-Owns: the buffers and threads, while it runs. Called by: on_gpu.
+Owns: the buffers and threads, while it runs.
 Invariant: the pages of the files are mapped nowhere, and the host holds no more than the buffers.
 Never: chooses the dtype or the layout (engine.checkpoint does).
 """

@@ -1,6 +1,6 @@
 """KV occupancy and the machine.
 
-Owns: nothing; pure. Called by: the overview, pages and plain.
+Owns: nothing; pure.
 Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
 Never: shows 0 for what is not reported.
 """

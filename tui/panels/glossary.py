@@ -1,6 +1,6 @@
 """What the words on each page mean, where they come from, and what to do about them.
 
-Owns: the glossary. Called by: the explain dialog.
+Owns: the glossary.
 Invariant: every page has entries; each says what the word is, its source, and what helps.
 Never: repeats a number; thresholds are the daemon's.
 """

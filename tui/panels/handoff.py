@@ -1,6 +1,6 @@
 """The handoff page: how KV goes from prefill to decode, that it really does, and how fast.
 
-Owns: nothing; pure. Called by: pages.
+Owns: nothing; pure.
 Invariant: a transport is shown with what proves it, or with the word that nothing does.
 Never: infers a rate; all are the daemon's.
 """

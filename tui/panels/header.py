@@ -1,6 +1,6 @@
 """The lines above and below the pages: header, alerts and keys.
 
-Owns: how severity looks. Called by: the main screen, plain and the panels.
+Owns: how severity looks.
 Invariant: the state, the link and the worst alert are shown at every width.
 Never: judges a reading; thresholds are the daemon's, and here are only its words and the link's.
 """

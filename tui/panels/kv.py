@@ -1,6 +1,6 @@
 """The KV page: pools by state, a map of their blocks, who holds them, and occupancy over time.
 
-Owns: nothing; pure. Called by: pages.
+Owns: nothing; pure.
 Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
 Never: shows a tier or a cache that this appliance does not have.
 """

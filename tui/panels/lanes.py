@@ -1,6 +1,6 @@
 """The three lanes in the order of the data: prefill, handoff, decode.
 
-Owns: nothing; pure. Called by: app and plain.
+Owns: nothing; pure.
 Invariant: the lines come in order of importance, so a lower panel shows the first of them.
 Never: shows a number that the frame does not report.
 """

@@ -1,6 +1,6 @@
 """What clients wait for: quantiles of the last minute, and how often the targets are met (ok).
 
-Owns: nothing; pure. Called by: the overview and plain.
+Owns: nothing; pure.
 Invariant: every quantile stands under its window; a share stands beside its target.
 Never: computes a quantile; the daemon's are exact.
 """

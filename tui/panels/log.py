@@ -1,6 +1,6 @@
 """What has happened: events, and the page with the alerts that stand.
 
-Owns: nothing; pure. Called by: the overview, pages and plain.
+Owns: nothing; pure.
 Invariant: the newest event comes first, the worst alert comes first.
 Never: drops an event that the frame has.
 """

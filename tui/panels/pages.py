@@ -1,6 +1,6 @@
 """The pages of the console in the order of their keys.
 
-Owns: the names of the pages. Called by: the main screen, app, help and tests.
+Owns: the names of the pages.
 Invariant: a page of lines is a pure function of a view and a size; the other two are widgets.
 Never: draws.
 """

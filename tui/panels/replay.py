@@ -1,6 +1,6 @@
 """The bar under a replay: where in the recording the screen is, and how time passes.
 
-Owns: nothing; pure. Called by: replay_console.
+Owns: nothing; pure.
 Invariant: place, marks and notes are told by glyph and word, never by colour alone.
 Never: wider than asked for; the track gives way, then the notes.
 """

@@ -1,6 +1,6 @@
 """The table of requests, live and finished: its columns and its rows.
 
-Owns: which columns a width gets. Called by: the request tables and plain.
+Owns: which columns a width gets.
 Invariant: a row takes exactly the width asked for.
 Never: shows text of a prompt; frames carry none.
 """

@@ -1,6 +1,6 @@
 """One request in detail: its facts, and where its time went, stage by stage.
 
-Owns: nothing; pure. Called by: the detail dialog, the tables' side pane.
+Owns: nothing; pure.
 Invariant: stages are drawn in the order in which they happen; what they leave unexplained of the
 whole is printed as the residual, never hidden.
 Never: invents a stage that is not reported.

@@ -1,6 +1,6 @@
 """Dialogs over the pages: something to read, a question, a choice, a line to type.
 
-Owns: nothing that outlives it. Called by: app.
+Owns: nothing that outlives it.
 Invariant: each says which key leaves it; what is answered is a text, None is no answer.
 Never: acts; an answer goes to the app.
 """

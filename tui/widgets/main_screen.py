@@ -1,6 +1,6 @@
 """The screen under all dialogs: header, alerts, one page at a time, keys.
 
-Owns: which page is on screen, and the view being shown. Called by: app.
+Owns: which page is on screen, and the view being shown.
 Invariant: header, alerts and keys stand at every size and over every page; only the page on
 screen is drawn.
 Never: talks to the daemon.

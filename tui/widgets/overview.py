@@ -1,6 +1,6 @@
 """The overview: which panel stands where, and one call to show a view in all of them.
 
-Owns: the layout of the first page (with console.tcss). Called by: the main screen.
+Owns: the layout of the first page (with console.tcss).
 Invariant: `show` draws only rows that changed.
 Never: talks to the daemon.
 """

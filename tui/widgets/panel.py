@@ -1,6 +1,6 @@
 """Widgets that show lines: the one place where tones become terminal styles.
 
-Owns: the lines on screen. Called by: the main screen, the pages and the dialogs.
+Owns: the lines on screen.
 Invariant: only rows whose line changed are drawn again.
 Never: decides what to show; its painter does, from a view and a size.
 """

@@ -2,7 +2,7 @@
 
 A ScrollView that draws single lines: a DataTable draws itself whole for each changed cell, which
 costs some twenty times as much.
-Owns: cursor and scroll position. Called by: the overview and the requests page.
+Owns: cursor and scroll position.
 Invariant: the cursor stays on its request while that is live, whatever the order.
 Never: cancels or fetches anything.
 """

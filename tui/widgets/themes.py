@@ -1,6 +1,6 @@
 """Colours from the terminal's own palette: for dark and light ones, and for colour-blind eyes.
 
-Owns: the names of the themes; console.tcss says how each looks. Called by: app.
+Owns: the names of the themes; console.tcss says how each looks.
 Invariant: a theme changes colours only; words and marks are the same in all.
 Never: uses a colour outside the terminal's sixteen, so that NO_COLOR leaves none.
 """
