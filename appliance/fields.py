@@ -23,6 +23,7 @@ MAX_MARKS = 1 << 18
 """Brackets, braces and colons in a body. Each may stand for something that takes time to decode,
 a quarter of a second in all, in which nothing else happens; no context holds a text with as many.
 """
+_FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 
 
 class Fields:
@@ -51,7 +52,7 @@ class Fields:
         except RecursionError as error:
             raise RequestError("the body is nested too deeply", code="invalid_json") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+            raise RequestError(_not_json(error, body), code="invalid_json") from error
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object", code="invalid_type")
         return cls(values)
@@ -124,6 +125,14 @@ class Fields:
         if not isinstance(value, bool | None):
             raise invalid_type(self.path(name), "a boolean", value)
         return default if value is None else value
+
+
+def _not_json(error: Exception, body: bytes) -> str:
+    """What is wrong with a body; half of a surrogate pair is JSON, but no character."""
+    is_cut = "truncated" in str(error)  # in the middle of the second half, where there is none
+    if "surrogate" in str(error) or (is_cut and _FIRST_HALF.search(body[-16:])):
+        return f"the body has an escape of half a surrogate pair, which is no character: {error}"
+    return f"the body is not JSON: {error}"
 
 
 def integer(value: object, param: str, low: int, high: int = INT64_MAX) -> int:

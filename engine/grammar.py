@@ -38,6 +38,8 @@ _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
 _NO_WAY_ON = "NoExtensionBias"
 """llguidance's word for a state in which no token may follow, and the output may not end."""
+_TOO_MANY = "too many expressions constructed"
+"""What it says when `initial_lexer_fuel` or `step_lexer_fuel` is used up."""
 
 R = TypeVar("R")
 
@@ -124,8 +126,13 @@ def _compile_error(grammar: str) -> str:
     # Bytes stand in for the model's tokens: a grammar without a first byte has no first token.
     matcher = llguidance.LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=LIMITS)
     matcher.compute_logit_bias()
-    is_empty = matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON)
-    return "no text matches it: it can only go on by referring to itself" if is_empty else ""
+    if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
+        return "no text matches it: it can only go on by referring to itself"
+    # What is forced is written out and tokenized before each step: so much takes 0.03 s.
+    num_forced = len(matcher.compute_ff_bytes())
+    if num_forced > MAX_GRAMMAR_CHARS:
+        return f"it leaves no choice for its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
+    return ""
 
 
 def check_length(grammar: str) -> None:
@@ -165,6 +172,8 @@ def check_references(schema: object) -> None:
 def shorten(error: str) -> str:
     """The first line that says something; what follows is the compiler's state."""
     message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
+    if _TOO_MANY in message:
+        message = f"with its repetitions written out it is too large ({message})"
     return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"
 
 

@@ -129,10 +129,15 @@ def _of_schema(value: Any, param: str, *, is_lenient: bool = False) -> str:
 
 
 def _of_choices(value: Any, param: str) -> str:
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list):
         raise invalid_type(param, "a list of strings", value)
     if not 1 <= len(value) <= MAX_CHOICES:
         raise invalid_value(param, f"must have 1 to {MAX_CHOICES} strings")
+    for index, one in enumerate(value):
+        if not isinstance(one, str):
+            raise invalid_type(f"{param}[{index}]", "a string", one)
+        if not one:
+            raise invalid_value(f"{param}[{index}]", "is empty: an answer has at least a character")
     return choice_grammar(value)
 
 

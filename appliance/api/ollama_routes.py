@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from appliance.api.authority import require
 from appliance.api.infill import infill_of
-from appliance.api.openai import check_model
+from appliance.api.model_names import check_model
 from appliance.api.output_format import output_format_of
 from appliance.api.replies import fingerprint
 from appliance.fields import Fields, invalid_value

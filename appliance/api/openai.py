@@ -14,6 +14,7 @@ from typing import Any
 from appliance.api.ask import Ask, Chat, checked_salt
 from appliance.api.constraints import read_constraint
 from appliance.api.messages import read_messages
+from appliance.api.model_names import check_model
 from appliance.api.tools import read_tools
 from appliance.fields import (
     INT64_MAX,
@@ -36,6 +37,8 @@ MAX_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_DOCUMENTS = 256
 MAX_BAD_WORDS = 128
+MAX_ALLOWED_IDS = 4096
+"""They are kept for each request that waits, and cross to the worker."""
 
 Neutral = dict[str, tuple[object, ...]]
 
@@ -228,17 +231,6 @@ def _base(
     )
 
 
-def check_model(asked: object, model: ModelInfo) -> None:
-    """Refuse another model than the one that is served; no name is the served one's."""
-    if asked in (None, ""):  # clients that must name one may leave it empty
-        return
-    if not isinstance(asked, str):
-        raise invalid_type("model", "a string", asked)
-    if model.is_called(asked):
-        return
-    raise model_not_found(asked, model)
-
-
 def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
     """Refuse fields that ask for something, unless it is one of their neutral values."""
     for name, accepted in neutral.items():
@@ -279,8 +271,11 @@ def _bad_words(fields: Fields) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str):
             raise invalid_type("bad_words", "a list of strings", word)
-        if not word.strip() or len(word) > MAX_STOP_CHARS:
-            raise invalid_value("bad_words", f"must be texts of 1 to {MAX_STOP_CHARS} characters")
+        if not word.strip():
+            what = "has a word of nothing but space; `logit_bias` can keep a token out"
+            raise invalid_value("bad_words", what)
+        if len(word) > MAX_STOP_CHARS:
+            raise invalid_value("bad_words", f"has a word of more than {MAX_STOP_CHARS} characters")
     return tuple(dict.fromkeys(words))
 
 
@@ -291,6 +286,9 @@ def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None
         raise invalid_type("allowed_token_ids", "a list of token ids", value)
     if not value:
         raise invalid_value("allowed_token_ids", "is empty: no token could be sampled")
+    if len(value) > MAX_ALLOWED_IDS:
+        what = f"has {len(value)} entries, at most {MAX_ALLOWED_IDS} may be"
+        raise invalid_value("allowed_token_ids", f"{what}; `structured_outputs.regex` says more")
     _check_ids(value, "allowed_token_ids", vocab_size)
     return tuple(sorted(set(value)))
 
@@ -380,17 +378,3 @@ def _check_ids(values: list[Any], param: str, vocab_size: int) -> None:
     if set(map(type, values)) != {int} or not 0 <= min(values) <= max(values) < vocab_size:
         for one in values:  # to say what is wrong
             integer(one, param, 0, vocab_size - 1)
-
-
-def model_not_found(asked: str, model: ModelInfo) -> RequestError:
-    """Another model was asked for than the one that is served."""
-    what = f"the model `{asked[:200]}` does not exist here; `{model.model_id}` does"
-    if asked.removesuffix(":latest") in model.others:
-        what = f"`{asked}` is not served now, `{model.model_id}` is; a request that generates swaps"
-    return RequestError(
-        what,
-        code="model_not_found",
-        param="model",
-        status=404,
-        kind="not_found_error",
-    )

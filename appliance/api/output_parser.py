@@ -63,6 +63,12 @@ class OutputParser:
         """What comes now is reasoning, as far as is known."""
         return self._reading.is_reasoning
 
+    @property
+    def has_all_calls(self) -> bool:
+        """The calls that must come are complete: what is missing, if anything, are their marks."""
+        is_between = self.is_done or self._reading.is_after_call
+        return self._is_forced and is_between and self._reading.has_whole_arguments
+
     def push(self, text: str) -> list[Part]:
         """Take more text; returns what is certain by now."""
         if self.is_done:
@@ -160,6 +166,8 @@ class OutputParser:
         found = yield from reading.starts(at, *closers)
         if found is not None:
             reading.take(at + len(found))
+        elif reading.is_ended and any(one.startswith(reading.text[at:]) for one in closers):
+            reading.take(len(reading.text))  # the beginning of one, cut off
         return found is not None
 
     def _loose_call(self) -> Step[int | None]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 Step = Generator[None, None, T]
 Emit = Callable[[str], None]
@@ -74,6 +76,16 @@ class Reading:
         self.num_calls = 0
         self.parts: list[Part] = []
         self._new_call_id = new_call_id
+        self._arguments: list[str] = []
+        """Of the last call."""
+
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Those of the last call are an object, not the beginning of one."""
+        try:
+            return isinstance(msgspec.json.decode("".join(self._arguments)), dict)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return False
 
     def more(self) -> Step[bool]:
         """Wait for more text; False if there is none."""
@@ -100,12 +112,14 @@ class Reading:
         """Report a call; what was read of the text so far is consumed."""
         self.parts.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
         self.num_calls += 1
+        self._arguments = []
         self.take(size)
 
     def argue(self, text: str) -> None:
         """Report a piece of the arguments of the call under way."""
         if text:
             self.parts.append(CallDelta(self.num_calls - 1, text))
+            self._arguments.append(text)
 
     def skip_space(self, at: int, also: str = "") -> Step[int]:
         """Where the first character stands that is no space; the text's length at its end."""

@@ -20,8 +20,8 @@ from appliance.api.edge import Edge
 from appliance.api.endpoints import generating_routes
 from appliance.api.log import log_routes
 from appliance.api.metrics import metrics
+from appliance.api.model_names import model_not_found
 from appliance.api.ollama_routes import ollama_routes
-from appliance.api.openai import model_not_found
 from appliance.api.openapi import document
 from appliance.api.replies import model_object, other_model_object
 from appliance.api.response_memory import memory_routes

@@ -257,6 +257,8 @@ class _Voice:
     def _close(self, reason: FinishReason | None, delta: Delta) -> None:
         for part in self._parser.flush() if self._parser else ():
             delta.add_part(part)
+        if reason is FinishReason.LENGTH and self._parser and self._parser.has_all_calls:
+            reason = FinishReason.STOP  # the limit has cut off marks, and nothing of what they mark
         delta.num_reasoning_tokens = self._num_reasoning_tokens
         delta.finish_reason, delta.stop_text = reason, self._stop.matched
         self.is_closed = True

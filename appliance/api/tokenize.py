@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.messages_api import count_ask, in_anthropics_words
-from appliance.api.openai import check_model, read_chat
+from appliance.api.model_names import check_model
+from appliance.api.openai import read_chat
 from appliance.api.output_format import output_format_of
 from appliance.api.turns import Turns
 from appliance.fields import Fields, integer, invalid_type, invalid_value

@@ -56,7 +56,10 @@ def chat(
     stats: Stats = False,
     host: Host = None,
 ) -> None:
-    """Talk with the model; /help lists the commands. From a pipe, one turn a line."""
+    """Talk with the model; /help lists the commands. From a pipe every line is a turn.
+
+    Commands are for terminals: from a pipe a line that begins with a slash goes to the model.
+    """
     settings = body(
         model=model,
         max_tokens=max_tokens,

@@ -57,6 +57,24 @@ class HubError(PenstockError):
     """The hub did not give what was asked for."""
 
 
+class HubUnreachable(HubError):
+    """Nobody answers there, or nobody is to be asked."""
+
+    exit_code = 3
+
+
+class HubRefuses(HubError):
+    """What was asked for is not for this user."""
+
+    exit_code = 4
+
+
+class NotOnHub(HubError):
+    """There is no such model, or none for this user: a hub does not say which."""
+
+    exit_code = 5
+
+
 def look_up(name: HubName) -> Repository:
     """What the hub has of a model.
 
@@ -256,22 +274,24 @@ def _in_words(name: HubName) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise _unreachable(name, "HF_HUB_OFFLINE is set") from error
     except GatedRepoError as error:
-        raise HubError(
+        raise HubRefuses(
             "its owner wants to be asked first", where=str(name),
             hint=f"ask on {constants.ENDPOINT}/{name.repository}, then {_token_hint()}",
         ) from error  # fmt: skip
     except RevisionNotFoundError as error:
         what = f"the repository has no revision {name.revision}"
-        raise HubError(what, where=str(name), hint="leave it out for its main branch") from error
+        raise NotOnHub(what, where=str(name), hint="leave it out for its main branch") from error
     except RepositoryNotFoundError as error:
-        raise HubError(
+        raise NotOnHub(
             f"{constants.ENDPOINT} has no such model, or not for you",
             where=str(name), hint=f"look at the name; for one that is private {_token_hint()}",
         ) from error  # fmt: skip
     except HfHubHTTPError as error:
         status = error.response.status_code
-        hint = _token_hint() if status in (401, 403) else "try again later"
-        raise HubError(f"the hub answers {status}", where=str(name), hint=hint) from error
+        what = f"the hub answers {status}"
+        if status in (401, 403):
+            raise HubRefuses(what, where=str(name), hint=_token_hint()) from error
+        raise HubError(what, where=str(name), hint="try again later") from error
     except (httpx2.TooManyRedirects, httpx2.DecodingError) as error:
         about = f"the hub's reply cannot be read ({error or type(error).__name__})"
         raise HubError(about, where=str(name), hint=_endpoint_hint()) from error
@@ -280,9 +300,9 @@ def _in_words(name: HubName) -> Iterator[None]:
         raise _unreachable(name, about) from error
 
 
-def _unreachable(name: HubName, about: str) -> HubError:
+def _unreachable(name: HubName, about: str) -> HubUnreachable:
     there = cache.in_words(cache.hub_cache(os.environ))
-    return HubError(f"not on this machine, and {about}", where=str(name), hint=there)
+    return HubUnreachable(f"not on this machine, and {about}", where=str(name), hint=there)
 
 
 def _token_hint() -> str:

@@ -79,26 +79,31 @@ def adjust(
         forbidden[bad_ids] = True
         if forbidden.all():
             raise NothingAllowedError(_nothing_left(params))
-        forbidden = _with_endings(forbidden, ending_ids) if is_too_early else forbidden
+        if is_too_early:
+            endings = [one for one in ending_ids if one < len(logits)]
+            # a complete grammar allows nothing but the end, and then the minimum has to give way
+            if allowed is None or not _is_complete(allowed, endings):
+                forbidden[endings] = True
+            if forbidden.all():
+                raise NothingAllowedError(_nothing_left(params, "`min_tokens`"))
         logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
     _penalize(logits, params, prompt_ids, output_ids)
 
 
-def _with_endings(forbidden: torch.Tensor, ending_ids: Collection[int]) -> torch.Tensor:
-    """Also what would end the output too early."""
-    both = forbidden.clone()
-    both[[i for i in ending_ids if i < len(both)]] = True
-    # a complete grammar allows nothing but the end, and then the minimum has to give way
-    return forbidden if both.all() else both
+def _is_complete(allowed: bytes, ending_ids: Collection[int]) -> bool:
+    """True if a grammar allows only what ends the output."""
+    num_endings = sum(bool(allowed[one]) for one in {*ending_ids})
+    return len(allowed) - allowed.count(0) == num_endings
 
 
-def _nothing_left(params: SamplingParams) -> str:
+def _nothing_left(params: SamplingParams, *others: str) -> str:
     limits = {
         "the grammar": params.grammar is not None,
         "`allowed_token_ids`": params.allowed_token_ids is not None,
         "`bad_words`": bool(params.bad_words),
     }
-    return f"no token is left by {' and '.join(name for name, is_set in limits.items() if is_set)}"
+    named = [*(name for name, is_set in limits.items() if is_set), *others]
+    return f"no token is left by {' and '.join(named)}"
 
 
 def _penalize(

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -74,14 +73,11 @@ def test_every_adjustment_is_the_references(
     row = torch.tensor(logits)
     allowed_ids = None if only is None else torch.tensor(tuple(only))
     expected = reference(logits, p, prompt_ids, output_ids, ending_ids, allowed)
-    without_minimum = params(**{**msgspec.structs.asdict(p), "min_tokens": 0})
-    free = reference(logits, without_minimum, prompt_ids, output_ids, ending_ids, allowed)
-    if max(free) == -INF:
+    if max(expected) == -INF:  # the grammar allows more than the end, so that no minimum gives way
         with pytest.raises(NothingAllowedError):
             adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
         return
     adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
-    expected = free if max(expected) == -INF else expected  # the minimum gives way
     assert row.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 
@@ -89,6 +85,16 @@ def test_nothing_but_the_end_is_left_and_the_minimum_gives_way():
     row = torch.zeros(4)
     adjust(row, params(min_tokens=5), [], [1], [3], bytes([0, 0, 0, 200]))
     assert row.tolist() == [-INF, -INF, -INF, 0.0]
+
+
+def test_a_minimum_does_not_give_way_to_anything_but_a_complete_grammar():
+    only_the_end = params(min_tokens=5, allowed_token_ids=(3,))
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
+        adjust(torch.zeros(4), only_the_end, [], [1], [3], None, torch.tensor([3]))
+    adjust(torch.zeros(4), only_the_end, [], [3] * 5, [3], None, torch.tensor([3]))
+    grammar = bytes([0, 9, 0, 9])  # goes on with 1, which is not allowed
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
+        adjust(torch.zeros(4), only_the_end, [], [], [3], grammar, torch.tensor([3]))
 
 
 def test_the_minimum_holds_up_to_its_last_token():

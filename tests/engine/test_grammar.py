@@ -122,6 +122,31 @@ def test_what_only_refers_to_itself_is_refused_before_anything_is_said(make):
         validate(make())
 
 
+@pytest.mark.parametrize("pattern", ["a{1000000}", "(ab{200}){400}"])
+def test_what_leaves_no_choice_for_long_is_refused_before_anything_is_said(pattern):
+    with pytest.raises(GrammarError, match="leaves no choice for its first"):
+        validate(regex_grammar(pattern))
+
+
+def test_long_repetitions_that_leave_a_choice_are_served():
+    validate(regex_grammar("[a-z]{1000000}"))
+    validate(regex_grammar("a{60000}"))
+    validate(choice_grammar(["x" * 60_000]))
+
+
+def test_a_repetition_that_is_too_large_further_on_says_so():
+    matcher = Matcher(SMALL.tokens, regex_grammar("x?y{1000000}"))
+    y = SMALL.tokens.compiler.tokenize_str("y")
+    with pytest.raises(GrammarError, match="with its repetitions written out it is too large"):
+        follow(matcher, y * 10)
+
+
+def follow(matcher, ids):
+    """Ask for the way on after each of the ids."""
+    for end in range(len(ids) + 1):
+        matcher.allowed(ids[:end])
+
+
 def test_what_refers_to_itself_on_its_way_is_served(model):
     tree = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "null"}]}
     assert model.accepts(json_grammar(tree), "[[],null,[null]]")

@@ -331,6 +331,17 @@ def test_bad_words_are_texts(wrong):
     assert refusal(completion, bad_words=wrong).param == "bad_words"
 
 
+def test_a_word_of_space_alone_is_refused_for_what_it_is():
+    assert "nothing but space" in refusal(completion, bad_words=["b", " "]).what
+
+
+def test_only_so_many_tokens_may_be_listed_as_allowed():
+    most = 4096
+    assert completion(allowed_token_ids=[7] * most).base.allowed_token_ids == (7,)
+    error = refusal(completion, allowed_token_ids=[7] * (most + 1))
+    assert (error.param, str(most) in error.what) == ("allowed_token_ids", True)
+
+
 def test_usage_in_every_chunk_comes_with_usage_at_the_end():
     both = {"include_usage": True, "continuous_usage_stats": True}
     ask = chat(stream=True, stream_options=both)
@@ -356,6 +367,16 @@ def test_another_model_does_not_exist():
     assert completion(model="served") is not None
     error = refusal(completion, model="gpt-9")
     assert (error.status, error.code, error.kind) == (404, "model_not_found", "not_found_error")
+    assert error.what.endswith("does not exist here; `served` does")
+
+
+def test_a_model_that_does_not_exist_is_told_all_that_do():
+    model = replace(MODEL, others=("one", "two"), aliases=("gpt-*",))
+    with pytest.raises(RequestError, match=r"here; `served`, `one`, `two` and `gpt-\*` do$"):
+        completion_ask(Fields({"prompt": "x", "model": "claude"}), model, 8)
+    many = replace(MODEL, others=tuple(f"m{index}" for index in range(40)))
+    with pytest.raises(RequestError, match=r"`m18` and 21 more do$"):
+        completion_ask(Fields({"prompt": "x", "model": "claude"}), many, 8)
 
 
 def test_messages_become_roles_and_text():

@@ -226,3 +226,29 @@ def test_a_matcher_lets_out_what_precedes_the_first_complete_stop(pieces, stops)
     ]
     assert matcher.has_matched == bool(ends)
     assert sent == (text[: min(ends)[1]] if ends else text)
+
+
+WHOLE = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "reason"),
+    [
+        (WHOLE, "required", FinishReason.STOP),
+        (WHOLE + "}\n</tool_c", "required", FinishReason.STOP),
+        (WHOLE + "}\n</tool_call>\n<tool_call>", "required", FinishReason.LENGTH),
+        (WHOLE[:-1], "required", FinishReason.LENGTH),
+        (WHOLE[:20], "required", FinishReason.LENGTH),
+        (WHOLE, {"type": "function", "function": {"name": "f"}}, FinishReason.STOP),
+        (WHOLE, "auto", FinishReason.LENGTH),
+    ],
+)
+async def test_a_required_call_is_whole_where_only_its_marks_are_cut_off(
+    appliance, text, choice, reason
+):
+    request = request_of()
+    tool = {"type": "function", "function": {"name": "f"}}
+    reply = Reply(appliance, request, asking(tools=[tool], tool_choice=choice))
+    emit(request, appliance.tokenizer.encode(text, False), reason=FinishReason.LENGTH)
+    deltas = await collect(reply)
+    assert deltas[-1].finish_reason is reason

@@ -1,0 +1,37 @@
+"""Bodies that are no JSON object are refused in words that say why."""
+
+import pytest
+
+from appliance.fields import Fields
+from engine.errors import RequestError
+
+
+def refused(body: bytes) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        Fields.of_body(body)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"a": "x\ud800y"}',
+        rb'{"a":"\ud800"}',
+        rb'{"a": "\udc00 and more"}',
+        rb'{"a": "\ud83d\n"}',
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(body):
+    error = refused(body)
+    assert (error.code, error.status) == ("invalid_json", 400)
+    assert "half a surrogate pair" in error.what
+
+
+def test_pairs_and_texts_about_them_are_as_they_are():
+    assert Fields.of_body(rb'{"a": "\ud83d\ude00"}').get("a") == "\U0001f600"
+    assert Fields.of_body(rb'{"a": "\\ud83d"}').get("a") == r"\ud83d"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a": "b', b"\xff", rb'{"a": "\ud83d\ude00'])
+def test_what_is_cut_off_is_no_json(body):
+    assert "not JSON" in refused(body).what
