@@ -35,6 +35,7 @@ class AttentionBackend:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     has_softcap: bool = True
+    has_sinks: bool = False
 
 
 ATTENTION_BACKENDS = (
@@ -59,8 +60,8 @@ ATTENTION_BACKENDS = (
         head_dim_multiple=8,
         has_softcap=False,
     ),
-    AttentionBackend("triton", min_capability=(8, 0)),
-    AttentionBackend("torch"),
+    AttentionBackend("triton", min_capability=(8, 0), has_sinks=True),
+    AttentionBackend("torch", has_sinks=True),
 )
 """Best first. All but the last need Triton, which comes with torch for CUDA and computes the small
 operations around them. Before compute capability 8.0 its prefill needs more shared memory than
@@ -76,11 +77,13 @@ class Needs:
     has_softcap: bool
     block_size: int | None = None
     """None: to be chosen, as the backend likes it."""
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> Needs:
         """Those of a model that is computed in a dtype."""
-        return cls(dtype, config.head_dim, config.attention_softcap is not None, block_size)
+        has_softcap = config.attention_softcap is not None
+        return cls(dtype, config.head_dim, has_softcap, block_size, config.family.has_sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,8 @@ def _objection(backend: AttentionBackend, needs: Needs, machine: Machine) -> str
         return f"no {needs.dtype}"
     if needs.has_softcap and not backend.has_softcap:
         return "no softcap"
+    if needs.has_sinks and not backend.has_sinks:
+        return "no sinks"
     is_too_wide = backend.max_head_dim is not None and needs.head_dim > backend.max_head_dim
     if is_too_wide or needs.head_dim % backend.head_dim_multiple:
         return f"no heads of {needs.head_dim}"

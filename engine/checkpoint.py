@@ -23,6 +23,7 @@ from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.pairs import packed_shape
 from engine.safetensors_header import read_header
+from engine.stacked_experts import expert_tensor
 from engine.tensor_info import BLOCKS, TensorInfo
 
 _SINGLE = "model.safetensors"
@@ -65,12 +66,13 @@ class Checkpoint:
         for path in paths:
             _, tensors = read_header(path)
             found.update((tensor.name, tensor) for tensor in tensors)
-        expected = {
-            name: _in_order(
-                _checked(source, found.get(name), name, shape, partial(_layer_hint, found)), config
-            )
-            for name, shape in expected_shapes(config)
-        }
+        expected = {}
+        for name, shape in expected_shapes(config):
+            names = config.family.experts
+            is_stacked = names is not None and names.is_stacked
+            tensor = expert_tensor(found, names, name) if names and is_stacked else found.get(name)
+            tensor = _checked(source, tensor, name, shape, partial(_layer_hint, found))
+            expected[name] = _in_order(tensor, config)
         return cls(folder, config, expected, _main_dtype(expected))
 
     @classmethod
@@ -86,7 +88,9 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights as stored."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        tensors = self.tensors.values()
+        scales = sum(tensor.scales.num_bytes for tensor in tensors if tensor.scales is not None)
+        return scales + sum(tensor.num_bytes for tensor in tensors)
 
     @property
     def is_plain(self) -> bool:
@@ -158,6 +162,8 @@ def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]
     yield f"{prefix}o_proj.weight", (hidden, q_size)
     if config.has_output_bias:
         yield f"{prefix}o_proj.bias", (hidden,)
+    if family.has_sinks:
+        yield f"{prefix}sinks", (config.num_heads,)
 
 
 def _mlp_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]:
@@ -178,11 +184,19 @@ def _experts_shapes(
 ) -> Iterator[_NamedShape]:
     names, inner = experts.names, experts.intermediate_size
     prefix = f"{layer_prefix}{names.block}."
-    yield f"{prefix}gate.weight", (experts.num_experts, hidden)
+    yield f"{prefix}{names.router}.weight", (experts.num_experts, hidden)
+    if names.has_bias:
+        yield f"{prefix}{names.router}.bias", (experts.num_experts,)
     for expert in range(experts.num_experts):
-        for part in (names.gate, names.up):
-            yield f"{prefix}experts.{expert}.{part}.weight", (inner, hidden)
-        yield f"{prefix}experts.{expert}.{names.down}.weight", (hidden, inner)
+        own = f"{prefix}experts.{expert}."
+        yield f"{own}{names.gate}.weight", (inner, hidden)
+        yield f"{own}{names.up}.weight", (inner, hidden)
+        if names.has_bias:
+            yield f"{own}{names.gate}.bias", (inner,)
+            yield f"{own}{names.up}.bias", (inner,)
+        yield f"{own}{names.down}.weight", (hidden, inner)
+        if names.has_bias:
+            yield f"{own}{names.down}.bias", (hidden,)
 
 
 def choose_dtype(
@@ -313,7 +327,7 @@ def _checked(
         asks = "its metadata" if source.suffix == ".gguf" else "config.json"
         what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
         raise CheckpointError(what, where=str(tensor.file))
-    served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else tuple(DTYPE_BYTES)
+    served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else (*DTYPE_BYTES, "mxfp4_pairs")
     if tensor.dtype not in served or (tensor.dtype in BLOCKS and len(shape) != 2):
         what = f"tensor {name} is stored as {tensor.dtype}"
         hint = f"supported: {', '.join(served)}"

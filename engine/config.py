@@ -26,7 +26,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
+"""Numbered by the kernels in this order. The last is gpt-oss's, whatever its file calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ModelConfig:
     """Bias of the attention's output projection."""
     has_mlp_bias: bool
     hidden_act: str
-    """`silu` or `gelu_pytorch_tanh`."""
+    """One of ACTIVATIONS."""
     attention_scale: float
     """Of the product of query and key."""
     attention_softcap: float | None
@@ -138,7 +139,7 @@ class ModelConfig:
             has_qkv_bias=family.has_qkv_bias or has_attention_bias,
             has_output_bias=keys.flag("attention_out_bias", has_attention_bias),
             has_mlp_bias=keys.flag("mlp_bias", has_bias),
-            hidden_act=_activation(keys),
+            hidden_act=family.activation or _activation(keys),
             attention_scale=_attention_scale(keys, head_dim),
             attention_softcap=keys.number_or_none("attn_logit_softcapping"),
             logit_softcap=keys.number_or_none("final_logit_softcapping"),
@@ -187,7 +188,9 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
     if family.section is not None:
         sections.append(file_keys.section(family.section))
     for section in sections:
-        if section.get("quantization_config", None) is not None:
+        method = section.section("quantization_config").get("quant_method", None)
+        is_stacked = family.experts is not None and family.experts.is_stacked
+        if section.get("quantization_config", None) and (method, is_stacked) != ("mxfp4", True):
             raise section.bad("quantization_config", "supported: serve an unquantized checkpoint")
     stated = sections[-1].values
     if family.section is not None:
@@ -199,6 +202,9 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
         raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
     if keys.get("clip_qkv", None) is not None:
         raise keys.bad("clip_qkv", "null: values as they are")
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if key in keys.values and keys.get(key, None) != family.defaults[key]:
+            raise keys.bad(key, f"{family.defaults[key]}, which the kernels have")
     return keys
 
 
@@ -222,8 +228,8 @@ def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> tuple[
 def _activation(keys: JsonKeys) -> str:
     key = "hidden_act" if "hidden_act" in keys.values else "hidden_activation"
     name = keys.get(key, None)
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise keys.bad(key, f"one of {', '.join(_ACTIVATIONS)}")
+    if not isinstance(name, str) or name not in ACTIVATIONS[:2]:
+        raise keys.bad(key, f"one of {', '.join(ACTIVATIONS[:2])}")
     return name
 
 

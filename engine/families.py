@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.family import COMMON, ExpertNames, Family, NormNames
+from engine.family import COMMON, Family, NormNames
+from engine.mixtures import MIXTURES
 
 _QWEN: dict[str, Any] = COMMON | {
     "vocab_size": 151936,
@@ -325,72 +326,7 @@ _ROWS = (
         },
         turns_neighbours=True,
     ),
-    Family(
-        "olmoe",
-        "OlmoeForCausalLM",
-        COMMON
-        | {
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "clip_qkv": None,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "bos_token_id": None,
-            "eos_token_id": 50279,
-        },
-        qk_norm="projection",
-        experts=ExpertNames(),
-    ),
-    Family(
-        "mixtral",
-        "MixtralForCausalLM",
-        COMMON
-        | {
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        COMMON
-        | {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "num_local_experts": None,  # what newer files call num_experts
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-        qk_norm="head",
-        experts=ExpertNames(),
-    ),
+    *MIXTURES,
 )
 
 FAMILY_BY_NAME = {family.name: family for family in _ROWS}

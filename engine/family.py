@@ -46,12 +46,17 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Tensor names of a mixture: `layers.L.{block}.gate`, `layers.L.{block}.experts.E.{up}`."""
+    """Tensor names of a mixture: `layers.L.{block}.{router}`, `layers.L.{block}.experts.E.{up}`."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
+    has_bias: bool = False
+    """The router has one, and each matrix of each expert."""
+    is_stacked: bool = False
+    """A checkpoint has one tensor for all experts, as engine.stacked_experts reads it."""
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -80,6 +85,10 @@ class Family:
     """The stored projections, whose outputs side by side are query, key and value."""
     gate_up: tuple[str, ...] = _GATE_UP
     experts: ExpertNames | None = None
+    activation: str | None = None
+    """Whatever `hidden_act` says."""
+    has_sinks: bool = False
+    """Each head has a score of its own beside those of its keys: `self_attn.sinks`."""
     has_root_scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of their size."""
     has_local_rope: bool = False

@@ -234,7 +234,7 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
             return None if found is None else replace(found, name=name, shift=row.norm_shift)
     if family.experts is not None and stem.startswith(f"{family.experts.block}."):
         inner = stem.removeprefix(f"{family.experts.block}.")
-        if inner == "gate":
+        if inner == family.experts.router:
             found = model.tensors.get(f"blk.{number}.ffn_gate_inp.{kind}")
             return None if found is None else replace(found, name=name)
         if (expert := _EXPERT.fullmatch(inner)) is not None:

@@ -32,6 +32,7 @@ FAMILIES = (
     "glm",
     "glm4",
     "ernie4_5",
+    "gpt_oss",
 )
 
 _TINY = {
@@ -99,6 +100,19 @@ _OWN: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "sliding_window": 24,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+            "rope_theta": 20000.0,
+        },
+    },
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -134,7 +148,7 @@ def make_checkpoint(
         norm_mean = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores the distance from 1
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):
+                if name.endswith(("bias", ".sinks")):
                     parameter.normal_(std=0.3)
                 elif name == "model.norm.weight":  # factors of both signs: a tied head repeats less
                     parameter.normal_(mean=norm_mean - 1.0)
@@ -143,6 +157,30 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder
+
+
+def pack_experts(folder: Path) -> None:
+    """Replace gpt-oss's experts by MXFP4, as it is published: other values, of about that size."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            121, 126, shape, dtype=torch.uint8, generator=generator
+        )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    keys = json.loads((folder / "config.json").read_text())
+    keys["quantization_config"] = {"quant_method": "mxfp4", "dequantize": True}
+    (folder / "config.json").write_text(json.dumps(keys))
 
 
 def make_seeing_checkpoint(folder: Path) -> Path:

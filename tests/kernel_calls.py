@@ -120,10 +120,10 @@ def rms_norm(kernels: Any, r: Random, m: Memory, threads: int) -> None:
 
 
 def gated(kernels: Any, r: Random, m: Memory, threads: int) -> None:
-    """Both activations."""
+    """All activations."""
     kind, tokens, width = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 40), r.randint(1, 90)
     out, x = m.output(tokens * width, kind), m.values(2 * tokens * width, kind)
-    kernels.gated(out, x, kind, tokens, width, r.randrange(2), threads)
+    kernels.gated(out, x, kind, tokens, width, r.randrange(3), threads)
 
 
 def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
@@ -150,10 +150,11 @@ def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
         qkv, kv, *angles, m.integers(positions), m.integers(slots), kind, tokens, heads, kv_heads,
         dim, rotary, block_size, layers, 1, threads,
     )  # fmt: skip
+    sinks = m.values(heads, FLOAT32) if r.random() < 0.5 else 0
     kernels.attend(
         m.output(tokens * heads * dim, kind), qkv, kv, m.integers(sequences), m.integers(tables),
-        kind, len(members), width, (heads + 2 * kv_heads) * dim, heads, kv_heads, dim, block_size,
-        layers, 1, r.choice([0, 0, 20]), threads, 0.2, r.choice([0.0, 5.0]),
+        sinks, kind, len(members), width, (heads + 2 * kv_heads) * dim, heads, kv_heads, dim,
+        block_size, layers, 1, r.choice([0, 0, 20]), threads, 0.2, r.choice([0.0, 5.0]),
     )  # fmt: skip
 
 

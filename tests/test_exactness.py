@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ from tests.daemons import ARMS, MANY, Daemon
 
 MAX_MARGIN = 1e-4
 IN_ALL_ARMS = ("llama", "mistral", "qwen2", "qwen3")
+IN_ALL_ARMS_BRIEFLY = ("glm4", "ernie4_5", "gpt_oss")
 TINY_POOLS = {"colocated": 22, "elastic": 22, "shm": 36, "2x2": 54}
 """Blocks of 64 tokens: one sequence fits each pool, all of them do not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -64,8 +66,20 @@ def running(request, served, tmp_path_factory):
     assert daemon.stop() == 0
 
 
+GENERATED = weakref.WeakKeyDictionary()
+"""By oracle: what it has said already."""
+
+
 def generate(oracle, prompt, max_tokens):
     """Greedy tokens of the reference, without end of text, and the log-probabilities of each."""
+    said = GENERATED.setdefault(oracle, {})
+    key = (tuple(prompt), max_tokens)
+    if key not in said:
+        said[key] = _generate(oracle, prompt, max_tokens)
+    return said[key]
+
+
+def _generate(oracle, prompt, max_tokens):
     import torch
 
     ids = torch.tensor([prompt])
@@ -211,7 +225,7 @@ def test_logprobs_agree_with_the_reference(running):
 
 @pytest.mark.parametrize(
     "family",
-    [family for family in FAMILIES if family not in IN_ALL_ARMS],
+    [family for family in FAMILIES if family not in IN_ALL_ARMS + IN_ALL_ARMS_BRIEFLY],
 )
 def test_families_that_differ_in_the_model_alone(family, tmp_path_factory):
     folder, oracle = make_served(tmp_path_factory, family)
@@ -225,5 +239,38 @@ def test_families_that_differ_in_the_model_alone(family, tmp_path_factory):
         daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
         os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
         assert_same(prompt, reply.result()["choices"][0]["token_ids"], oracle, 200)
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+@pytest.fixture(scope="module", params=IN_ALL_ARMS_BRIEFLY)
+def newer(request, tmp_path_factory):
+    return make_served(tmp_path_factory, request.param)
+
+
+@pytest.mark.parametrize("transport", ["alias", "peer", "shm"])
+def test_newer_families_under_all_roles_across_deaths_and_from_the_cache(
+    newer, transport, tmp_path
+):
+    folder, oracle = newer
+    options = ["--roles", "static", "--transport", transport, "--max-model-len", "1024"]
+    daemon = Daemon(tmp_path, *options, model=folder).wait_ready()
+    cases = list(zip(prompts([5, 64, 65, 300, 600], seed=5), [30, 9, 20, 12, 4], strict=True))
+    assert_all_same(daemon, oracle, cases)
+    for number, roles in enumerate(["elastic", "colocated"]):
+        daemon.http.post("/v1/penstock/roles", json={"roles": roles}).raise_for_status()
+        again = prompts([70, 130], seed=7 + number)
+        assert_all_same(daemon, oracle, [(prompt, 12) for prompt in again])
+    daemon.http.post("/v1/penstock/roles", json={"roles": "static"}).raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        (prompt,) = prompts([130], seed=6)
+        reply = pool.submit(daemon.complete, prompt, max_tokens=200, ignore_eos=True)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        assert_same(prompt, reply.result()["choices"][0]["token_ids"], oracle, 200)
+    daemon.wait_ready()
+    reply = daemon.complete(prompt, max_tokens=20, ignore_eos=True)
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert_same(prompt, reply["choices"][0]["token_ids"], oracle, 20)
     daemon.assert_all_free()
     assert daemon.stop() == 0

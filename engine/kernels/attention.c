@@ -126,6 +126,18 @@ INLINE void write_output(const attention *a, const tile *t, const workspace *w, 
         }
 }
 
+/* The running softmax of a head with a sink begins with it: a score whose value is nothing. */
+INLINE void take_sinks(const attention *a, const tile *t, const workspace *w)
+{
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    for (int64_t head = 0; head < t->num_heads; head++)
+        for (int64_t row = 0; row < t->num_rows; row++) {
+            w->largest[head * t->num_padded_rows + row] =
+                a->sinks[(t->first_head + head) * group + row % group];
+            w->total[head * t->num_padded_rows + row] = 1;
+        }
+}
+
 /* A part's sums, in the order of its heads. */
 static void write_partial(const attention *a, const tile *t, const workspace *w)
 {
@@ -144,9 +156,10 @@ static void join_head(const attention *a, int64_t s, int64_t head, int64_t type)
 {
     const int64_t dim = a->head_dim, stride = a->num_heads * (dim + 2);
     float *first = a->partial + s * a->num_parts * stride + head * (dim + 2);
-    float largest = -INFINITY, total = 0;
+    float largest = a->sinks == NULL ? -INFINITY : a->sinks[head];
     for (int64_t i = 0; i < a->num_parts; i++)
         largest = fmaxf(largest, first[i * stride + dim]);
+    float total = a->sinks == NULL ? 0 : expf(a->sinks[head] - largest);
     for (int64_t i = 0; i < a->num_parts; i++) {
         const float *part = first + i * stride;
         const float share = expf(part[dim] - largest); /* 0 for a part without keys */
@@ -247,6 +260,8 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
     if (open_workspace(&w, &t) != 0)
         abort(); /* a few hundred KiB: there is no machine left to serve on */
     read_queries(a, &t, &w, type);
+    if (a->sinks != NULL && t.partial == NULL) /* parts take it when they are joined */
+        take_sinks(a, &t, &w);
     key_rows keys;
     keys.first_position = t.first_key;
     for (; keys.first_position < t.end_key; keys.first_position += TILE_KEYS) {
@@ -266,18 +281,19 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
 static void attend_float32(void *context, int64_t item) { attend_item(context, item, FLOAT32); }
 static void attend_bfloat16(void *context, int64_t item) { attend_item(context, item, BFLOAT16); }
 
-/* attend(out, q, kv, sequences, block_tables, type, num_sequences, table_stride, q_stride, num_heads,
- *        num_kv_heads, head_dim, block_size, num_layers, layer, window, num_threads, scale, softcap)
+/* attend(out, q, kv, sequences, block_tables, sinks, type, num_sequences, table_stride, q_stride,
+ *        num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window, num_threads, scale, softcap)
  *
  * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart, kv the pool.
  * sequences and block_tables are int64: [num_sequences, 3] of first query's row, query_len and
- * seq_len, and [num_sequences, table_stride] of block ids. window or softcap 0: there is none. */
-KERNEL(attend, "pppppiiiiiiiiiiiiff")
+ * seq_len, and [num_sequences, table_stride] of block ids; sinks are float32 [num_heads]. window,
+ * softcap or sinks 0: there is none. */
+KERNEL(attend, "ppppppiiiiiiiiiiiiff")
 {
     attention a;
     int64_t type;
     read_words(words, attend_format, &a.out, &a.q, &a.kv, &a.sequences,
-                       &a.block_tables, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
+                       &a.block_tables, &a.sinks, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
                        &a.layer, &a.window, &a.num_threads, &a.scale, &a.softcap);
     int is_decode = 1;

@@ -19,6 +19,7 @@ typedef struct {
     int64_t num_sequences, table_stride, num_threads, q_stride;
     int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
     float scale, softcap;
+    const float *sinks; /* of each head, a score beside those of its keys; NULL: none has one */
     /* Where every sequence has one query and there are fewer sequences than would busy the threads,
      * its keys are cut into so many parts; each part's sums lie in partial until they are joined. */
     int64_t num_parts;

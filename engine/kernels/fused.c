@@ -97,29 +97,42 @@ KERNEL(rms_norm, "ppppiiiiiiiiff")
     return 0;
 }
 
-/* SiLU, or GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of. */
-INLINE vec activated(vec gate, int is_gelu)
+/* Activations, as engine/config.py numbers them. */
+enum { SILU, GELU, CLAMPED_SWIGLU };
+static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/model/layers.py */
+
+/* SiLU; GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of; or SiLU
+ * with a steeper sigmoid, of a gate that has an upper limit. */
+INLINE vec activated(vec gate, int activation)
 {
+    if (activation == CLAMPED_SWIGLU)
+        gate = choose(gate > SWIGLU_LIMIT, all(SWIGLU_LIMIT), gate);
     vec exponent = -gate;
-    if (is_gelu)
+    if (activation == GELU)
         exponent *= 1.5957691216f * (1.0f + 0.044715f * gate * gate);
+    if (activation == CLAMPED_SWIGLU)
+        exponent *= SWIGLU_ALPHA;
     return gate / (1.0f + exponential(exponent));
 }
 
-INLINE void gate_row(void *out, const void *gate_up, int64_t width, int is_gelu, int type)
+INLINE void gate_row(void *out, const void *gate_up, int64_t width, int activation, int type)
 {
     const void *up = at(gate_up, width, type);
     for (int64_t i = 0; i < width; i += LANES) {
         const vec gate = load_upto(at(gate_up, i, type), width - i, type);
-        const vec factor = load_upto(at(up, i, type), width - i, type);
-        const vec product = rounded(activated(gate, is_gelu), type) * factor;
+        vec factor = load_upto(at(up, i, type), width - i, type);
+        if (activation == CLAMPED_SWIGLU) {
+            factor = choose(factor > SWIGLU_LIMIT, all(SWIGLU_LIMIT), factor);
+            factor = rounded(choose(factor < -SWIGLU_LIMIT, all(-SWIGLU_LIMIT), factor) + 1.0f, type);
+        }
+        const vec product = rounded(activated(gate, activation), type) * factor;
         store_upto(at(out, i, type), product, width - i, type);
     }
 }
 
 typedef struct {
     void *out, *gate_up;
-    int64_t type, num_tokens, width, is_gelu;
+    int64_t type, num_tokens, width, activation;
 } gate;
 
 static void gate_tokens(void *context, int64_t item)
@@ -128,25 +141,25 @@ static void gate_tokens(void *context, int64_t item)
     FOR_TOKENS(item, g->num_tokens) {
         void *to = at(g->out, token * g->width, (int)g->type);
         const void *from = at(g->gate_up, token * 2 * g->width, (int)g->type);
-        if (g->type == FLOAT32 && g->is_gelu)
-            gate_row(to, from, g->width, 1, FLOAT32);
+        if (g->type == FLOAT32 && g->activation == SILU)
+            gate_row(to, from, g->width, SILU, FLOAT32);
         else if (g->type == FLOAT32)
-            gate_row(to, from, g->width, 0, FLOAT32);
+            gate_row(to, from, g->width, (int)g->activation, FLOAT32);
         else
-            gate_row(to, from, g->width, (int)g->is_gelu, BFLOAT16);
+            gate_row(to, from, g->width, (int)g->activation, BFLOAT16);
     }
 }
 
-/* gated(out, gate_up, type, num_tokens, width, is_gelu, num_threads)
+/* gated(out, gate_up, type, num_tokens, width, activation, num_threads)
  *
  * out [num_tokens, width] = activation of the first half of gate_up [num_tokens, 2 * width] times the
- * second. */
+ * second, or times one more than that, where both are clamped. */
 KERNEL(gated, "ppiiiii")
 {
     gate g;
     int64_t num_threads;
     read_words(words, gated_format, &g.out, &g.gate_up, &g.type, &g.num_tokens, &g.width,
-               &g.is_gelu, &num_threads);
+               &g.activation, &num_threads);
     parallel_for(num_threads, items_of(g.num_tokens), gate_tokens, &g);
     return 0;
 }

@@ -227,18 +227,21 @@ def torch_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gather each group's blocks and run scaled-dot-product attention over them.
 
-    q is [num_tokens, num_heads, head_dim], k and v are the step's own, already in the pool.
+    q is [num_tokens, num_heads, head_dim], k and v are the step's own, already in the pool; sinks
+    are float32 [num_heads], a score of each head beside those of its keys.
     """
+    how = (scale, softcap, sinks)
     groups = plan.groups(window)
     if len(groups) == 1:  # all rows in order: nothing to put together
-        return _attend(groups[0], q, k, v, kv, layer, scale, softcap)
+        return _attend(groups[0], q, k, v, kv, layer, *how)
     output = torch.empty_like(q)
     for group in groups:
         rows = group.rows
-        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, scale, softcap)
+        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, *how)
     return output
 
 
@@ -251,6 +254,7 @@ def _attend(
     layer: int,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     num_sequences = group.num_sequences
     if group.block_halves is None:
@@ -264,9 +268,9 @@ def _attend(
     q_heads = q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     is_causal = group.block_halves is None and group.mask is None
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         mask = _causal_mask(q_heads) if is_causal else group.mask
-        output = _softcapped_attention(q_heads, keys, values, mask, scale, softcap)
+        output = _plain_attention(q_heads, keys, values, mask, scale, softcap, sinks)
     else:
         output = F.scaled_dot_product_attention(
             q_heads,
@@ -284,25 +288,32 @@ def _causal_mask(q: torch.Tensor) -> torch.Tensor:
     return q.new_full((1, 1, q.shape[2], q.shape[2]), -torch.inf).triu_(1)
 
 
-def _softcapped_attention(
+def _plain_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with bent scores, which torch's fused kernels do not know.
+    """Attention with bent scores or sinks, which torch's fused kernels do not know.
 
     q is [num_sequences, num_heads, num_queries, head_dim], keys and values have fewer heads: the
     queries of the heads that share them are laid end to end, so that no key is copied.
     """
     num_sequences, num_kv_heads, num_keys = keys.shape[:3]
     grouped = q.reshape(num_sequences, num_kv_heads, -1, q.shape[3])
-    scores = bend((grouped * scale) @ keys.transpose(2, 3), softcap)
+    scores = (grouped * scale) @ keys.transpose(2, 3)
+    if softcap is not None:
+        bend(scores, softcap)
     if mask is not None:
         scores.view(num_sequences, num_kv_heads, -1, q.shape[2], num_keys).add_(mask[:, :, None])
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    if sinks is not None:
+        column = sinks.view(num_kv_heads, -1, 1).expand(-1, -1, q.shape[2])
+        column = column.reshape(1, num_kv_heads, -1, 1).expand(num_sequences, -1, -1, -1)
+        scores = torch.cat((scores.float(), column), -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., :num_keys].to(q.dtype)
     return (weights @ values).view(q.shape)
 
 
@@ -313,6 +324,7 @@ def reference_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, no paging, float64, nothing clever: what every backend must agree with."""
     num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]
@@ -325,4 +337,8 @@ def reference_attention(
         scores[:, i, position + 1 :] = -torch.inf
         if window is not None:
             scores[:, i, : max(0, position - window + 1)] = -torch.inf
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, num_queries, 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., :num_keys]
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

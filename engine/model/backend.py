@@ -74,6 +74,7 @@ class Backend(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
 
@@ -156,11 +157,12 @@ class TorchBackend:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The step's queries over their sequences."""
         end_of_keys = num_heads + kv.shape[4]
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads:end_of_keys], qkv[:, end_of_keys:]
-        return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap)
+        return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap, sinks)
 
 
 def choose_backend(

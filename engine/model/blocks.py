@@ -144,13 +144,21 @@ _FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _mxfp4(b: torch.Tensor) -> Parts:
+    return _fp4(b, _nibbles(b[..., 1:]))
+
+
+def _mxfp4_pairs(b: torch.Tensor) -> Parts:
+    return _fp4(b, torch.stack((b[..., 1:] & 15, b[..., 1:] >> 4), -1).flatten(-2))
+
+
+def _fp4(b: torch.Tensor, codes: torch.Tensor) -> Parts:
     table = torch.tensor(_FP4_DOUBLED, dtype=torch.int8, device=b.device)
     exponents = b[..., 0].int()
     # two to the power of (exponent - 128): half of the scale, for codes are doubled
     normal = ((exponents - 1).clamp_(min=0) << 23).view(torch.float32)
     tiny = (0x200000 << exponents.clamp(max=1)).view(torch.float32)
     scales = torch.where(exponents < 2, tiny, normal)[..., None].view(torch.uint8)
-    return Parts(_rows(table[_nibbles(b[..., 1:]).long()]), scales)
+    return Parts(_rows(table[codes.long()]), scales)
 
 
 _READERS = {
@@ -163,4 +171,5 @@ _READERS = {
     "q5_k": _q5_k,
     "q6_k": _q6_k,
     "mxfp4": _mxfp4,
+    "mxfp4_pairs": _mxfp4_pairs,
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.buffers import Take, fresh
@@ -184,7 +185,7 @@ class CompiledBackend:
             ELEMENT_TYPES[gate_up.dtype],
             num_tokens,
             width,
-            activation != "silu",
+            ACTIVATIONS.index(activation),
             torch.get_num_threads(),
         )
         return out
@@ -237,8 +238,12 @@ class CompiledBackend:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences.
+
+        Sinks, float32 [num_heads], are a score of each head beside those of its keys.
+        """
         _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
         out = self._take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
         self.kernels.attend(
@@ -247,6 +252,7 @@ class CompiledBackend:
             kv.data_ptr(),
             plan.sequences.data_ptr(),
             plan.block_tables.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             ELEMENT_TYPES[qkv.dtype],
             len(plan.sequences),
             plan.block_tables.shape[1],

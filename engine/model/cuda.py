@@ -75,10 +75,11 @@ class TritonAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        how = (layer, step, scale, window, softcap)
+        how = (layer, step, scale, window, softcap, sinks)
         attend_several(out, q, kv, *how, self._several)
         if step.has_single_queries:
             visible = step.max_seq_len if window is None else min(window, step.max_seq_len)
@@ -159,7 +160,8 @@ class CudaBackend:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
         q = qkv[:, :num_heads]
-        return self._attention(q, kv, layer, plan.step, scale, window, softcap)
+        return self._attention(q, kv, layer, plan.step, scale, window, softcap, sinks)

@@ -33,6 +33,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim], as q, whose tokens may lie apart."""
 
@@ -80,7 +81,9 @@ def _by(
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None  # a library is not chosen where there are some
         keys, values = kv[:, layer].unbind(1)
         return call(
             q,

@@ -14,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.rope import RopeConfig
 
+_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # as in engine/kernels/fused.c
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, computed in float32.
@@ -27,8 +29,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of the two halves of the last dimension; may overwrite the first."""
+    """activation(gate) * up of the two halves of the last dimension; may overwrite them."""
     gate, up = gate_up.chunk(2, -1)
+    if activation == "clamped_swiglu":
+        wide = gate.float().clamp_(max=_SWIGLU_LIMIT)
+        open_gate = (wide * (wide * _SWIGLU_ALPHA).sigmoid_()).to(gate.dtype)
+        return up.clamp_(-_SWIGLU_LIMIT, _SWIGLU_LIMIT).add_(1).mul_(open_gate)
     if activation == "silu":
         return F.silu(gate, inplace=True).mul_(up)
     return F.gelu(gate, approximate="tanh").mul_(up)

@@ -14,13 +14,19 @@ import torch
 from engine.model.blocks import Parts, parts_of
 from engine.tensor_info import BLOCKS, TensorInfo
 
+_ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By their bytes, what they are moved as."""
+
 
 class Stored:
     """One tensor in a mapped file."""
 
-    def __init__(self, info: TensorInfo, data: torch.Tensor) -> None:
-        """Data is uint8, all bytes of the tensor."""
+    def __init__(
+        self, info: TensorInfo, data: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> None:
+        """Data is uint8, all bytes from the first to the last, as scales, if they are elsewhere."""
         self.info = info
+        self._scales = scales
         self.num_rows, self.depth = info.shape[0], prod(info.shape[1:])
         self._data = data
 
@@ -52,6 +58,8 @@ class Stored:
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:
         """uint8 [end - first, bytes of a row], in the order in which the model wants them."""
+        if self.info.strides is not None:
+            return self._strided_rows(first, end)
         stored = self._data.view(self.num_rows, -1)
         size = self.info.head_rows
         if not size:
@@ -63,3 +71,23 @@ class Stored:
         half = (self.info.turned_rows or size) // 2
         place = torch.where(place < 2 * half, place % half * 2 + place // half, place)
         return stored[head * size + place]
+
+    def _strided_rows(self, first: int, end: int) -> torch.Tensor:
+        """The same of rows that do not lie end to end; blocks with their scales before them."""
+        row, item = self.info.strides or (0, 0)
+        shape, strides = (end - first, self.info.row_items), (row, item)
+
+        def items(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
+            wide = _ITEMS[num_bytes]
+            is_aligned = data.storage_offset() % num_bytes == 0
+            whole = (data if is_aligned else data.clone()).view(wide)
+            offset = whole.storage_offset() + first * row
+            return whole.as_strided(shape, strides, offset).contiguous()
+
+        if self.info.scales is None or self._scales is None:
+            return items(self._data, self.info.item_bytes).view(torch.uint8)
+        blocks = self._data.view(-1, self.info.item_bytes)
+        offset = blocks.storage_offset() + first * row * self.info.item_bytes
+        spread = tuple(stride * self.info.item_bytes for stride in strides)
+        parts = blocks.as_strided((*shape, self.info.item_bytes), (*spread, 1), offset)
+        return torch.cat((items(self._scales, 1)[..., None], parts), -1).flatten(1)

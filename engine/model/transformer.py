@@ -246,6 +246,7 @@ class _Attention:
         self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
         output = [f"{prefix}o_proj"]
         self._output = linears.make(weights, output, has_bias=config.has_output_bias)
+        self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
         """Of heads, [num_heads + num_kv_heads, head_dim], or of whole projections, [1, all]."""
         if config.family.qk_norm is not None:
@@ -272,6 +273,7 @@ class _Attention:
             config.attention_scale,
             self._window,
             config.attention_softcap,
+            self._sinks,
         )
         return self._output(output.reshape(num_tokens, -1))
 
@@ -324,12 +326,16 @@ class _Experts:
         names = experts.names
         self._gated = backend.gated
         self._activation = activation
-        self._router = linears.make(weights, [f"{prefix}{names.block}.gate"])
+        router, has_bias = f"{prefix}{names.block}.{names.router}", names.has_bias
+        self._router = linears.make(weights, [router], has_bias=has_bias)
         self._num_per_token = experts.num_per_token
         self._is_normalized = experts.is_normalized
         prefixes = [f"{prefix}{names.block}.experts.{i}." for i in range(experts.num_experts)]
-        self._gate_ups = [linears.make(weights, [p + names.gate, p + names.up]) for p in prefixes]
-        self._downs = [linears.make(weights, [p + names.down]) for p in prefixes]
+        self._gate_ups = [
+            linears.make(weights, [p + names.gate, p + names.up], has_bias=has_bias)
+            for p in prefixes
+        ]
+        self._downs = [linears.make(weights, [p + names.down], has_bias=has_bias) for p in prefixes]
 
     def __call__(self, x: torch.Tensor, _step: _Step) -> torch.Tensor:
         scores = self._router(x).float().softmax(-1)

@@ -22,6 +22,7 @@ from engine.model.paged import PagedStep
 from engine.model.tiling import MAX_PARTS, Tiling, padded_dim
 
 _LOG2_E = math.log2(math.e)
+_BASE_2 = tl.constexpr(_LOG2_E)
 _NUM_STAGES = 5
 """Of a tile's loads: its keys wait for its place in the block table, and those two steps ahead of
 them are under way only if the place is known two tiles earlier."""
@@ -44,6 +45,7 @@ def attend_several(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     tiling: Tiling,
 ) -> None:
     """The queries of all sequences that have several, tile by tile.
@@ -57,6 +59,7 @@ def attend_several(
         scale: of the scores.
         window: how many keys a query sees, with its own; None: all.
         softcap: where scores are bent to; None: nowhere.
+        sinks: float32 [num_heads], a score of each head beside those of its keys; None: no such.
         tiling: a program has num_rows // (num_heads // num_kv_heads) queries.
     """
     if len(step.query_tiles):
@@ -73,6 +76,8 @@ def attend_several(
             *_strides(out, q, keys, step.block_tables),
             *_scales(scale, softcap),
             window or 0,
+            q if sinks is None else sinks,
+            HAS_SINKS=sinks is not None,
             **_constants(q, kv, window, softcap, tiling),
         )
 
@@ -86,6 +91,7 @@ def attend_single(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     tiling: Tiling,
     parts: int,
 ) -> None:
@@ -113,6 +119,8 @@ def attend_single(
         *_strides(out, q, keys, step.block_tables),
         *_scales(scale, softcap),
         window or 0,
+        q if sinks is None else sinks,
+        HAS_SINKS=sinks is not None,
         IS_PART=parts > 1,
         **_constants(q, kv, window, softcap, tiling),
     )
@@ -218,10 +226,11 @@ def _add_tile(
 def _several_queries_kernel(
     out, q, keys, values, block_tables, query_starts, seq_lens, query_tiles,
     out_stride, q_stride, block_stride, token_stride, table_stride,
-    inner_scale, outer_scale, window,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    inner_scale, outer_scale, window, sinks,
+    HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile of queries and each key head."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -247,12 +256,12 @@ def _several_queries_kernel(
     if HAS_WINDOW:
         begin = tl.maximum(first - window + 1, 0) // NUM_KEYS * NUM_KEYS
         all_from = (tl.maximum(end - window, 0) + NUM_KEYS - 1) // NUM_KEYS * NUM_KEYS
-    best = tl.full([NUM_ROWS], _HIDDEN, tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
+    best, total = tl.full([NUM_ROWS], _HIDDEN, tl.float32), tl.zeros([NUM_ROWS], tl.float32)
     mixed = tl.zeros([NUM_ROWS, PADDED_DIM], tl.float32)
+    if HAS_SINKS:  # the running softmax begins with it
+        best, total = tl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE) * _BASE_2, total + 1.0
     table = block_tables + sequence.to(tl.int64) * table_stride
-    keys += head * HEAD_DIM
-    values += head * HEAD_DIM
+    keys, values = keys + head * HEAD_DIM, values + head * HEAD_DIM
     if HAS_WINDOW:
         for start in range(begin, tl.minimum(all_from, end), NUM_KEYS):
             best, total, mixed = _add_tile(
@@ -280,10 +289,11 @@ def _several_queries_kernel(
 def _single_query_kernel(
     out, part_mixed, part_sums, q, keys, values, block_tables, query_starts, seq_lens,
     out_stride, q_stride, block_stride, token_stride, table_stride,
-    inner_scale, outer_scale, window,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    inner_scale, outer_scale, window, sinks,
+    HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
     IS_PART: tl.constexpr,
 ):  # fmt: skip
     """A program for each sequence, key head and part of the keys."""
@@ -304,12 +314,13 @@ def _single_query_kernel(
         begin = tl.maximum(seq_len - window, 0) // NUM_KEYS * NUM_KEYS
     part_len = tl.cdiv(tl.cdiv(seq_len - begin, NUM_KEYS), num_parts) * NUM_KEYS
     begin += part * part_len
-    best = tl.full([NUM_ROWS], _HIDDEN, tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
+    best, total = tl.full([NUM_ROWS], _HIDDEN, tl.float32), tl.zeros([NUM_ROWS], tl.float32)
     mixed = tl.zeros([NUM_ROWS, PADDED_DIM], tl.float32)
+    if HAS_SINKS:  # of the first part, so that it is counted once
+        sink = tl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE) * _BASE_2
+        best, total = tl.where(part == 0, sink, best), total + tl.where(part == 0, 1.0, 0.0)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    keys += head * HEAD_DIM
-    values += head * HEAD_DIM
+    keys, values = keys + head * HEAD_DIM, values + head * HEAD_DIM
     for start in range(begin, tl.minimum(begin + part_len, seq_len), NUM_KEYS):
         best, total, mixed = _add_tile(
             best, total, mixed, queries, positions, start, seq_len, table, keys, values,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.config import ACTIVATIONS
 from engine.model.tiling import next_power_of_2
 
 _OVERFLOWN = tl.constexpr(6e4)
@@ -81,7 +82,7 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
             gate_up,
             gate_up.stride(0),
             width,
-            IS_GELU=activation != "silu",
+            ACTIVATION=ACTIVATIONS.index(activation),
             TILE=tile,
         )
     return out
@@ -162,7 +163,7 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gated_kernel(out, gate_up, stride, width, IS_GELU: tl.constexpr, TILE: tl.constexpr):
+def _gated_kernel(out, gate_up, stride, width, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     """A program for each token and TILE of its columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -170,8 +171,15 @@ def _gated_kernel(out, gate_up, stride, width, IS_GELU: tl.constexpr, TILE: tl.c
     gate = tl.load(gate_up + token * stride + columns, mask=is_there, other=0.0)
     up = tl.load(gate_up + token * stride + width + columns, mask=is_there, other=0.0)
     x = gate.to(tl.float32)
-    # both are x times a sigmoid; gelu's tanh approximation is one of this
-    slope = 1.5957691216057308 * (x + 0.044715 * x * x * x) if IS_GELU else x
+    # all are x times a sigmoid; gelu's tanh approximation is one of this
+    slope = x
+    if ACTIVATION == 1:
+        slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    if ACTIVATION == 2:  # as in layers.gated
+        x = tl.minimum(x, 7.0)
+        slope = 1.702 * x
+        limited = tl.minimum(tl.maximum(up.to(tl.float32), -7.0), 7.0)
+        up = (limited + 1.0).to(up.dtype)
     shrunk = tl.exp(-tl.abs(slope))
     open_gate = x * tl.where(slope < 0, shrunk, 1.0) / (1.0 + shrunk)
     product = open_gate.to(gate.dtype).to(tl.float32) * up.to(tl.float32)

@@ -29,6 +29,7 @@ from engine.model.quantised import packed_weights
 from engine.model.stored import Stored
 from engine.model.weight import Weight
 from engine.panels_layout import panels_layout
+from engine.tensor_info import TensorInfo
 
 Progress = Callable[[int, int], None]
 
@@ -154,17 +155,22 @@ def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
     tensors = checkpoint.tensors.values()
     end_by_file: dict[Path, int] = {}
     for tensor in tensors:
-        end = tensor.start + tensor.num_bytes
-        end_by_file[tensor.file] = max(end, end_by_file.get(tensor.file, 0))
+        for part in (tensor, tensor.scales):
+            if part is not None:
+                end_by_file[part.file] = max(part.end, end_by_file.get(part.file, 0))
     total_bytes, mapped_bytes = sum(end_by_file.values()), 0
     bytes_by_file = {}
     for path, end in end_by_file.items():
         bytes_by_file[path] = _map_file(path, end)
         mapped_bytes += end
         progress(mapped_bytes, total_bytes)
+
+    def extent(part: TensorInfo) -> torch.Tensor:
+        return bytes_by_file[part.file][part.start : part.end]
+
     return {
         tensor.name: Stored(
-            tensor, bytes_by_file[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
+            tensor, extent(tensor), None if tensor.scales is None else extent(tensor.scales)
         )
         for tensor in tensors
     }

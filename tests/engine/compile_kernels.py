@@ -39,7 +39,7 @@ class Variant:
     group_size: int = 4
     block_size: int = 64
     has_extras: bool = False
-    """A window and a softcap."""
+    """A window, a softcap and sinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def _launch(v):
     tiles = torch.zeros(2 if v.kernel == "several" else 0, 2, dtype=torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     step = PagedStep(tables, starts, starts, seq_lens, tiles, max(lens), max(lens), True)
-    how = (step, 0.1, 64 if v.has_extras else None, 30.0 if v.has_extras else None)
+    extras = (64, 30.0, torch.zeros(num_heads)) if v.has_extras else (None, None, None)
+    how = (step, 0.1, *extras)
     shape = (v.group_size, v.head_dim, dtype.itemsize, SHARED_BYTES[v.capability])
     out = torch.empty(q.shape, dtype=dtype)
     if v.kernel == "several":

@@ -33,6 +33,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     scale: float = 0.15
     seed: int = 0
 
@@ -47,6 +48,7 @@ class Step:
                 str(self.dtype).removeprefix("torch."),
                 self.window and f"w{self.window}",
                 self.softcap and f"c{self.softcap}",
+                self.has_sinks and "s",
             )
             if part
         )
@@ -60,6 +62,7 @@ class Filled:
     q: torch.Tensor
     kv: torch.Tensor
     expected: torch.Tensor
+    sinks: torch.Tensor | None
 
 
 MIXED = ((0, 1), (37, 1), (0, 19), (44, 6), (3, 24))
@@ -76,6 +79,9 @@ STEPS = [
     Step(SINGLES, heads=(14, 2), head_dim=128, block_size=64, dtype=torch.bfloat16),
     Step(SINGLES, heads=(20, 1), head_dim=80, block_size=33, window=100, softcap=3.0),
     Step(SINGLES, block_size=256, window=10),
+    Step(MIXED, heads=(6, 2), block_size=64, window=20, has_sinks=True),
+    Step(SINGLES, heads=(6, 2), window=40, has_sinks=True),
+    Step(SINGLES, dtype=torch.bfloat16, softcap=2.0, has_sinks=True),
 ]
 
 
@@ -94,6 +100,7 @@ def filled(step: Step, device: str) -> Filled:
     shape = (sum(counts) + 1, NUM_LAYERS, 2, step.block_size, num_kv_heads, step.head_dim)
     kv = torch.full(shape, torch.nan, dtype=step.dtype)
     queries, expected = [], []
+    sinks = torch.randn(num_heads, generator=generator) * 2 if step.has_sinks else None
     for table, length, (_, new) in zip(tables, lengths, step.sequences, strict=True):
         q = noise(new, num_heads, step.head_dim)
         both = noise(2, length, num_kv_heads, step.head_dim)
@@ -103,7 +110,7 @@ def filled(step: Step, device: str) -> Filled:
         queries.append(q)
         expected.append(
             reference_attention(
-                q.double(), *both.double(), step.scale, step.window, step.softcap
+                q.double(), *both.double(), step.scale, step.window, step.softcap, sinks
             ).to(step.dtype)
         )
     return Filled(
@@ -111,6 +118,7 @@ def filled(step: Step, device: str) -> Filled:
         torch.cat(queries).to(device),
         kv.to(device),
         torch.cat(expected).to(device),
+        None if sinks is None else sinks.to(device),
     )
 
 
@@ -140,7 +148,7 @@ def check_attention(step: Step, device: str, tiling: Tiling, parts: int) -> None
     queries_per_tile = tiling.num_rows // (step.heads[0] // step.heads[1])
     paged = paged_step(case.batch, case.kv.device, queries_per_tile)
     out = torch.full_like(case.q, torch.nan)
-    how = (LAYER, paged, step.scale, step.window, step.softcap)
+    how = (LAYER, paged, step.scale, step.window, step.softcap, case.sinks)
     attend_several(out, case.q, case.kv, *how, tiling)
     is_single = torch.tensor([n == 1 for n in case.batch.query_lens for _ in range(n)])
     assert out[is_single.to(device)].isnan().all()
@@ -159,7 +167,7 @@ def check_padding(device: str, tiling: Tiling, parts: int) -> None:
     padded = replace(paged, block_tables=tables, seq_lens=lengths, query_starts=starts)
     q = case.q.expand(3, -1, -1).contiguous()
     out = torch.full_like(q, torch.nan)
-    attend_single(out, q, case.kv, LAYER, padded, 0.15, None, None, tiling, parts)
+    attend_single(out, q, case.kv, LAYER, padded, 0.15, None, None, None, tiling, parts)
     torch.testing.assert_close(out[1:2], case.expected, **TOLERANCES[torch.float32])
     assert not out[0].any()
     assert not out[2].any()

@@ -50,6 +50,7 @@ def steps(draw, max_context=70, new_tokens=(1, 1, 1, 2, 5, 33)):
         "num_threads": draw(st.sampled_from([1, 3])),
         "window": draw(st.sampled_from([None, 1, 7, 64])),
         "softcap": draw(st.sampled_from([None, 1.5])),
+        "has_sinks": draw(st.booleans()),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -132,7 +133,8 @@ def assert_right(level, step):
     backend.place(qkv, num_heads, None, kv, 1, plan)
     assert torch.equal(kv, expected_pool)
 
-    how = (0.3, step["window"], step["softcap"])
+    sinks = torch.randn(num_heads, generator=generator) * 2 if step["has_sinks"] else None
+    how = (0.3, step["window"], step["softcap"], sinks)
     output = backend.attend(qkv, num_heads, kv, 1, plan, *how)
     expected = [
         reference_attention(queries[context:], keys, values, *how)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import ACTIVATIONS
 from engine.kernels.cpu import load_kernels
 from engine.model.backend import TorchBackend
 from tests.engine.test_attention import LEVELS, backend_of, batch_of
@@ -66,7 +67,7 @@ def test_rows_are_normed_each_by_its_own_weight_and_nothing_else_changes(level, 
 
 
 @every_level
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @settings(deadline=None, max_examples=25)
 @given(shape=shapes)
 def test_gates_open_as_torchs_do(level, activation, shape):

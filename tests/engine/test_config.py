@@ -237,7 +237,7 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         ({"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}, "PhiMoE"),
         ({"architectures": ["Phi3SmallForCausalLM"]}, "Phi3Small"),
         ({"architectures": ["Phi4MMForCausalLM"]}, "Phi4MM"),
-        ({"architectures": ["GptOssForCausalLM"]}, "GptOss"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3Next"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2Moe"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),

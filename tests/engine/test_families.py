@@ -79,6 +79,9 @@ def as_transformers_reads(keys):
     has_output_bias = getattr(oracle, "attention_out_bias", has_output_bias)
     if oracle.model_type in ("glm", "glm4"):  # their modules say so
         has_output_bias = False
+    activation = getattr(oracle, "hidden_activation", None) or oracle.hidden_act
+    if oracle.model_type == "gpt_oss":  # whatever its key says
+        activation = "clamped_swiglu"
     return {
         "vocab_size": oracle.vocab_size,
         "hidden_size": oracle.hidden_size,
@@ -92,7 +95,7 @@ def as_transformers_reads(keys):
         "is_tied": oracle.tie_word_embeddings,
         "has_output_bias": has_output_bias,
         "has_mlp_bias": getattr(oracle, "mlp_bias", has_bias),
-        "hidden_act": getattr(oracle, "hidden_activation", None) or oracle.hidden_act,
+        "hidden_act": activation,
         "attention_scale": getattr(oracle, "attention_multiplier", scale),
         "attention_softcap": getattr(oracle, "attn_logit_softcapping", None),
         "logit_softcap": getattr(oracle, "final_logit_softcapping", None),
@@ -211,6 +214,7 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "glm": (True, False, False, None),
         "glm4": (True, False, False, None),
         "ernie4_5": (False, False, False, None),
+        "gpt_oss": (True, True, False, None),
     }
 
 
@@ -285,6 +289,48 @@ PUBLISHED = {
         "rms_norm_eps": 1e-05,
         "rope_theta": 10000.0,
         "vocab_size": 151552,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 200002,
+        "vocab_size": 201088,
     },
     "mixtral-8x7b": {"model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None},
     "qwen3-30b-a3b": {

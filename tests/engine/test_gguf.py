@@ -93,7 +93,7 @@ def test_a_file_says_what_its_checkpoint_says(tmp_path, family):
         assert torch.allclose(found[name], values, rtol=0, atol=shifted), name
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "mxfp4_pairs"])
 def test_blocks_have_the_values_that_the_formats_package_gives(kind):
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (9, 3 * BLOCKS[kind][1]), dtype=np.uint8)

@@ -112,7 +112,7 @@ def test_long_rows_are_cut_where_groups_end(kind):
         assert torch.allclose(linear(x).double(), expected, rtol=2e-5, atol=limit)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "mxfp4_pairs"])
 def test_rows_that_are_looked_up_are_the_formats_values(kind):
     depth = 2 * BLOCKS[kind][0]
     blocks = blocks_of(kind, 9, depth)

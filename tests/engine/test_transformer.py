@@ -11,7 +11,12 @@ from engine.config import ModelConfig
 from engine.model.layers import rope_frequencies
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weights import load_weights
-from tests.checkpoints import load_oracle, make_checkpoint, make_seeing_checkpoint
+from tests.checkpoints import (
+    load_oracle,
+    make_checkpoint,
+    make_seeing_checkpoint,
+    pack_experts,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -74,6 +79,7 @@ VARIANTS = {
     "olmo2 biased": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 14}),
+    "gpt-oss": ("gpt_oss", {}),
     "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
     "qwen3 moe normalized": (
         "qwen3_moe",
@@ -261,7 +267,7 @@ def test_half_precision_stays_near_the_oracles(tmp_path, family, dtype, toleranc
     assert (logits - exact).square().mean() < 1.2 * (expected - exact).square().mean()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_mixture_in_bfloat16_is_as_near_to_float32_as_the_oracle_is(tmp_path, family):
     """Rounding sends some tokens to another expert than float32 does, here as there."""
     folder = make_checkpoint(tmp_path, family, "bfloat16")
@@ -333,6 +339,15 @@ def test_the_language_model_of_a_seeing_checkpoint_is_exact(tmp_path):
     oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(9)
     pool, ids = Pool(model, 16, generator), random_ids(generator, 60)
+    assert_same_predictions(pool.step([(ids, 0, pool.table(60))]), oracle_logits(oracle, ids))
+
+
+def test_experts_as_gpt_oss_publishes_them_are_exact(tmp_path):
+    folder = make_checkpoint(tmp_path, "gpt_oss")
+    pack_experts(folder)
+    oracle = load_oracle(folder)
+    ids = random_ids(torch.Generator().manual_seed(12), 60)
+    pool = Pool(load(folder), 16, torch.Generator().manual_seed(13))
     assert_same_predictions(pool.step([(ids, 0, pool.table(60))]), oracle_logits(oracle, ids))
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.config import ACTIVATIONS
 from engine.model import triton_ops
 from tests.engine.kernel_cases import Rows, check_gated, check_norm, check_norm_rows, check_place
 
@@ -35,7 +36,7 @@ def test_rows_are_normed_each_by_its_own_weight_and_nothing_else_changes(rows):
     check_norm_rows(rows, "cpu")
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @examples
 @given(rows=rows)
 def test_gates_open_as_torchs_do(activation, rows):

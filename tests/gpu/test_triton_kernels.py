@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.config import ACTIVATIONS
 from engine.model.cuda import DeviceLimits
 from engine.model.tiling import several_queries_tiling, single_query_tiling
 from tests.engine.kernel_cases import (
@@ -57,8 +58,8 @@ def test_small_operations_do_what_torchs_do(dim, dtype):
     check_norm(rows, "cuda", is_wide=False, scale=0.22)
     check_norm(rows, "cuda", is_wide=True, scale=1.0)
     check_norm_rows(rows, "cuda")
-    check_gated(rows, "cuda", "silu")
-    check_gated(rows, "cuda", "gelu_pytorch_tanh")
+    for activation in ACTIVATIONS:
+        check_gated(rows, "cuda", activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
