@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from engine.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+MAX_UNFINISHED_TOKENS = 3
+"""An unfinished character in UTF-8."""
 MAX_HELD_TOKENS = 8
-"""Tokens held back at most. An unfinished character is three of them at most; a longer run that
-ends in U+FFFD is cut where its parts, decoded alone, show that no character spans the cut."""
+"""Tokens held back at most. A longer run that ends in U+FFFD is cut before what may yet become a
+character, where its parts, decoded alone, show that no finished character spans the cut."""
 
 
 class Detokenizer:
@@ -84,7 +86,7 @@ class Detokenizer:
     def _settled_size(self) -> int:
         """How many held tokens, from the front, no later token can change."""
         whole = self._text_of(self._held)
-        for size in range(len(self._held) - 1, 0, -1):
+        for size in range(len(self._held) - MAX_UNFINISHED_TOKENS, 0, -1):
             tail = self._tokenizer.decode(self._held[size:])
             if self._text_of(self._held[:size]) + tail == whole:
                 return size

@@ -247,6 +247,12 @@ def test_a_byte_that_breaks_a_run_does_not_take_back_or_repeat_what_was_sent(pie
     assert pieces == ["", "", "\u20ac", "", "\ufffdh", ""]
 
 
+def test_a_full_hold_is_not_cut_inside_a_character_that_may_yet_be_finished(piece_tokenizer):
+    broken, word = [3 + 0x80, 3, 3, 3], piece_tokenizer.vocab_size - 1
+    ids = [*broken, word, *(3 + byte for byte in "\U00010000".encode())]
+    assert "".join(pushed(Detokenizer(piece_tokenizer), ids)).endswith("\U00010000")
+
+
 def test_an_endless_run_of_broken_bytes_is_sent_on_and_not_hoarded(byte_tokenizer):
     broken = byte_tokenizer.encode("\u00ff", False)[:1]
     detokenizer = Detokenizer(byte_tokenizer)
