@@ -16,31 +16,18 @@ from importlib.resources import files
 from pathlib import Path
 
 from appliance.config import ServeConfig
-from appliance.devices.listing import list_gpus
-from appliance.gpu_placement import (
-    attention_for,
-    choose_gpus,
-    installed_torch,
-    place_on_gpu,
-)
+from appliance.gpu_placement import attention_for, installed_torch
 from appliance.models import cache
 from appliance.models.names import HubName
-from appliance.placement import (
-    MIN_BLOCKS,
-    Placement,
-    WorkerPlan,
-    available_cores,
-    available_memory_bytes,
-    place,
-)
+from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan
+from appliance.placement_text import placement_lines
+from appliance.placing import Placing, this_inventory
 from appliance.request import ModelInfo
-from appliance.wanted_workers import ONE_OF_EACH
 from engine.attention_backends import this_machine
 from engine.checkpoint import (
     Checkpoint,
     WeightsLayout,
     arena_layout,
-    choose_dtype,
     packed_layout,
     weights_layout,
 )
@@ -153,8 +140,8 @@ def make_plan(config: ServeConfig) -> Plan:
     )
 
 
-def check_plan(config: ServeConfig) -> str:
-    """The same without making anything; says what would be served.
+def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
+    """The same without making anything; says what would be served, and where.
 
     Raises:
         ConfigError: as make_plan().
@@ -171,7 +158,7 @@ def check_plan(config: ServeConfig) -> str:
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request{attention}{weights}"
-    )
+    ), placement_lines(placement)
 
 
 def model_folder(model: Path | HubName | None) -> Path:
@@ -222,47 +209,13 @@ def check_files(config: ServeConfig) -> None:
 def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
     checkpoint = Checkpoint.open(model_folder(config.model))
-    gpus, about = choose_gpus(config.devices, list_gpus(), installed_torch())
-    if about is not None:
-        log.warning("%s", about)
-    dtype = choose_dtype(
-        config.dtype,
-        checkpoint,
-        has_gpu=bool(gpus),
-        capability=gpus[0].capability if gpus else None,
-    )
-    if checkpoint.folder == STARTER_FOLDER and config.dtype == "auto":
-        dtype = "float32"  # where its greedy output is exactly reproducible
-    if gpus:
-        if config.place != ONE_OF_EACH or config.transport == "peer":
-            raise ConfigError(
-                "blocks cannot move between GPUs yet",
-                where="transport" if config.transport == "peer" else "place",
-                hint="leave it out, or serve with --devices cpu",
-            )
-        placement = place_on_gpu(
-            checkpoint,
-            gpus[0],
-            machine=this_machine(gpus[0].capability),
-            dtype=dtype,
-            roles=config.roles,
-            transport=config.transport,
-            kv_memory_bytes=config.kv_memory_bytes,
-            max_model_len=config.max_model_len,
-            cores=available_cores(),
-        )
-    else:
-        placement = place(
-            checkpoint,
-            dtype=dtype,
-            roles=config.roles,
-            transport="alias" if config.transport == "auto" else config.transport,
-            wanted=config.place,
-            kv_memory_bytes=config.kv_memory_bytes,
-            max_model_len=config.max_model_len,
-            cores=available_cores(),
-            memory_bytes=available_memory_bytes(),
-        )
+    is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
+    placing = Placing(config, checkpoint, this_inventory(), installed_torch(), this_machine())
+    # the starter's greedy output is exactly reproducible in float32
+    placed = placing.place("float32" if is_starter else None)
+    dtype, placement = placed.dtype, placed.placement
+    if placed.about is not None:
+        log.warning("%s", placed.about)
     wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
     if placement.max_model_len < wanted_len:
         log.warning(
@@ -280,58 +233,74 @@ def _setups(
     checkpoint: Checkpoint, dtype: str, placement: Placement, *, has_graphs: bool
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
-    is_on_gpu = any(plan.gpu is not None for plan in placement.workers)
+    places = placement.places
+    if any(link.transport == "peer" and places.home_of(link.to_pool) for link in places.links):
+        raise ConfigError(
+            "blocks cannot be pushed between GPUs yet",
+            where="transport",
+            hint="serve with --transport shm, or name one GPU with --devices",
+        )
     specs, fds = {}, []
-    for pool in placement.places.pools:
+    for pool in places.pools:
         fd = None
-        if not is_on_gpu or pool.tier == "dram":
+        if pool.home is None:
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    layout: WeightsLayout | PanelsLayout | None = None
-    ways = None
-    if not is_on_gpu:
-        layout = packed_layout(checkpoint, dtype)
-        if layout is not None and (ways := _ways()) is None:
-            layout = None
-        if layout is None:
-            layout = _layout(checkpoint, dtype)
-    weights_fd = None
-    if not checkpoint.is_plain:
-        made = layout or arena_layout(checkpoint, dtype)  # which a GPU's worker makes
-        log.info("%s", _in_memory(checkpoint, made, dtype))
-    if layout is not None:
-        weights_fd = _memfd("penstock-weights", layout.num_bytes)
-        fds.append(weights_fd)
+    if not checkpoint.is_plain and all(plan.gpu is not None for plan in placement.workers):
+        # which a GPU's worker makes
+        log.info("%s", _in_memory(checkpoint, arena_layout(checkpoint, dtype), dtype))
+    weights = _weights(checkpoint, dtype, placement)
+    fds += {spec.fd for spec in weights.values()}
     workers = []
-    for index, plan in enumerate(placement.workers):
-        weights = None
-        if layout is not None and weights_fd is not None:
-            weights = WeightsSpec(
-                weights_fd,
-                layout.num_bytes,
-                index,
-                len(placement.workers),
-                is_filled=False,
-                is_packed=ways is not None or isinstance(layout, PanelsLayout),
-                way_starts=[] if ways is None else list(ways.starts),
-                ways=[] if ways is None else list(ways.ways),
-            )
+    for plan in placement.workers:
         setup = Setup(
             worker=plan.name,
             model_dir=str(checkpoint.folder),
             dtype=dtype,
             block_size=placement.block_size,
             pool=specs[plan.pool],
-            weights=weights,
+            weights=weights.get(plan.name),
             cpus=list(plan.cpus),
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
-            other_pools=[specs[name] for name in placement.places.copied_by(plan.name)],
+            other_pools=[specs[name] for name in places.copied_by(plan.name)],
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _weights(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
+    """Converted weights for the workers on cores, who share one arena; none: files are mapped."""
+    names = [plan.name for plan in placement.workers if plan.gpu is None]
+    if not names:
+        return {}
+    layout: WeightsLayout | PanelsLayout | None = packed_layout(checkpoint, dtype)
+    ways = None
+    if layout is not None and (ways := _ways()) is None:
+        layout = None
+    if layout is None:
+        layout = _layout(checkpoint, dtype)
+    if not checkpoint.is_plain:
+        made = layout or arena_layout(checkpoint, dtype)
+        log.info("%s", _in_memory(checkpoint, made, dtype))
+    if layout is None:
+        return {}
+    fd = _memfd("penstock-weights", layout.num_bytes)
+    return {
+        name: WeightsSpec(
+            fd,
+            layout.num_bytes,
+            index,
+            len(names),
+            is_filled=False,
+            is_packed=ways is not None or isinstance(layout, PanelsLayout),
+            way_starts=[] if ways is None else list(ways.starts),
+            ways=[] if ways is None else list(ways.ways),
+        )
+        for index, name in enumerate(names)
+    }
 
 
 def _layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | PanelsLayout | None:
@@ -358,7 +327,7 @@ def _in_memory(checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dty
 def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:
     if plan.gpu is None:
         return None
-    is_shared = len(placement.workers) > 1
+    is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
     return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared)
 
 

@@ -148,7 +148,7 @@ def _model(found: config.ServeConfig) -> Finding:
 
         hint = "serve downloads it first, or penstock models pull does"
         return Finding("model", "note", in_a_sentence(found.model), hint)
-    about, folder = check_plan(found), model_folder(found.model)
+    (about, _), folder = check_plan(found), model_folder(found.model)
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling)}", advice)

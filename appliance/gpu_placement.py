@@ -1,9 +1,8 @@
-"""Which GPUs serve, and what each worker does on them.
+"""Which GPUs serve, and what each worker does on one.
 
 On one GPU both phases are one worker's unless roles or a transport are asked for: two processes
 take turns on it, and what they gain by not waiting for each other's steps has to be measured first.
-Asked for, they share weights and pool, or, if that is asked for, copy blocks by way of the host. A
-second GPU is left alone until blocks can move between two of them.
+Asked for, they share weights and pool, or, if that is asked for, copy blocks by way of the host.
 Owns: nothing; pure.
 Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
 Never: asks a driver (devices does), allocates.
@@ -11,9 +10,11 @@ Never: asks a driver (devices does), allocates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 
 from appliance.devices.listing import Gpu
+from appliance.models.fits import GPU_OVERHEAD_BYTES
 from appliance.placement import (
     MIN_BLOCKS,
     MIN_COPIED_BLOCKS,
@@ -22,15 +23,11 @@ from appliance.placement import (
     pool_counts,
     split_cores,
 )
+from appliance.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
 from engine.attention_backends import Choice, Machine, Needs, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.places import COLOCATED, DECODE, PREFILL, Places, make_places
-
-GPU_STEP_TOKENS = 4096
-"""Prompt tokens in a step: where a GPU's matrix products are near their best rate."""
-MAX_SEQUENCES = 256
-"""Of full length; a pool with room for more than can run at once is of no use."""
 
 WORKER_BYTES = 4 << 30
 """That a worker may need beside weights and pool: its context, libraries, steps and graphs."""
@@ -41,6 +38,8 @@ def choose_gpus(
 ) -> tuple[list[Gpu], str | None]:
     """The GPUs to serve on, none for the CPU, and what the operator should be told.
 
+    Without being told, all that are like the largest: pools of one daemon have one layout.
+
     Args:
         asked: `auto`, `cpu`, or GPUs by name with commas.
         found: by the driver.
@@ -49,52 +48,67 @@ def choose_gpus(
     Raises:
         ConfigError: a GPU is asked for that is not there, or that torch could not use.
     """
-    if asked == "cpu":
+    if asked == "cpu" or (asked == "auto" and not found):
         return [], None
-    is_cpu_build = torch_version is None or torch_version.endswith("+cpu")
-    names = [gpu.name for gpu in found]
-    if asked == "auto":
-        if not found:
-            return [], None
-        if is_cpu_build:
-            about = f"{', '.join(names)} not used: torch {torch_version} is built for the CPU"
-            return [], about
-        usable = [gpu for gpu in found if gpu.obstacle is None]
-        passed_over = "; ".join(f"{g.name} not used: {g.obstacle}" for g in found if g.obstacle)
-        if not usable:
-            return [], passed_over
-        gpus, others = _first(usable)
-        return gpus, "; ".join(filter(None, (passed_over, others))) or None
-    wanted = asked.split(",")
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        raise ConfigError(
-            f"there is no {', '.join(missing)}",
-            where="devices",
-            hint=f"there is {', '.join(names) or 'no GPU with a driver'}; penstock devices",
-        )
-    if is_cpu_build:
+    if asked != "auto":
+        return name_gpus(asked.split(","), found, torch_version, where="devices"), None
+    if _is_for_cpu(torch_version):
+        names = ", ".join(gpu.name for gpu in found)
+        return [], f"{names} not used: torch {torch_version} is built for the CPU"
+    free = [gpu for gpu in found if gpu.obstacle is None]
+    reasons = [f"{gpu.name} not used: {gpu.obstacle}" for gpu in found if gpu.obstacle]
+    if free:
+        best = max(free, key=lambda gpu: gpu.memory_bytes)
+        others = [gpu for gpu in free if gpu.model != best.model]
+        reasons += [f"{gpu.name} not used: it is no {best.model}" for gpu in others]
+        free = [gpu for gpu in free if gpu.model == best.model]
+    return free, "; ".join(reasons) or None
+
+
+def name_gpus(
+    names: Sequence[str], found: list[Gpu], torch_version: str | None, where: str
+) -> list[Gpu]:
+    """Those that an operator names, as often as they are named differently.
+
+    Args:
+        names: as readings have them, by CUDA's number (`cuda:0`), or by the beginning of a UUID.
+        found: by the driver.
+        torch_version: as installed; None if it is not.
+        where: the setting that names them.
+
+    Raises:
+        ConfigError: one is not there, or torch could not use it.
+    """
+    there = ", ".join(gpu.name for gpu in found) or "no GPU with a driver"
+    chosen = []
+    for name in dict.fromkeys(names):
+        matching = [gpu for gpu in found if _is_called(gpu, name)]
+        if len(matching) != 1:
+            what = "several are called" if matching else "there is no"
+            hint = f"there is {there}; penstock devices"
+            raise ConfigError(f"{what} {name}", where=where, hint=hint)
+        chosen += matching
+    if _is_for_cpu(torch_version):
         raise ConfigError(
             f"torch {torch_version} is built for the CPU",
-            where="devices",
+            where=where,
             hint="install torch for CUDA, or serve with --devices cpu",
         )
-    chosen = [gpu for gpu in found if gpu.name in wanted]
     for gpu in chosen:
         if gpu.obstacle is not None:
-            raise ConfigError(
-                f"{gpu.name}: {gpu.obstacle}",
-                where="devices",
-                hint="name another; penstock devices",
-            )
-    return _first(chosen)
+            about = f"{gpu.name}: {gpu.obstacle}"
+            raise ConfigError(about, where=where, hint="name another; penstock devices")
+    return chosen
 
 
-def _first(gpus: list[Gpu]) -> tuple[list[Gpu], str | None]:
-    if len(gpus) == 1:
-        return gpus, None
-    others = ", ".join(gpu.name for gpu in gpus[1:])
-    return gpus[:1], f"{others} not used: blocks cannot move between GPUs yet"
+def _is_called(gpu: Gpu, name: str) -> bool:
+    if name.startswith("cuda:"):
+        return gpu.cuda_index == int(name.removeprefix("cuda:"))
+    return gpu.name == name or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
+
+
+def _is_for_cpu(torch_version: str | None) -> bool:
+    return torch_version is None or torch_version.endswith("+cpu")
 
 
 def installed_torch() -> str | None:
@@ -110,6 +124,11 @@ def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> Choic
     return choose_attention(Needs.of(checkpoint.config, dtype), machine)
 
 
+def _room_of_one(checkpoint: Checkpoint, gpu: Gpu) -> int:
+    """Bytes that a pool has beside the weights, at most; it is made when steps have been run."""
+    return gpu.memory_bytes - checkpoint.num_bytes - GPU_OVERHEAD_BYTES
+
+
 def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
     """Bytes for pools where each of two workers has weights of its own; each checks it again."""
     return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
@@ -119,7 +138,7 @@ def _places(*, has_two: bool, is_copied: bool) -> Places:
     if not has_two:
         return make_places([COLOCATED], [COLOCATED], "alias", home=COLOCATED)
     if is_copied:
-        return make_places([PREFILL], [DECODE], "shm", pools_are_workers=True)
+        return make_places([PREFILL], [DECODE], "shm", in_workers=(PREFILL, DECODE))
     return make_places([PREFILL], [DECODE], "alias", home=DECODE)
 
 
@@ -151,7 +170,7 @@ def place_on_gpu(
     useful = -(-wanted_len // block_size) * MAX_SEQUENCES + 1
     has_two = roles not in {"auto", "colocated"} or (roles == "auto" and transport != "auto")
     is_copied = has_two and transport == "shm"
-    room = kv_memory_bytes or (_room_of_two(checkpoint, gpu) if is_copied else gpu.memory_bytes)
+    room = kv_memory_bytes or (_room_of_two if is_copied else _room_of_one)(checkpoint, gpu)
     num_blocks = min(room // block_bytes, useful)
     min_blocks = MIN_COPIED_BLOCKS if is_copied else MIN_BLOCKS
     if num_blocks < min_blocks:
@@ -177,4 +196,14 @@ def place_on_gpu(
         max_model_len=wanted_len,
         max_step_tokens=GPU_STEP_TOKENS,
         block_size=block_size,
+        reasons=(_why(gpu, has_two=has_two, is_copied=is_copied),),
     )
+
+
+def _why(gpu: Gpu, *, has_two: bool, is_copied: bool) -> str:
+    if not has_two:
+        return (
+            f"one worker on {gpu.name}: two processes on a GPU take turns; --roles static makes two"
+        )
+    how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
+    return f"two workers on {gpu.name} were asked for, and {how}"

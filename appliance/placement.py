@@ -9,12 +9,14 @@ Never: starts a process, allocates memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from appliance import cgroups
+from appliance.devices.inventory import Node
 from appliance.devices.listing import Gpu
 from appliance.wanted_workers import WantedWorkers
 from engine.blocks import BlockPool
@@ -47,6 +49,8 @@ class WorkerPlan:
     gpu: Gpu | None = None
     shares: str | None = None
     """As GpuSpec has it."""
+    node: int | None = None
+    """The NUMA node that its pool and weights are to be on; None: wherever."""
 
     @property
     def device(self) -> str:
@@ -64,6 +68,8 @@ class Placement:
     max_model_len: int
     max_step_tokens: int = CPU_STEP_TOKENS
     block_size: int = BLOCK_SIZE
+    reasons: tuple[str, ...] = ()
+    """For what was chosen, in words."""
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""
@@ -130,10 +136,13 @@ def place(
     wanted: WantedWorkers,
     kv_memory_bytes: int | None,
     max_model_len: int | None,
-    cores: list[int],
+    nodes: tuple[Node, ...],
     memory_bytes: int,
 ) -> Placement:
     """Choose workers, cores, pools and the model length.
+
+    Workers on several NUMA nodes have pool and weights on their own, and blocks are copied between
+    (`peer`), unless another transport is asked for.
 
     Raises:
         ConfigError: the KV memory does not hold a single useful sequence.
@@ -146,12 +155,18 @@ def place(
     full_length_bytes = -(-wanted_len // BLOCK_SIZE) * block_bytes
     kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
     num_blocks = kv_memory_bytes // block_bytes
+    cores = sorted(core for node in nodes for core in node.cores)
+    node_of: dict[str, int] = {}
     if roles == "colocated":
         places = make_places([COLOCATED], [COLOCATED], "alias")
         cores_of = {COLOCATED: tuple(cores)}
     else:
-        places = make_places(*wanted.names, transport)
-        cores_of = wanted.cores(cores)
+        wanted, cores_of = _cores_by_node(wanted, nodes, transport) or (wanted, wanted.cores(cores))
+        node_of = _nodes_of(cores_of, nodes) if transport != "alias" else {}
+        if transport == "auto":
+            transport = "peer" if node_of else "alias"
+        buses = {name: f"node{node}" for name, node in node_of.items()} or None
+        places = make_places(*wanted.names, transport, buses=buses)
     counts = pool_counts(places, num_blocks, block_bytes)
     places = places.with_pools(counts)
     held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
@@ -167,16 +182,61 @@ def place(
         )
     return Placement(
         places=places,
-        workers=tuple(WorkerPlan(w.name, cores_of[w.name], w.pool) for w in places.workers),
+        workers=tuple(
+            WorkerPlan(w.name, cores_of[w.name], w.pool, node=node_of.get(w.name))
+            for w in places.workers
+        ),
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
+        reasons=tuple(_reasons(places, nodes, node_of)),
     )
+
+
+def _cores_by_node(
+    wanted: WantedWorkers, nodes: tuple[Node, ...], transport: str
+) -> tuple[WantedWorkers, dict[str, tuple[int, ...]]] | None:
+    """A worker for each NUMA node, if nobody says otherwise and there are several; or None."""
+    if len(nodes) == 1 or not wanted.is_auto or transport == "alias":
+        return None
+    num_decode = len(nodes) // 2
+    each = wanted.of_each(len(nodes) - num_decode, num_decode)
+    names = [name for role in each.names for name in role]
+    return each, {name: node.cores for name, node in zip(names, nodes, strict=True)}
+
+
+def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> dict[str, int]:
+    """The node of each worker, if each is within one and they are on several; or none."""
+    found = {
+        name: node.number
+        for name, cpus in cores_of.items()
+        for node in nodes
+        if set(cpus) <= set(node.cores)
+    }
+    is_of_use = len(found) == len(cores_of) and len(set(found.values())) > 1
+    return found if is_of_use else {}
+
+
+def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
+    if node_of:
+        each = ", ".join(f"{name} on node {node}" for name, node in node_of.items())
+        yield f"{len(set(node_of.values()))} NUMA nodes: a worker and a pool for each ({each})"
+    elif len(nodes) > 1:
+        yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
+    if places.transport == "alias" and not places.is_colocated:
+        yield "alias: workers on one memory share a pool, and no block is copied"
+    elif places.transport is not None:
+        yield f"every pair by {places.transport}, within the host's memory"
+
+
+def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
+    """Of the host's memory for KV when nobody says how much."""
+    useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
+    return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
 
 
 def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: int) -> int:
     if asked is None:
-        useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
-        return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
+        return default_kv_bytes(full_length_bytes, memory_bytes)
     if asked > memory_bytes:
         raise ConfigError(
             f"{asked} bytes of KV memory, but only {memory_bytes} are available",

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from appliance.wanted_workers import GPU_NAME
+
 LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
 _SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
-_GPUS = re.compile(r"gpu\d{1,3}(?:,gpu\d{1,3})*")
 _MIN_BYTES = 1 << 20
 _GONE = {
     "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
@@ -97,8 +98,8 @@ def names(value: object) -> tuple[str, ...]:
 def some_devices(value: object) -> str:
     """auto, cpu, or GPUs by their names."""
     text = str(value).replace(" ", "")
-    if text not in {"auto", "cpu"} and not _GPUS.fullmatch(text):
-        raise ValueError("auto, cpu, or GPUs by name, such as gpu0")
+    if text not in {"auto", "cpu"} and not all(map(GPU_NAME.fullmatch, text.split(","))):
+        raise ValueError("auto, cpu, or GPUs by name, such as gpu0, cuda:1 or MIG-...")
     return text
 
 

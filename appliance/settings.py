@@ -61,13 +61,14 @@ SETTINGS: Mapping[str, Setting] = {
     "roles": Setting(
         one_of("auto", *ROLES),
         "workers: elastic lets each do what pays, static has one for each phase, colocated one; "
-        "auto is elastic on CPU cores and colocated on a GPU",
+        "auto is elastic, and colocated on a single GPU",
     ),
     "place": Setting(
         parse_place,
-        "workers by role: 2x1, or their cores as 'prefill=0,1 decode=2-3'; auto is one of each",
+        "workers by role: 2x1, or their cores or GPUs as 'prefill=cuda:0 decode=cuda:1,2-3'; auto is "
+        "one of each, or one for each GPU or NUMA node",
     ),
-    "devices": Setting(some_devices, "what to serve on: auto, cpu, or a GPU by name, as gpu0"),
+    "devices": Setting(some_devices, "what to serve on: auto, cpu, or GPUs by name, as gpu0"),
     "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
     "slo_ttft_ms": Setting(
         at_least(0, "milliseconds"),

@@ -4,14 +4,14 @@ Two workers or five, one pool or one each, are values of these records, not code
 and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
 into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
 Owns: nothing; made once at start, by make_places().
-Invariant: from each worker that prefills to each that decodes there is one link, and all links have
-the same transport; every hop is made by the worker of one of its pools.
+Invariant: from each worker that prefills to each that decodes there is one link, and each has a
+transport of its own; every hop is made by the worker of one of its pools.
 Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,8 +117,8 @@ class Places:
 
     @property
     def transport(self) -> str | None:
-        """That of all links; None: nothing is handed over."""
-        return self.links[0].transport if self.links else None
+        """That of all links, or several with a plus between; None: nothing is handed over."""
+        return "+".join(sorted({link.transport for link in self.links})) or None
 
     def pool_of(self, worker: str) -> str:
         """Where a worker's sequences have their blocks."""
@@ -165,10 +165,10 @@ class Places:
 def make_places(
     prefill: Sequence[str],
     decode: Sequence[str],
-    transport: str,
+    transport: str | Mapping[tuple[str, str], str],
     *,
     home: str | None = None,
-    pools_are_workers: bool = False,
+    in_workers: Collection[str] = (),
     buses: dict[str, str] | None = None,
 ) -> Places:
     """Workers by role with their pools and links; sizes of pools are with_pools()'.
@@ -176,9 +176,9 @@ def make_places(
     Args:
         prefill: names of the workers that prefill.
         decode: those that decode; one that is in both is colocated.
-        transport: `alias`, `peer` or `shm`.
+        transport: `alias`, `peer` or `shm`; or `peer` or `shm` for each pair of them.
         home: with `alias`, the worker in whose memory the pool is; None: the daemon's.
-        pools_are_workers: with `peer` and `shm`, each pool is in its worker's memory.
+        in_workers: with `peer` and `shm`, those whose pools are in their own memory.
         buses: memory bus by worker; None: all share one.
     """
     names = list(dict.fromkeys([*prefill, *decode]))
@@ -193,12 +193,13 @@ def make_places(
         )
         for name in names
     )
-    homes = {SHARED: home} if is_shared else {n: n if pools_are_workers else None for n in names}
+    homes = {SHARED: home} if is_shared else {n: n if n in in_workers else None for n in names}
     pools = [Pool(name, "device", at, 0) for name, at in homes.items()]
-    if transport == "shm" and not is_shared:
-        pools.append(Pool(RING, "dram", None, 0))
     pairs = [(p, d) for p in prefill for d in decode if p != d]
-    links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], transport) for p, d in pairs)
+    by_pair = dict.fromkeys(pairs, transport) if isinstance(transport, str) else transport
+    if "shm" in by_pair.values() and not is_shared:
+        pools.append(Pool(RING, "dram", None, 0))
+    links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], by_pair[p, d]) for p, d in pairs)
     return Places(workers, tuple(pools), tuple(links))
 
 

@@ -98,7 +98,8 @@ def _check(settings: config.ServeConfig) -> None:
         terminal.note(f"penstock: {printable(sentence)}")
     AccessPolicy.from_config(settings)
     check_others(settings)
-    terminal.write(f"{check_plan(settings)}\n")
+    sentence, where = check_plan(settings)
+    terminal.write("".join(f"{line}\n" for line in (sentence, *where)))
 
 
 def cancel(

@@ -1,67 +1,29 @@
-"""The verbs on the machine: doctor, devices.
+"""The verb doctor.
 
-Owns: how findings and devices are listed.
+Owns: how findings are listed.
 Invariant: doctor ends with 8 if something was bad, else with 0.
 Never: looks at anything itself.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Host, Output
-from appliance.cli.text import DASH, count, in_unit, size, word
 
 BAD_EXIT_CODE = 8
-_READING_S = 0.25
-"""Between two readings of an energy counter; power is their difference."""
-
-
-def _reasons(value: Any) -> str:
-    return DASH if value is None else word(", ".join(value) or "no")
-
-
-def _per_s(value: float | None) -> str:
-    return DASH if value is None else f"{size(value)}/s"
-
 
 _FINDINGS = (
     Column("CHECK", "check"),
     Column("VERDICT", "verdict"),
     Column("FOUND", "found"),
     Column("WHAT TO DO", "hint"),
-)
-_DEVICES = (
-    Column("DEVICE", "name"),
-    Column("KIND", "kind"),
-    Column("POWER", "power_w", in_unit("W")),
-    Column("LIMIT", "power_limit_w", in_unit("W")),
-    Column("TEMP", "temperature_c", in_unit("C")),
-    Column("CLOCK", "clock_mhz", in_unit("MHz")),
-    Column("BUSY", "utilization_ratio", in_unit("%", 100)),
-    Column("MEMORY", "memory_used_bytes", size),
-    Column("OF", "memory_total_bytes", size),
-    Column("THROTTLED", "throttle_reasons", _reasons),
-    Column("XID", "last_xid", count),
-    Column("POWER BY", "power_source", is_wide=True),
-    Column("NOW", "power_instant_w", in_unit("W"), is_wide=True),
-    Column("MEM CLOCK", "memory_clock_mhz", in_unit("MHz"), is_wide=True),
-    Column("SM", "sm_ratio", in_unit("%", 100), is_wide=True),
-    Column("TENSOR", "tensor_ratio", in_unit("%", 100), is_wide=True),
-    Column("MEM BW", "memory_bandwidth_ratio", in_unit("%", 100), is_wide=True),
-    Column("PCIE IN", "pcie_rx_bytes_per_s", _per_s, is_wide=True),
-    Column("PCIE OUT", "pcie_tx_bytes_per_s", _per_s, is_wide=True),
-    Column("NVLINK IN", "nvlink_rx_bytes_per_s", _per_s, is_wide=True),
-    Column("NVLINK OUT", "nvlink_tx_bytes_per_s", _per_s, is_wide=True),
-    Column("MODEL", "model", is_wide=True),
-    Column("UUID", "uuid", is_wide=True),
 )
 
 
@@ -100,19 +62,3 @@ def doctor(
         terminal.write(terminal.listing("doctor", _FINDINGS, output).render(rows))
     if any(row["verdict"] == "bad" for row in rows):
         raise typer.Exit(BAD_EXIT_CODE)
-
-
-def devices(output: Output = Format.TABLE) -> None:
-    """List what computes here and what it reports of itself; - is not reported."""
-    import msgspec
-
-    from appliance.devices.machine import Devices
-    from appliance.placement import available_cores
-    from appliance.protocol import DeviceFrame
-
-    machine = Devices.of_machine()
-    machine.read(time.monotonic_ns())
-    time.sleep(_READING_S)
-    cores = DeviceFrame(name=f"cores {', '.join(map(str, available_cores()))}", kind="cpu")
-    rows = msgspec.to_builtins([*machine.read(time.monotonic_ns()), cores])
-    terminal.write(terminal.listing("devices", _DEVICES, output).render(rows))

@@ -50,7 +50,7 @@ VERBS: Mapping[str, str] = {
     "whoami": "look",
     "install-service": "install",
     "doctor": "doctor",
-    "devices": "doctor",
+    "devices": "devices",
     "version": "look",
     "completion": "completion",
     "dial-stdio": "control",

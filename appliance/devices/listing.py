@@ -31,6 +31,20 @@ class Gpu:
     obstacle: str | None = None
     """Why no process can compute on it; None: one can."""
     free_bytes: int | None = None
+    cuda_index: int | None = None
+    """CUDA's number of it, which goes by what it is told to see; None: CUDA does not see it."""
+    node: int | None = None
+    """The NUMA node that it is near; None: the driver does not say."""
+
+    @property
+    def is_instance(self) -> bool:
+        """True of a part of a GPU that MIG has divided."""
+        return self.uuid.startswith("MIG-")
+
+    @property
+    def board(self) -> str:
+        """The whole GPU's name: its own, or that of the one that it is a part of."""
+        return self.name.partition("/")[0]
 
 
 def list_gpus(
@@ -61,7 +75,9 @@ def list_gpus(
     seen = _seen(gpus, visible)
     about = f"{_VISIBLE} hides it"
     return [
-        gpu if gpu.uuid in seen or gpu.obstacle is not None else replace(gpu, obstacle=about)
+        replace(gpu, cuda_index=seen.index(gpu.uuid))
+        if gpu.uuid in seen and gpu.obstacle is None
+        else replace(gpu, obstacle=gpu.obstacle or about)
         for gpu in gpus
     ]
 
@@ -74,7 +90,8 @@ def _listed(nvml: Nvml, name: str, handle: Any) -> Gpu | None:
     capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
     known = None if capability is None else (capability[0], capability[1])
     free_bytes = getattr(memory, "free", None)
-    return Gpu(name, model, uuid, memory.total, known, free_bytes=free_bytes)
+    node = nvml.node(handle)
+    return Gpu(name, model, uuid, memory.total, known, free_bytes=free_bytes, node=node)
 
 
 def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:
@@ -83,14 +100,14 @@ def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:
         part = nvml.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
         found = None if part is None else _listed(nvml, f"{gpu.name}/mig{index}", part)
         if found is not None:
-            yield replace(found, capability=gpu.capability)
+            yield replace(found, capability=gpu.capability, node=gpu.node)
 
 
-def _seen(gpus: list[Gpu], visible: str | None) -> set[str]:
-    """UUIDs of those that CUDA sees: up to the first name that it does not know."""
+def _seen(gpus: list[Gpu], visible: str | None) -> list[str]:
+    """UUIDs of those that CUDA sees, in its order: up to the first name that it does not know."""
     if visible is None:
-        return {gpu.uuid for gpu in gpus}
-    seen: set[str] = set()
+        return [gpu.uuid for gpu in gpus if gpu.obstacle is None]
+    seen: list[str] = []
     for name in visible.split(","):
         name = name.strip()
         matching = [
@@ -100,5 +117,5 @@ def _seen(gpus: list[Gpu], visible: str | None) -> set[str]:
         ]
         if len(matching) != 1:
             break
-        seen.update(matching)
+        seen += matching
     return seen

@@ -8,6 +8,7 @@ Never: changes a clock, a limit or a mode; blocks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,19 @@ MEMORY_V2 = 0x2000028
 FIELD_POWER_INSTANT = 186
 FIELD_PCIE_TX_BYTES = 197
 FIELD_PCIE_RX_BYTES = 198
+FIELD_NVLINK_MB_PER_S = 90
+"""Of each active link, one way."""
 FIELD_NVLINK_TX_KIB = 138
 FIELD_NVLINK_RX_KIB = 139
 ALL_LINKS = 0xFFFFFFFF
 """As the scope of a field that is about a link."""
+P2P_READ, P2P_WRITE = 0, 1
 _XID_CRITICAL_ERROR = 0x8
+_MAX_NVLINKS = 36
+_REMOTE_GPU, _REMOTE_SWITCH = 0, 2
+_AFFINITY_OF_NODE = 0
+_NODE_WORDS = 4
+"""Of 64 bits each, for the numbers of NUMA nodes."""
 _MAX_EVENTS = 16
 _VALUES = (
     ("dVal", 64),
@@ -48,6 +57,20 @@ class Field(NamedTuple):
     """Its width: where it wraps, if it is a counter."""
 
 
+PciAddress = tuple[int, int, int]
+"""Domain, bus, device."""
+
+
+class NvLinks(NamedTuple):
+    """Active NVLinks of a GPU."""
+
+    to_switches: int
+    by_gpu: Counter[PciAddress]
+    """Those that end at another GPU, by its address."""
+    bytes_per_s: float | None
+    """Of one link, one way; None: not reported."""
+
+
 class Nvml:
     """The library.
 
@@ -69,6 +92,44 @@ class Nvml:
         """Several fields in one call, in the order of `ids`."""
         found = self.ask("nvmlDeviceGetFieldValues", device, list(ids))
         return [None] * len(ids) if found is None else [_field(each) for each in found]
+
+    def address(self, device: Any) -> PciAddress | None:
+        """Where a GPU is on the PCI bus."""
+        found = self.ask("nvmlDeviceGetPciInfo", device)
+        return None if found is None else (found.domain, found.bus, found.device)
+
+    def nvlinks(self, device: Any) -> NvLinks:
+        """Those that are up, by where they end."""
+        to_switches, by_gpu = 0, Counter[PciAddress]()
+        for link in range(_MAX_NVLINKS):
+            if not self.ask("nvmlDeviceGetNvLinkState", device, link):
+                continue
+            kind = self.ask("nvmlDeviceGetNvLinkRemoteDeviceType", device, link)
+            remote = self.ask("nvmlDeviceGetNvLinkRemotePciInfo", device, link)
+            if kind == _REMOTE_SWITCH:
+                to_switches += 1
+            elif kind in (_REMOTE_GPU, None) and remote is not None:
+                by_gpu[remote.domain, remote.bus, remote.device] += 1
+        (speed,) = self.fields(device, [FIELD_NVLINK_MB_PER_S])
+        rate = None if speed is None or not speed.value else speed.value * 1e6
+        return NvLinks(to_switches, by_gpu, rate)
+
+    def can_reach(self, one: Any, other: Any) -> bool | None:
+        """True if each may read and write the other's memory; None: the driver does not say."""
+        states = [
+            self.ask("nvmlDeviceGetP2PStatus", *pair, caps)
+            for pair in ((one, other), (other, one))
+            for caps in (P2P_READ, P2P_WRITE)
+        ]
+        if any(state not in (0, None) for state in states):
+            return False
+        return None if None in states else True
+
+    def node(self, device: Any) -> int | None:
+        """The NUMA node whose memory a GPU is nearest to; None: not reported, or several are."""
+        words = self.ask("nvmlDeviceGetMemoryAffinity", device, _NODE_WORDS, _AFFINITY_OF_NODE)
+        mask = sum(int(word) << 64 * place for place, word in enumerate(words or ()))
+        return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
     def xid_events(self, device: Any) -> Any:
         """What newest_xid() asks; None where critical errors are not told."""

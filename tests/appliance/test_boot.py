@@ -6,6 +6,7 @@ import pytest
 
 from appliance.boot import check_plan, lock_state_dir, make_plan
 from appliance.config import ServeConfig
+from appliance.devices.inventory import Inventory
 from appliance.devices.listing import Gpu
 from engine.checkpoint import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
@@ -84,7 +85,8 @@ def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     found = Gpu("gpu0", "Test", "GPU-0", 16 << 30)
-    monkeypatch.setattr("appliance.boot.list_gpus", lambda: [found])
+    machine = Inventory((found,), memory_bytes=8 << 30)
+    monkeypatch.setattr("appliance.boot.this_inventory", lambda: machine)
     monkeypatch.setattr("appliance.boot.installed_torch", lambda: "2.11.0+cu130")
     return found
 
@@ -118,17 +120,17 @@ def test_two_workers_on_a_gpu_that_copy_inherit_nothing_but_the_ring(plan_of, gp
 
 
 def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_path):
-    assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))
+    assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))[0]
     on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
-    assert "attention" not in check_plan(on_cores)
+    assert "attention" not in check_plan(on_cores)[0]
 
 
 def test_what_becomes_of_quantised_weights_is_said_beforehand(gpu, tiny_llama, tmp_path):
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
-    on_cores = check_plan(config(tmp_path, model=path, devices="cpu"))
+    on_cores, _ = check_plan(config(tmp_path, model=path, devices="cpu"))
     assert "weights are mostly q8_0 in the file" in on_cores
     assert ("quantised as they are" in on_cores) == has_kernels()
-    assert "widened to bfloat16 at start" in check_plan(config(tmp_path, model=path))
+    assert "widened to bfloat16 at start" in check_plan(config(tmp_path, model=path))[0]
 
 
 def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):

@@ -341,7 +341,7 @@ def test_finding_the_socket_imports_nothing_slow() -> None:
     assert ended.stdout.strip() == "[]", ended.stderr
 
 
-@pytest.mark.parametrize("devices", ["auto", "cpu", "gpu0", "gpu0, gpu1"])
+@pytest.mark.parametrize("devices", ["auto", "cpu", "gpu0", "gpu0, gpu1", "cuda:1,MIG-5eed"])
 def test_devices_are_auto_the_cpu_or_gpus_by_name(devices):
     assert load({"devices": devices}, {}).devices == devices.replace(" ", "")
 

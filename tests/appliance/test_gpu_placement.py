@@ -6,7 +6,7 @@ import pytest
 
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
-from appliance.gpu_placement import GPU_STEP_TOKENS, choose_gpus, place_on_gpu
+from appliance.gpu_placement import GPU_STEP_TOKENS, choose_gpus, name_gpus, place_on_gpu
 from appliance.placement import BLOCK_SIZE
 from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint, choose_dtype
@@ -30,11 +30,24 @@ def test_a_gpu_is_used_where_torch_can():
     assert choose_gpus("cpu", GPUS, CUDA) == ([], None)
 
 
-def test_of_two_gpus_the_first_that_is_asked_for_serves_and_the_other_is_named():
-    gpus, about = choose_gpus("auto", GPUS, CUDA)
-    assert gpus == GPUS[:1]
-    assert "gpu1 not used" in about
+def test_all_gpus_of_a_kind_serve_and_others_are_named():
+    assert choose_gpus("auto", GPUS, CUDA) == (GPUS, None)
+    small = replace(GPUS[0], model="Another", memory_bytes=2 << 30)
+    gpus, about = choose_gpus("auto", [small, GPUS[1]], CUDA)
+    assert gpus == GPUS[1:]
+    assert about == "gpu0 not used: it is no Test"
     assert choose_gpus("gpu1", GPUS, CUDA) == (GPUS[1:], None)
+    assert choose_gpus("gpu1,gpu0", GPUS, CUDA) == ([GPUS[1], GPUS[0]], None)
+
+
+def test_a_gpu_is_named_by_cudas_number_or_by_its_uuid():
+    numbered = [replace(GPUS[0], obstacle="hidden"), replace(GPUS[1], cuda_index=0)]
+    for name in ("cuda:0", "gpu1", "GPU-1"):
+        assert name_gpus([name], numbered, CUDA, "place") == numbered[1:]
+    with pytest.raises(ConfigError, match="several are called GPU-"):
+        name_gpus(["GPU-"], GPUS, CUDA, "place")
+    with pytest.raises(ConfigError, match="there is no cuda:1"):
+        name_gpus(["cuda:1"], numbered, CUDA, "place")
 
 
 @pytest.mark.parametrize(("found", "torch"), [(GPUS[:1], CUDA), (GPUS, CPU), ([], CUDA)])
@@ -91,6 +104,8 @@ def test_what_cuda_would_not_see_is_hidden(visible, used):
         gpu.uuid = f"GPU-{index}"
     listed = list_gpus(Nvml(FakeMachine(*gpus)), visible=visible)
     assert [gpu.name for gpu in listed if gpu.obstacle is None] == used
+    order = [gpu.name for gpu in sorted(listed, key=lambda gpu: gpu.cuda_index or 0)]
+    assert visible != "2,0" or order.index("gpu2") < order.index("gpu0")
     assert len(listed) == 3
 
 
@@ -212,9 +227,12 @@ class FakeNvml:
     def nvmlDeviceGetMigMode(self, _handle):  # noqa: N802
         return [0, 0]
 
+    def nvmlDeviceGetMemoryAffinity(self, _handle, _size, _scope):  # noqa: N802
+        raise self.NVMLError("not supported")
+
     def nvmlDeviceGetMemoryInfo(self, handle, _version):  # noqa: N802
         return type("Memory", (), {"total": 16 << 30})()
 
 
 def test_gpus_that_answer_are_listed_by_the_names_of_their_readings():
-    assert list_gpus(Nvml(FakeNvml())) == [GPUS[1]]
+    assert list_gpus(Nvml(FakeNvml()), visible=None) == [replace(GPUS[1], cuda_index=0)]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.devices.inventory import Node
 from appliance.placement import (
     BLOCK_SIZE,
     available_cores,
@@ -23,7 +24,7 @@ def checkpoint(tiny_llama):
     return Checkpoint.open(tiny_llama)
 
 
-def plan(checkpoint, **changes):
+def plan(checkpoint, cores=(0, 1, 2), nodes=(), **changes):
     options = {
         "dtype": "float32",
         "roles": "static",
@@ -31,7 +32,7 @@ def plan(checkpoint, **changes):
         "wanted": ONE_OF_EACH,
         "kv_memory_bytes": None,
         "max_model_len": None,
-        "cores": [0, 1, 2],
+        "nodes": nodes or (Node(0, cores),),
         "memory_bytes": 8 << 30,
     }
     return place(checkpoint, **options | changes)
@@ -47,7 +48,7 @@ def test_static_workers_have_cores_of_their_own_and_share_a_pool(checkpoint):
 
 
 def test_with_one_core_both_workers_share_it(checkpoint):
-    assert [w.cpus for w in plan(checkpoint, cores=[5]).workers] == [(5,), (5,)]
+    assert [w.cpus for w in plan(checkpoint, cores=(5,)).workers] == [(5,), (5,)]
 
 
 def test_colocated_is_one_worker_with_all_cores(checkpoint):
@@ -66,7 +67,7 @@ def test_shm_divides_the_kv_memory_and_no_more(checkpoint):
 
 @pytest.mark.parametrize("transport", ["alias", "peer", "shm"])
 def test_several_workers_of_a_role_share_what_one_would_have(checkpoint, transport):
-    options = {"transport": transport, "kv_memory_bytes": 20 << 20, "cores": [0, 1, 2, 3]}
+    options = {"transport": transport, "kv_memory_bytes": 20 << 20, "cores": (0, 1, 2, 3)}
     placement = plan(checkpoint, wanted=parse_place("2x2"), **options)
     assert [w.name for w in placement.workers] == ["prefill0", "prefill1", "decode0", "decode1"]
     assert [w.cpus for w in placement.workers] == [(0,), (1,), (2,), (3,)]
@@ -134,3 +135,42 @@ def test_split_cores_loses_none_and_gives_both_some(cores):
 def test_cpu_names_are_short():
     assert cpu_names((0,)) == "cpu 0"
     assert cpu_names((3, 0, 1, 2, 5)) == "cpu 0-3,5"
+
+
+NODES = (Node(0, (0, 1, 2), 8 << 30), Node(1, (4, 5, 6), 8 << 30))
+
+
+def test_two_numa_nodes_are_two_places_with_weights_and_pool_of_their_own(checkpoint):
+    placement = plan(checkpoint, nodes=NODES, transport="auto")
+    prefill, decode = placement.workers
+    assert (prefill.cpus, decode.cpus) == ((0, 1, 2), (4, 5, 6))
+    assert (prefill.node, decode.node) == (0, 1)
+    assert (prefill.pool, decode.pool) == ("prefill", "decode")
+    assert placement.places.transport == "peer"
+    assert not placement.places.shares_memory_bus
+    assert "2 NUMA nodes" in placement.reasons[0]
+
+
+def test_cores_that_are_named_decide_whether_nodes_are_places(checkpoint):
+    apart = plan(
+        checkpoint, nodes=NODES, transport="auto", wanted=parse_place("prefill=0,4 decode=5-6")
+    )
+    assert [worker.node for worker in apart.workers] == [0, 1, 1]
+    assert apart.places.transport == "peer"
+    one = plan(
+        checkpoint, nodes=NODES, transport="auto", wanted=parse_place("prefill=0 decode=1-2")
+    )
+    assert [worker.node for worker in one.workers] == [None, None]
+    assert one.places.transport == "alias"
+    asked = plan(checkpoint, nodes=NODES, transport="alias")
+    assert [worker.node for worker in asked.workers] == [None, None]
+    assert "not a worker for each" in asked.reasons[0]
+
+
+def test_four_nodes_are_four_workers(checkpoint):
+    nodes = tuple(Node(i, (2 * i, 2 * i + 1)) for i in range(4))
+    placement = plan(checkpoint, nodes=nodes, transport="auto")
+    assert [worker.name for worker in placement.workers] == [
+        "prefill0", "prefill1", "decode0", "decode1"
+    ]  # fmt: skip
+    assert [worker.node for worker in placement.workers] == [0, 1, 2, 3]

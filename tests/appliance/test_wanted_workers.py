@@ -42,3 +42,30 @@ def test_what_says_nothing_is_refused(text):
 def test_one_of_each_is_what_nobody_says():
     assert parse_place("auto") == parse_place("1x1") == ONE_OF_EACH
     assert str(parse_place("2x1")) == "2x1"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("prefill=cuda:0 decode=cuda:1", ["cuda:0", "cuda:1"]),
+        ("prefill=gpu0/mig1,gpu3 decode=4-5", ["gpu0/mig1", "gpu3"]),
+        ("prefill=0 decode=MIG-71ac-5eed,GPU-9", ["MIG-71ac-5eed", "GPU-9"]),
+    ],
+)
+def test_gpus_are_named_beside_cores(text, names):
+    wanted = parse_place(text)
+    assert wanted.gpu_names == names
+    assert set(wanted.cores([0, 4, 5])) == {
+        name
+        for role, spots in zip(wanted.names, (wanted.prefill, wanted.decode), strict=True)
+        for name, spot in zip(role, spots, strict=True)
+        if not isinstance(spot, str)
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["prefill=cuda decode=0", "prefill=cuda:x decode=0", "prefill=gpu decode=0"]
+)
+def test_names_that_no_gpu_can_have_are_refused(text):
+    with pytest.raises(ValueError, match="cuda:0"):
+        parse_place(text)

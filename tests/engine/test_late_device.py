@@ -26,7 +26,7 @@ from tests.engine.worker_harness import Harness
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 44, 8
 TRANSPORTS = {
     "alias": make_places(["prefill"], ["decode"], "alias", home="decode"),
-    "peer": make_places(["prefill"], ["decode"], "peer", pools_are_workers=True),
+    "peer": make_places(["prefill"], ["decode"], "peer", in_workers=("prefill", "decode")),
 }
 
 

@@ -39,7 +39,8 @@ def places_of(arm, num_blocks, num_slots):
             [role, *(f"{role}{i}" for i in range(1, int(count)))]
             for role, count in zip(("prefill", "decode"), counts, strict=True)
         ]
-        places = make_places(*names, transport, home=home, pools_are_workers=in_workers)
+        homes = [name for role in names for name in role] if in_workers else []
+        places = make_places(*names, transport, home=home, in_workers=homes)
     many = num_blocks if isinstance(num_blocks, dict) else {}
     sizes = {
         p.name: num_slots + 1 if p.name == "ring" else many.get(p.name, num_blocks)

@@ -1,0 +1,199 @@
+"""What a machine has to place workers on: GPUs, the links between them, NUMA nodes with cores.
+
+Owns: the record, and how it is taken.
+Invariant: whatever is decided from it depends on the record alone, so that any machine can be
+placed anywhere; what the driver does not say is None.
+Never: makes a CUDA context, changes anything, decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.devices.listing import Gpu, list_gpus
+from appliance.devices.nvml import NvLinks, Nvml, open_nvml
+
+NODES = Path("/sys/devices/system/node")
+PATHS = {
+    0: ("PSB", "one board"),
+    10: ("PIX", "one PCIe switch"),
+    20: ("PXB", "several PCIe switches"),
+    30: ("PHB", "the host bridge"),
+    40: ("NODE", "PCIe within a NUMA node"),
+    50: ("SYS", "the link between sockets"),
+}
+"""By nvmlGpuTopologyLevel_t: as `nvidia-smi topo` calls it, and in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLink:
+    """What joins two GPUs."""
+
+    one: str
+    other: str
+    num_nvlinks: int = 0
+    """Each way, directly or by switches."""
+    nvlink_bytes_per_s: float | None = None
+    """All of them together, one way; None: not reported, or there is none."""
+    level: int | None = None
+    """Of PATHS: their nearest common ancestor; None: not reported."""
+    can_reach: bool | None = None
+    """Each can read and write the other's memory (P2P); None: the driver does not say."""
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """Larger is better."""
+        level = 99 if self.level is None else self.level
+        return (bool(self.can_reach), self.nvlink_bytes_per_s or float(self.num_nvlinks), -level)
+
+    @property
+    def short(self) -> str:
+        """As in `nvidia-smi topo -m`: NV18, PIX, SYS; an x follows where there is no P2P."""
+        name = PATHS[self.level][0] if self.level in PATHS else "?"
+        name = f"NV{self.num_nvlinks}" if self.num_nvlinks else name
+        return name if self.can_reach else f"{name}x" if self.can_reach is False else f"{name}?"
+
+    @property
+    def words(self) -> str:
+        """For people: `18 NVLinks, 478 GB/s each way`."""
+        if self.num_nvlinks:
+            links = "1 NVLink" if self.num_nvlinks == 1 else f"{self.num_nvlinks} NVLinks"
+            rate = self.nvlink_bytes_per_s
+            return links if rate is None else f"{links}, {rate / 1e9:.0f} GB/s each way"
+        return PATHS[self.level][1] if self.level in PATHS else "a path that is not reported"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A NUMA node: cores and the memory that is near them."""
+
+    number: int
+    cores: tuple[int, ...]
+    """One logical cpu of each physical core that may be used; none: it is memory alone."""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A machine, as far as placement depends on it."""
+
+    gpus: tuple[Gpu, ...] = ()
+    links: tuple[GpuLink, ...] = ()
+    """Between any two of `gpus`; MIG instances have none."""
+    nodes: tuple[Node, ...] = (Node(0, (0,)),)
+    memory_bytes: int = 0
+    """Of the host, that can be used."""
+
+    @property
+    def cores(self) -> list[int]:
+        """Of all nodes."""
+        return sorted(core for node in self.nodes for core in node.cores)
+
+    def link(self, one: Gpu, other: Gpu) -> GpuLink:
+        """What joins two of the GPUs, in either order.
+
+        MIG instances reach nobody else's memory, not even that of the same GPU's other instances.
+        """
+        if one.is_instance or other.is_instance:
+            level = 0 if one.board == other.board else None
+            return GpuLink(one.name, other.name, level=level, can_reach=False)
+        names = {one.name, other.name}
+        unknown = GpuLink(one.name, other.name)
+        return next((each for each in self.links if {each.one, each.other} == names), unknown)
+
+    def cores_near(self, gpu: Gpu) -> tuple[int, ...]:
+        """Those of its NUMA node; all, where its node is not known or has none."""
+        near = [core for node in self.nodes if node.number == gpu.node for core in node.cores]
+        return tuple(sorted(near or self.cores))
+
+
+def read_inventory(
+    cores: Iterable[int],
+    memory_bytes: int,
+    nvml: Nvml | None = None,
+    visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES"),
+    nodes: Path = NODES,
+) -> Inventory:
+    """This machine.
+
+    Args:
+        cores: that may be used, one logical cpu each.
+        memory_bytes: of the host, that can be used.
+        nvml: the driver's library; None: it is opened.
+        visible: what CUDA is told to see; None: everything.
+        nodes: where the kernel describes NUMA nodes.
+    """
+    nvml = nvml or open_nvml()
+    gpus = list_gpus(nvml, visible)
+    links = () if nvml is None else _links(nvml, [gpu for gpu in gpus if not gpu.is_instance])
+    return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes)
+
+
+def read_nodes(cores: Iterable[int], root: Path = NODES) -> tuple[Node, ...]:
+    """Nodes with a core that may be used; one of all cores where the kernel names none."""
+    usable = set(cores)
+    found = []
+    for folder in sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            own = usable & set(_cpus((folder / "cpulist").read_text()))
+            memory = _total_bytes((folder / "meminfo").read_text())
+        except (OSError, ValueError):
+            continue
+        if own:
+            found.append(Node(int(folder.name[4:]), tuple(sorted(own)), memory))
+    left = usable - {core for node in found for core in node.cores}
+    return tuple(found) if found and not left else (Node(0, tuple(sorted(usable))),)
+
+
+def _cpus(text: str) -> list[int]:
+    """`0-3,8` as the kernel writes it."""
+    cpus: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+def _total_bytes(text: str) -> int | None:
+    for line in text.splitlines():
+        words = line.split()
+        if "MemTotal:" in words:
+            return int(words[words.index("MemTotal:") + 1]) * 1024
+    return None
+
+
+def _links(nvml: Nvml, gpus: list[Gpu]) -> tuple[GpuLink, ...]:
+    handles = {
+        gpu.name: nvml.ask("nvmlDeviceGetHandleByIndex", int(gpu.name.removeprefix("gpu")))
+        for gpu in gpus
+    }
+    ends = {name: (nvml.address(each), nvml.nvlinks(each)) for name, each in handles.items()}
+    return tuple(
+        _link(nvml, one, other, handles, ends) for one, other in itertools.combinations(handles, 2)
+    )
+
+
+def _link(
+    nvml: Nvml,
+    one: str,
+    other: str,
+    handles: dict[str, Any],
+    ends: dict[str, tuple[tuple[int, int, int] | None, NvLinks]],
+) -> GpuLink:
+    (_, ours), (address, theirs) = ends[one], ends[other]
+    direct = 0 if address is None else ours.by_gpu[address]
+    count = direct or min(ours.to_switches, theirs.to_switches)
+    rates = [each.bytes_per_s for each in (ours, theirs) if each.bytes_per_s is not None]
+    return GpuLink(
+        one,
+        other,
+        count,
+        count * min(rates) if count and rates else None,
+        nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]),
+        nvml.can_reach(handles[one], handles[other]),
+    )
