@@ -65,8 +65,8 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "place": Setting(
         parse_place,
-        "workers by role: 2x1, or cores and GPUs as 'prefill=cuda:0 decode=cuda:1,2-3'; auto is "
-        "one of each, or one for each GPU or NUMA node",
+        "workers by role: 2x1, or cores and GPUs as 'prefill=cuda:0 decode=cuda:1,2-3'; without "
+        "it one of each role, or one for each GPU or NUMA node",
     ),
     "devices": Setting(some_devices, "what to serve on: auto, cpu, or GPUs by name, as gpu0"),
     "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
