@@ -141,8 +141,8 @@ def place(
 ) -> Placement:
     """Choose workers, cores, pools and the model length.
 
-    Workers on several NUMA nodes have pool and weights on their own, and blocks are copied between
-    (`peer`), unless another transport is asked for.
+    Workers on several NUMA nodes have a pool each, and blocks are copied between them (`peer`),
+    unless another transport is asked for.
 
     Raises:
         ConfigError: the KV memory does not hold a single useful sequence.
@@ -171,15 +171,7 @@ def place(
     places = places.with_pools(counts)
     held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
     if held_by_pools < BLOCK_SIZE:
-        min_blocks = (
-            MIN_BLOCKS if len(counts) == 1 else MIN_COPIED_BLOCKS * len(places.workers) // 2
-        )
-        raise ConfigError(
-            f"{kv_memory_bytes} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes; "
-            f"at least {min_blocks} are needed",
-            where="kv_memory",
-            hint=f"give at least {min_blocks * block_bytes} bytes",
-        )
+        raise _too_little(places, kv_memory_bytes, block_bytes)
     return Placement(
         places=places,
         workers=tuple(
@@ -189,6 +181,18 @@ def place(
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
         reasons=tuple(_reasons(places, nodes, node_of)),
+    )
+
+
+def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
+    """What to say of KV memory that holds no useful sequence in every pool."""
+    is_one = len({worker.pool for worker in places.workers}) == 1
+    min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(places.workers) // 2
+    return ConfigError(
+        f"{kv_memory_bytes} bytes hold {max(kv_memory_bytes // block_bytes, 0)} KV blocks of "
+        f"{block_bytes} bytes; at least {min_blocks} are needed",
+        where="kv_memory",
+        hint=f"give at least {min_blocks * block_bytes} bytes",
     )
 
 
