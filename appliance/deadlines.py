@@ -174,9 +174,7 @@ class Deadlines:
         """End what is left of a request, which is told why."""
         request.failure = error
         for sequence in request.sequences:
-            if not sequence.is_finished:
-                sequence.error = error.what
-                self._router.abort(sequence, FinishReason.ERROR, now_ns)
+            self._router.abort(sequence, FinishReason.ERROR, now_ns, error.what)
 
     def _mark(self, sequence: Sequence, now_ns: int) -> _Mark:
         phase, generation = sequence.phase, sequence.generation

@@ -1,4 +1,4 @@
-"""Where the joules went: each device's energy, divided among the sequences that used it.
+"""Where the joules went: each device's energy, divided among the requests that used it.
 
 Between two readings a device has used so many joules, and offers so much time: a GPU the seconds of
 the interval, the CPU packages those of every physical core of the machine. A step takes of both in
@@ -11,7 +11,8 @@ unattributed = total.
 A reading comes after the steps that it speaks of, so steps are kept until then; one that began
 before an earlier reading takes its part of what is left of the intervals before, too.
 
-Owns: the steps since the last reading, the newest intervals, the sums since the daemon started.
+Owns: the steps since the last reading, the newest intervals, the sums since the daemon started, and
+what each open request has used, which nobody else writes.
 Invariant: nothing is given away twice; without a reading every figure is None, and steps are not
 looked at.
 Never: reads a device or a clock.
@@ -27,8 +28,6 @@ from typing import NamedTuple
 from appliance.protocol import DeviceFrame, EnergyFrame
 from appliance.request import Request
 from engine.messages import SequenceStep, Stepped
-from engine.router import Router
-from engine.sequence import Sequence
 
 WINDOW_S = 60.0
 CPU = "cpu"
@@ -50,9 +49,9 @@ class _Interval:
 
 
 class _Share(NamedTuple):
-    """What a sequence had of a step."""
+    """What a request had of a step, for one of its sequences."""
 
-    sequence: Sequence
+    request: Request
     num_prompt_tokens: int
     num_later_tokens: int
     has_output: bool
@@ -67,7 +66,7 @@ class _Step:
     ended_ns: int
     num_cores: int
     num_tokens: int
-    """Also those of sequences that had ended meanwhile, whose part nobody is charged for."""
+    """Also those of requests that were closed before, whose part nobody is charged for."""
     shares: list[_Share]
 
 
@@ -108,11 +107,18 @@ class Energy:
         """By what they ran on, where that reports its energy."""
         self._sums = _Sums()
         self._history: deque[_Sums] = deque()
+        self._charged: dict[int, tuple[Request, int]] = {}
+        """By seq_id: whom its steps are charged to, and its prompt's tokens."""
         self._closed: list[Request] = []
         self._complete: list[Request] = []
 
-    def stepped(self, worker: str, step: Stepped, router: Router) -> None:
-        """A worker has made a step, which the router has not taken in yet."""
+    def opened(self, request: Request) -> None:
+        """Its sequences may be in steps from now on."""
+        for sequence in request.sequences:
+            self._charged[sequence.seq_id] = (request, sequence.num_prompt_tokens)
+
+    def stepped(self, worker: str, step: Stepped, num_cores: int) -> None:
+        """A worker has made a step, on so many cores if it is one of the CPU."""
         runs_on = self._gpus.get(worker, CPU)
         steps = self._steps.get(runs_on)
         if steps is None:
@@ -120,17 +126,19 @@ class Energy:
         num_tokens, shares = 0, []
         for entry in step.entries:
             num_tokens += entry.num_scheduled_tokens
-            sequence = router.at.running.get(entry.seq_id)
-            if sequence is not None and entry.num_scheduled_tokens:
-                shares.append(_share(sequence, entry))
+            charged = self._charged.get(entry.seq_id)
+            if charged is not None and entry.num_scheduled_tokens:
+                shares.append(_share(*charged, entry))
         if shares:
-            num_cores = len(router.roles.cores.used(worker)) if runs_on == CPU else 1
-            steps.append(_Step(step.started_ns, step.ended_ns, num_cores, num_tokens, shares))
+            width = num_cores if runs_on == CPU else 1
+            steps.append(_Step(step.started_ns, step.ended_ns, width, num_tokens, shares))
 
     def closed(self, request: Request) -> None:
         """A request's row is written; the joules of its last steps are still to come."""
         if self._steps:
             self._closed.append(request)
+        else:
+            self._forget(request)
 
     def settle(self, devices: list[DeviceFrame], read_ns: int) -> None:
         """Divide what the devices have used until `read_ns`; once for each reading."""
@@ -148,6 +156,8 @@ class Energy:
             read_ns=read_ns, total_j=sum(device.energy_j for device in self._devices.values())
         )
         self._remember()
+        for request in self._closed:
+            self._forget(request)
         self._complete += self._closed
         self._closed = []
 
@@ -178,6 +188,10 @@ class Energy:
             method=f"{' and '.join(sorted(self._sources))}, by time in steps, then by tokens",
         )
 
+    def _forget(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._charged.pop(sequence.seq_id, None)
+
     def _read(self, frame: DeviceFrame, energy_j: float, read_ns: int) -> None:
         """End a device's interval."""
         self._sources.add(frame.power_source or frame.kind)
@@ -190,7 +204,7 @@ class Energy:
             device.read_ns, device.energy_j = read_ns, energy_j
 
     def _divide(self, steps: list[_Step], names: list[str]) -> None:
-        """Charge steps for their time on devices, and sequences for their tokens in them."""
+        """Charge steps for their time on devices, and requests for their tokens in them."""
         if not steps or not names:
             return
         since_ns = min(step.started_ns for step in steps)
@@ -203,11 +217,11 @@ class Energy:
         for step, step_j in zip(steps, used_j, strict=True):
             token_j = step_j / step.num_tokens
             for share in step.shares:
-                sequence = share.sequence
+                request = share.request
                 share_prefill_j = token_j * share.num_prompt_tokens
                 share_decode_j = token_j * share.num_later_tokens
-                sequence.prefill_j = (sequence.prefill_j or 0.0) + share_prefill_j
-                sequence.decode_j = (sequence.decode_j or 0.0) + share_decode_j
+                request.prefill_j = (request.prefill_j or 0.0) + share_prefill_j
+                request.decode_j = (request.decode_j or 0.0) + share_decode_j
                 prefill_j += share_prefill_j
                 decode_j += share_decode_j
         shares = [share for step in steps for share in step.shares]
@@ -227,14 +241,12 @@ class Energy:
             self._history.popleft()
 
 
-def _share(sequence: Sequence, entry: SequenceStep) -> _Share:
+def _share(request: Request, num_prompt_tokens: int, entry: SequenceStep) -> _Share:
     """Which of a sequence's tokens in a step are its prompt's; those of a recovery are not."""
     num_tokens = entry.num_scheduled_tokens
-    num_left = max(0, sequence.num_prompt_tokens - (entry.num_computed_tokens - num_tokens))
-    num_prompt_tokens = min(num_left, num_tokens)
-    return _Share(
-        sequence, num_prompt_tokens, num_tokens - num_prompt_tokens, bool(entry.token_ids)
-    )
+    num_left = max(0, num_prompt_tokens - (entry.num_computed_tokens - num_tokens))
+    num_of_prompt = min(num_left, num_tokens)
+    return _Share(request, num_of_prompt, num_tokens - num_of_prompt, bool(entry.token_ids))
 
 
 def _take(interval: _Interval, steps: Iterable[_Step], used_j: list[float]) -> None:

@@ -152,18 +152,10 @@ class Request:
     """HUNG_UP, `drain`, or the name of the peer that asked for it."""
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
-
-    @property
-    def prefill_j(self) -> float | None:
-        """Energy of its prompts; None: no power reading."""
-        known = [one.prefill_j for one in self.sequences if one.prefill_j is not None]
-        return sum(known) if known else None
-
-    @property
-    def decode_j(self) -> float | None:
-        """Energy of its outputs; None: no power reading."""
-        known = [one.decode_j for one in self.sequences if one.decode_j is not None]
-        return sum(known) if known else None
+    prefill_j: float | None = None
+    """Energy of its prompts so far, as appliance.energy has divided it; None: no power reading."""
+    decode_j: float | None = None
+    """Energy of its outputs so far."""
 
     @property
     def cached_tokens(self) -> int | None:

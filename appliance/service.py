@@ -154,6 +154,7 @@ class Service:
             self._totals.refused += 1
             raise
         self._log.opened(LogRow.from_request(request))
+        self._energy.opened(request)
         self._live[request.request_id] = request
         self.idle.clear()
         self._totals.accepted += 1
@@ -282,7 +283,8 @@ class Service:
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
-            self._energy.stepped(worker, report, self._router)
+            num_cores = len(self._router.roles.cores.used(worker))
+            self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)
@@ -312,9 +314,8 @@ class Service:
         self.event("error", "worker.lost", about)
         if self._supervisor.is_lost:
             for request in list(self._live.values()):
-                for sequence in [s for s in request.sequences if not s.is_finished]:
-                    sequence.error = about
-                    self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns())
+                for sequence in request.sequences:
+                    self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns(), about)
         self.make_frame()
 
     # What the daemon does

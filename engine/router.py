@@ -118,10 +118,13 @@ class Router:
         sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
         self.dispatch(now_ns)
 
-    def abort(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
-        """End a sequence and tell its reply."""
+    def abort(
+        self, sequence: Sequence, reason: FinishReason, now_ns: int, error: str | None = None
+    ) -> None:
+        """End a sequence and tell its reply, with what went wrong if something did."""
         if sequence.is_finished:
             return
+        sequence.error = error
         self.finish(sequence, reason, now_ns)
         self._emit(sequence, [], [], True)
         self.dispatch(now_ns)
@@ -163,8 +166,8 @@ class Router:
             self.at.put(sequence, Waiting(sequence.where.leg))
         for sequence in victims:
             if suspicion.is_proven(sequence):
-                sequence.error = f"worker {worker} died {sequence.num_suspicions} times under it"
-                self.abort(sequence, FinishReason.ERROR, now_ns)
+                about = f"worker {worker} died {sequence.num_suspicions} times under it"
+                self.abort(sequence, FinishReason.ERROR, now_ns, about)
             else:
                 sequence.num_recoveries += 1
                 self.counters.recovered_sequences += 1
@@ -181,9 +184,8 @@ class Router:
         is_waited = bool(self.at.resuming or self.at.paused)
         needs_dispatch = is_waited or (waits_for_prompts and step.num_prefill_tokens > 0)
         for entry in step.entries:
-            if entry.released and not self.ledger.close_command(
-                ("admit", entry.seq_id, entry.generation)
-            ):
+            key = ("admit", entry.seq_id, entry.generation)
+            if entry.released and not self.ledger.close_command(key):
                 self.counters.stale_messages += 1
             needs_dispatch |= entry.released is not None
             sequence = self.at.running.get(entry.seq_id)
@@ -241,12 +243,11 @@ class Router:
             is_paused = isinstance(sequence.where, Paused)
             if not is_paused and self.prefixes.is_coming(sequence, ahead):
                 continue
-            if not self._place(sequence, ahead, spare, now_ns):
-                if is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
-                    break
-                continue
-            ahead.add(sequence)
-            spare = self.growth.spare()
+            if self._place(sequence, ahead, spare, now_ns):
+                ahead.add(sequence)
+                spare = self.growth.spare()
+            elif is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
+                break
 
     def _place(
         self, sequence: Sequence, ahead: Ahead, spare: Mapping[str, int], now_ns: int
@@ -256,13 +257,12 @@ class Router:
         A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
         overtaken by a shorter one and cancelled without a message.
         """
-        most = 2 * self.max_step_tokens
-        open_workers = ahead.with_fewer_than(most, sequence, self.roles.open_workers)
+        held, there = self.at.held(), self.roles.open_workers
+        open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         room = prefixes.room(sequence, hits, spare)
         if not open_workers or not self.ways.fits(sequence, room):
             return False
-        held, there = self.at.held(), self.roles.open_workers
         until = prefixes.tokens_until(sequence, hits, ahead)
         candidates = self.ways.candidates(sequence, there, held, until, hits, room)
         choice = self.roles.route(sequence, candidates, held, now_ns, hits)
@@ -334,6 +334,7 @@ class Router:
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
+        sequence.output_token_ids += entry.token_ids
         self.prefixes.publish(sequence)
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
@@ -343,7 +344,6 @@ class Router:
             if entry.num_computed_tokens > sequence.num_prompt_tokens:
                 has_moved = sequence.transport is not None
                 stamps.decoding(step.started_ns, entry.admitted_ns if has_moved else None)
-        sequence.output_token_ids += entry.token_ids
         for _ in entry.token_ids:
             stamps.token(now_ns)
         if entry.finish_reason is not None:

@@ -255,9 +255,6 @@ class Sequence:
     """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
     transport: str | None = None
     """`alias`, `peer` or `shm` once it was handed over; None before, or if it never moves."""
-    prefill_j: float | None = None
-    """Energy of its share of the steps so far; None: no power reading."""
-    decode_j: float | None = None
 
     def forget_computed(self, num_kept_tokens: int = 0) -> None:
         """Compute again what comes after so many positions, into the same blocks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.energy import MAX_INTERVALS, WINDOW_S, Energy
 from appliance.protocol import DeviceFrame
+from appliance.request import Request
 from engine.messages import SequenceStep, Stepped
 from engine.sequence import SamplingParams, Sequence, Stamps
 from tests.appliance.logs import request
@@ -21,22 +21,21 @@ NUM_CORES = 4
 GPUS = {"a": "gpu0", "b": "gpu0"}
 
 
-def sequence(seq_id: int, num_prompt_tokens: int = 100) -> Sequence:
+def asked(*seq_ids: int) -> Request:
+    """A request of some sequences, each of 100 prompt tokens."""
     sampling = SamplingParams(max_tokens=1000, seed=0)
-    return Sequence(seq_id, f"cmpl-{seq_id}", 0, [1] * num_prompt_tokens, sampling, Stamps(0))
+    rid = f"cmpl-{seq_ids[0]}"
+    return request(rid, *(Sequence(i, rid, 0, [1] * 100, sampling, Stamps(0)) for i in seq_ids))
 
 
 class Account:
-    """An account, its router and devices that have used so much."""
+    """An account, its requests and devices that have used so much."""
 
-    def __init__(self, *sequences: Sequence, gpus: dict[str, str] | None = None) -> None:
+    def __init__(self, *requests: Request, gpus: dict[str, str] | None = None) -> None:
         self.energy = Energy(NUM_CORES, gpus)
         self.used = {"prefill": 2, "decode": 1}
-        cores = SimpleNamespace(used=lambda worker: frozenset(range(self.used[worker])))
-        self.router: Any = SimpleNamespace(
-            at=SimpleNamespace(running={one.seq_id: one for one in sequences}),
-            roles=SimpleNamespace(cores=cores),
-        )
+        for one in requests:
+            self.energy.opened(one)
 
     def read(self, seconds: float, **energy_j: float | None) -> None:
         """Every device has used so many joules after so many seconds."""
@@ -54,20 +53,20 @@ class Account:
     def step(self, worker: str, began_s: float, ended_s: float, *entries: SequenceStep) -> None:
         began_ns, ended_ns = (STARTED_NS + int(seconds * S) for seconds in (began_s, ended_s))
         step = Stepped(began_ns, ended_ns, 0, 0, list(entries))
-        self.energy.stepped(worker, step, self.router)
+        self.energy.stepped(worker, step, self.used.get(worker, 1))
 
 
 def entry(
-    one: Sequence | int, num_tokens: int, num_computed: int, token: int | None = None
+    one: Request | int, num_tokens: int, num_computed: int, token: int | None = None
 ) -> SequenceStep:
-    seq_id = one if isinstance(one, int) else one.seq_id
+    seq_id = one if isinstance(one, int) else one.sequences[0].seq_id
     return SequenceStep(
         seq_id, 0, num_computed, [] if token is None else [token], [], None, None, num_tokens, 0
     )
 
 
 def test_a_step_takes_its_share_of_the_machines_core_seconds() -> None:
-    one = sequence(1)
+    one = asked(1)
     account = Account(one)
     account.read(0, package=0.0)
     account.step("prefill", 0.25, 0.75, entry(one, 50, 50))  # two cores of four for half the time
@@ -80,7 +79,7 @@ def test_a_step_takes_its_share_of_the_machines_core_seconds() -> None:
 
 
 def test_a_steps_joules_are_divided_by_tokens_and_prompts_are_prefill() -> None:
-    prompt, output, both = sequence(1), sequence(2), sequence(3)
+    prompt, output, both = asked(1), asked(2), asked(3)
     account = Account(prompt, output, both)
     account.read(0, package=0.0)
     account.step(
@@ -100,7 +99,7 @@ def test_a_steps_joules_are_divided_by_tokens_and_prompts_are_prefill() -> None:
 
 
 def test_two_workers_on_one_gpu_share_it_by_their_time_and_no_more_than_it_used() -> None:
-    one, other = sequence(1), sequence(2)
+    one, other = asked(1), asked(2)
     account = Account(one, other, gpus=GPUS)
     account.read(0, gpu0=0.0, gpu1=0.0)
     account.step("a", 0.0, 1.0, entry(one, 1, 101))
@@ -111,7 +110,7 @@ def test_two_workers_on_one_gpu_share_it_by_their_time_and_no_more_than_it_used(
 
 
 def test_a_step_of_several_readings_takes_its_part_of_each() -> None:
-    one = sequence(1)
+    one = asked(1)
     account = Account(one)
     account.used["prefill"] = NUM_CORES
     for second in range(4):
@@ -123,7 +122,7 @@ def test_a_step_of_several_readings_takes_its_part_of_each() -> None:
 
 
 def test_a_late_report_takes_of_what_is_left_only() -> None:
-    one, late = sequence(1), sequence(2)
+    one, late = asked(1), asked(2)
     account = Account(one, late, gpus=GPUS)
     account.read(0, gpu0=0.0)
     account.step("a", 0.0, 0.75, entry(one, 1, 101))
@@ -135,7 +134,7 @@ def test_a_late_report_takes_of_what_is_left_only() -> None:
 
 
 def test_a_late_report_costs_what_it_would_have_in_time() -> None:
-    one, late = sequence(1), sequence(2)
+    one, late = asked(1), asked(2)
     account = Account(one, late, gpus=GPUS)
     account.read(0, gpu0=0.0)
     account.step("a", 0.0, 0.5, entry(one, 1, 101))
@@ -145,8 +144,8 @@ def test_a_late_report_costs_what_it_would_have_in_time() -> None:
     assert (one.decode_j, late.decode_j) == (50.0, 25.0)
 
 
-def test_what_a_sequence_that_has_ended_still_cost_is_nobodys() -> None:
-    one = sequence(1)
+def test_what_a_request_that_nobody_knows_any_more_still_cost_is_nobodys() -> None:
+    one = asked(1)
     account = Account(one)
     account.read(0, package=0.0)
     account.step("prefill", 0.0, 1.0, entry(one, 1, 1), entry(99, 9, 9, token=7))
@@ -158,11 +157,11 @@ def test_what_a_sequence_that_has_ended_still_cost_is_nobodys() -> None:
 
 
 def test_no_reading_no_figures_and_nothing_kept() -> None:
-    one = sequence(1)
+    one = asked(1)
     account = Account(one)
     for second in range(3):
         account.step("prefill", second, second + 1, entry(one, 1, 1))
-        account.energy.closed(request())
+        account.energy.closed(asked(second + 2))
         account.read(second + 1, package=None)
     frame = account.energy.frame()
     assert frame.method == "not reported"
@@ -173,7 +172,7 @@ def test_no_reading_no_figures_and_nothing_kept() -> None:
 
 
 def test_workers_on_what_is_not_metered_are_not_charged() -> None:
-    one = sequence(1)
+    one = asked(1)
     account = Account(one)
     account.read(0, package=None, gpu0=0.0)
     account.step("prefill", 0.0, 1.0, entry(one, 1, 1))
@@ -205,28 +204,31 @@ def test_rates_are_those_of_the_window() -> None:
 
 
 def test_a_closed_request_is_complete_with_the_next_reading() -> None:
-    one = sequence(1)
+    one = asked(1)
     account = Account(one)
     account.read(0, package=0.0)
     account.step("prefill", 0.0, 0.5, entry(one, 1, 1))
-    closed = request("cmpl-1", one)
-    account.energy.closed(closed)
+    account.energy.closed(one)
     assert account.energy.take_complete() == []
     account.read(0, package=0.0)  # the same reading again
     assert account.energy.take_complete() == []
     account.read(1, package=40.0)
-    assert account.energy.take_complete() == [closed]
-    assert closed.prefill_j == 10.0
+    assert account.energy.take_complete() == [one]
+    assert one.prefill_j == 10.0
+    account.step("prefill", 1.0, 2.0, entry(one, 1, 1))
+    account.read(2, package=80.0)
     assert account.energy.take_complete() == []
+    assert one.prefill_j == 10.0
 
 
 def test_a_request_has_the_joules_of_all_its_sequences() -> None:
-    first, second = sequence(1), sequence(2)
-    both = request("cmpl-1", first, second)
-    assert (both.prefill_j, both.decode_j) == (None, None)
-    first.prefill_j, first.decode_j = 1.0, 0.0
-    second.prefill_j, second.decode_j = 2.0, 3.0
-    assert (both.prefill_j, both.decode_j) == (3.0, 3.0)
+    both = asked(1, 2)
+    account = Account(both)
+    account.read(0, package=0.0)
+    account.step("prefill", 0.0, 0.5, entry(1, 1, 1))
+    account.step("prefill", 0.5, 1.0, entry(2, 1, 101))
+    account.read(1, package=40.0)
+    assert (both.prefill_j, both.decode_j) == (10.0, 10.0)
 
 
 WORKERS = ("prefill", "decode", "a", "b")
@@ -251,8 +253,8 @@ READINGS = st.tuples(
 def test_prefill_decode_and_the_rest_are_the_total_whatever_comes(
     rounds: list[tuple[Any, tuple[float, float | None, float | None]]],
 ) -> None:
-    sequences = [sequence(seq_id) for seq_id in range(4)]  # and 4, which nobody knows
-    account, now_s, cpu_j, gpu_j = Account(*sequences, gpus=GPUS), 0.0, 0.0, 0.0
+    requests = [asked(seq_id) for seq_id in range(4)]  # and 4, which nobody knows
+    account, now_s, cpu_j, gpu_j = Account(*requests, gpus=GPUS), 0.0, 0.0, 0.0
     account.read(0, package=0.0, gpu0=0.0)
     for steps, (elapsed_s, more_cpu_j, more_gpu_j) in rounds:
         for worker, before_s, lasted_s, parts in steps:
@@ -269,8 +271,8 @@ def test_prefill_decode_and_the_rest_are_the_total_whatever_comes(
         )
         frame = account.energy.frame()
         total_j = frame.total_j
-        prefill_j = sum(one.prefill_j or 0.0 for one in sequences)
-        decode_j = sum(one.decode_j or 0.0 for one in sequences)
+        prefill_j = sum(one.prefill_j or 0.0 for one in requests)
+        decode_j = sum(one.decode_j or 0.0 for one in requests)
         assert frame.prefill_j == pytest.approx(prefill_j)
         assert frame.decode_j == pytest.approx(decode_j)
         assert prefill_j + decode_j + frame.unattributed_j == pytest.approx(total_j)
