@@ -170,13 +170,14 @@ class Worker:
 
     def _finish_step(self, running: Running, num_new_tokens: int, result: Sampled) -> SequenceStep:
         is_decoding = running.is_decoding
-        running.num_computed_tokens += num_new_tokens
-        reason = None if result.token_id is None else running.append(result.token_id)
+        num_taken, reason = running.take(result.token_ids)
+        running.num_computed_tokens += num_new_tokens + max(num_taken - 1, 0)
         if result.error is not None:
             reason = FinishReason.ERROR
         return self._entry(
             running,
             result,
+            num_taken,
             finish_reason=None if reason is None else str(reason),
             num_scheduled_tokens=num_new_tokens,
             is_decoding=is_decoding,
@@ -186,6 +187,7 @@ class Worker:
         self,
         running: Running,
         result: Sampled | None = None,
+        num_taken: int = 0,
         *,
         finish_reason: str | None = None,
         num_scheduled_tokens: int = 0,
@@ -208,8 +210,8 @@ class Worker:
             seq_id=running.seq_id,
             generation=running.generation,
             num_computed_tokens=running.num_computed_tokens,
-            token_ids=[] if result.token_id is None else [result.token_id],
-            logprobs=[] if result.logprob is None else [result.logprob],
+            token_ids=result.token_ids[:num_taken],
+            logprobs=result.logprobs[:num_taken],
             finish_reason=finish_reason,
             released=released if is_released else None,
             num_scheduled_tokens=num_scheduled_tokens,

@@ -45,12 +45,13 @@ class Launched:
 class Sampled:
     """What a step yielded for one sequence."""
 
-    token_id: int | None = None
-    """None while the prompt goes on."""
-    logprob: TokenLogprob | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """In order; none while the prompt goes on. The step computes all but the last, too."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each of them, if asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
-    """Why the sequence has no token and cannot go on."""
+    """Why the sequence has no tokens and cannot go on."""
 
 
 class Runner:
@@ -153,8 +154,9 @@ class Runner:
         if logits is None:
             return [Sampled()] * len(launched.planned)
         if launched.token_ids is not None:
-            token_of = dict(zip(map(id, launched.sampling), launched.token_ids(), strict=True))
-            return [Sampled(token_of.get(id(r))) for r, _ in launched.planned]
+            tokens = zip(map(id, launched.sampling), launched.token_ids(), strict=True)
+            sampled = {of: Sampled([token_id]) for of, token_id in tokens}
+            return [sampled.get(id(r)) or Sampled() for r, _ in launched.planned]
         if launched.wait is not None:
             launched.wait()
         results = []
@@ -320,7 +322,7 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
         errors = [_adjust(row, r, mask) for row, r, mask in rows]
     samples = sample(logits, params, [r.num_output_tokens for r in sequences], raw_logits)
     return [
-        Sampled(token_id, logprob) if error is None else Sampled(error=error)
+        Sampled(error=error) if error else Sampled([token_id], [logprob] if logprob else [])
         for error, (token_id, logprob) in zip(errors, samples, strict=True)
     ]
 

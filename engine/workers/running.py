@@ -141,11 +141,12 @@ class Running:
             return _MAX_PROMPT_LOGPROBS
         return num_tokens
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token; returns why it ends the sequence, or None."""
-        self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids:
-            return FinishReason.STOP
-        if self.num_output_tokens >= self.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+    def take(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+        """Append tokens up to one that ends it; how many, and why that ends it, or None."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                return count, FinishReason.STOP
+            if self.num_output_tokens >= self.sampling.max_tokens:
+                return count, FinishReason.LENGTH
+        return len(token_ids), None

@@ -56,6 +56,8 @@ class FakeWorker:
         self.own_cpus = list(cpus)
         self.may_write = lambda pool, block_id: True
         self.breaks = False
+        self.tokens_per_step = 1
+        """That a decoding sequence yields at most."""
         self.max_step_tokens = max_step_tokens
         self.inbox = deque()
         self.outbox = deque()
@@ -152,20 +154,31 @@ class FakeWorker:
         is_decoding = running.is_decoding
         start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
         for position in range(start, end):
-            block_id = running.block_table[position // BLOCK_SIZE]
-            assert self.may_write(self.pool, block_id), "a step writes what others can find"
-            place = (self.pool, block_id, position % BLOCK_SIZE)
-            self.memory[place] = running.token_ids[position]
+            self.write(running, position)
         running.num_computed_tokens = end
         token_ids, reason = [], None
-        if end == running.num_tokens:
-            context = [
-                self.memory[self.pool, running.block_table[p // BLOCK_SIZE], p % BLOCK_SIZE]
-                for p in range(end)
-            ]
-            token_ids = [next_token(context)]
-            reason = running.append(token_ids[0])
+        while running.num_computed_tokens == running.num_tokens:
+            token_ids.append(next_token(self.read(running)))
+            _, reason = running.take(token_ids[-1:])
+            is_over = reason is not None or running.is_complete or not running.room(BLOCK_SIZE)
+            if is_over or len(token_ids) == self.tokens_per_step:
+                break
+            self.write(running, running.num_computed_tokens)
+            running.num_computed_tokens += 1
         return self.entry(running, token_ids, reason, num_new_tokens, is_decoding)
+
+    def write(self, running, position):
+        block_id = running.block_table[position // BLOCK_SIZE]
+        assert self.may_write(self.pool, block_id), "a step writes what others can find"
+        place = (self.pool, block_id, position % BLOCK_SIZE)
+        self.memory[place] = running.token_ids[position]
+
+    def read(self, running):
+        """The tokens that its context is of, as its blocks have them."""
+        return [
+            self.memory[self.pool, running.block_table[p // BLOCK_SIZE], p % BLOCK_SIZE]
+            for p in range(running.num_computed_tokens)
+        ]
 
     def entry(
         self, running, token_ids=(), reason=None, count=0, is_decoding=False, is_dropped=False

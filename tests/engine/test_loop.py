@@ -40,6 +40,8 @@ class FakeRunner:
         self.compilations = []
         self.errors = {}
         """By seq_id: what a step says instead of a token."""
+        self.num_more = 0
+        """Tokens that a step yields beyond one."""
 
     def compile(self, grammar):
         self.compilations.append(Future())
@@ -68,7 +70,9 @@ class FakeRunner:
             if is_sampled and running.seq_id in self.errors:
                 results.append(Sampled(error=self.errors[running.seq_id]))
                 continue
-            results.append(Sampled(100 + running.num_output_tokens if is_sampled else None))
+            first = 100 + running.num_output_tokens
+            last = first + self.num_more if is_sampled else first - 1
+            results.append(Sampled(list(range(first, last + 1))))
         return results
 
 
@@ -118,6 +122,19 @@ def test_end_of_text_and_stop_ids_end_a_sequence(make):
     entries = [e for _ in range(3) for e in harness.step()[0].entries]
     ends = {e.seq_id: (e.finish_reason, *e.token_ids) for e in entries if e.released}
     assert ends == {1: ("stop", 102), 2: ("stop", 101)}
+
+
+def test_a_step_of_several_tokens_goes_as_far_as_the_sequence_does(make):
+    harness = make()
+    harness.runner.num_more = 2
+    harness.tell(admit(seq_id=1, num_tokens=4, max_tokens=4, until=4, ignore_eos=True))
+    harness.tell(admit(seq_id=2, num_tokens=3, max_tokens=9, until=9, stop_token_ids=(101,)))
+    entries = [e for _ in range(2) for e in harness.step()[0].entries]
+    of = {seq_id: [e for e in entries if e.seq_id == seq_id] for seq_id in (1, 2)}
+    assert [e.token_ids for e in of[1]] == [[100, 101, 102], [103]]
+    assert [e.num_computed_tokens for e in of[1]] == [6, 7]
+    assert [e.finish_reason for e in of[1]] == [None, "length"]
+    assert [(e.token_ids, e.finish_reason) for e in of[2]] == [([100, 101], "stop")]
 
 
 def test_until_output_releases_without_ending(make):

@@ -755,6 +755,14 @@ def test_a_long_random_walk_loses_nothing(arm, seed):
     assert world.router.counters.preemptions
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_walk_of_steps_that_yield_several_tokens_loses_nothing(arm):
+    world = World(arm, num_blocks=33, num_slots=2)
+    for worker in world.workers.values():
+        worker.tokens_per_step = 3
+    walk(world, random.Random(7))
+
+
 @pytest.mark.parametrize("arm", ["elastic", "elastic shm", "2x2 elastic"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
