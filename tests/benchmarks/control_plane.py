@@ -1,14 +1,17 @@
 """What a token costs the daemon in CPU time: the real one between a fake worker and lean clients.
 
 usage: python -m tests.benchmarks.control_plane [--model FOLDER] [--streams 200] [--steps 300]
-       [--interval-ms 30] [--body JSON] [--profile FILE]
+       [--workers 1] [--unread] [--interval-ms 30] [--body JSON] [--profile FILE]
 
-The worker computes nothing: it sends one token for each stream, every INTERVAL_MS. It waits until
-each client has read the last one, so that on a busy machine steps come later but never two at once,
-and what is counted stays the cost of one step. Counted is the CPU time of the daemon's process
-alone. What the open streams cost each second while no token comes (frames, the look at every
-connection) is measured first, and taken off; the share of a core is that and the tokens' at the
-full rate.
+The workers compute nothing: each sends one token for each of its streams, every INTERVAL_MS. They
+wait until each client has read the last one, so that on a busy machine steps come later but never
+two of a worker at once, and what is counted stays the cost of one step. Counted is the CPU time of
+the daemon's process alone. What the open streams cost each second while no token comes (frames, the
+look at every connection) is measured first, and taken off; the share of a core is that and the
+tokens' at the full rate. Of several workers one prefills and each of the others decodes its share.
+
+With --unread replies are not streamed, so that no client is written to, and workers step by the
+clock; with an interval of 0 as soon as the daemon takes their messages: that is where it saturates.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -47,7 +51,8 @@ from engine.messages import (
 from engine.tokenizer import Tokenizer
 
 NUM_WARM_UP_STEPS = 10
-POLL_S = 0.2
+POLL_S = 0.02
+SETTLE_S = 1.0
 QUIET_S = 5.0
 TEXT = "The penstock leads the water from the lake down to the turbine, and asks no questions. "
 FOLDER_VARIABLE = "CONTROL_PLANE_FOLDER"
@@ -59,37 +64,40 @@ class FakeWorker:
 
     def __init__(self, channel: WorkerChannel, folder: Path) -> None:
         self._channel = channel
-        self._options = json.loads((folder / "options.json").read_text())
+        self._folder = folder
+        self._interval_s = json.loads((folder / "options.json").read_text())["interval_ms"] / 1e3
         self._rounds = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._rounds.bind(str(folder / "rounds"))
         self._running: dict[int, tuple[Admit, int]] = {}
         """The Admit, and how many output tokens there are."""
 
     def run(self) -> None:
-        """Load nothing; step once all streams are there, and then as often as they have read."""
+        """Load nothing; make as many steps as it is told."""
         (setup,) = self._channel.receive(wait=True)
         assert isinstance(setup, Setup)
         tokenizer = Tokenizer.from_folder(Path(setup.model_dir))
         self._output = tokenizer.encode(TEXT, add_special_tokens=False)
         self._channel.send(WeightsLoaded())
         assert self._channel.receive(wait=True) == [Go()]
+        self._rounds.bind(str(self._folder / f"rounds-{setup.worker}"))
         self._channel.send(Ready("none"))
         due = 0.0
         while True:
-            has_all = len(self._running) == self._options["streams"]
-            self._take(wait=not has_all)
-            if has_all and select.select([self._rounds], [], [], POLL_S)[0]:
-                self._rounds.recv(16)
+            self._take()
+            if not select.select([self._rounds], [], [], POLL_S)[0]:
+                continue
+            for _ in range(int(self._rounds.recv(16))):
                 time.sleep(max(due - time.monotonic(), 0.0))
-                due = time.monotonic() + self._options["interval_ms"] / 1e3
+                due = time.monotonic() + self._interval_s
+                self._take()
                 self._step(list(self._running))
 
-    def _take(self, *, wait: bool) -> None:
-        """Take commands; a new sequence has its first token at once."""
+    def _take(self) -> None:
+        """Take commands; a new sequence has its next token at once."""
         new = []
-        for command in self._channel.receive(wait=wait):
+        for command in self._channel.receive(wait=False):
             if isinstance(command, Admit):
-                self._running[command.seq_id] = command, 0
+                num_output = len(command.token_ids) - command.num_prompt_tokens
+                self._running[command.seq_id] = command, num_output
                 new.append(command.seq_id)
             elif isinstance(command, Rehearse):
                 self._channel.send(Rehearsed(command.rehearsal_id, []))
@@ -104,9 +112,14 @@ class FakeWorker:
         for seq_id in seq_ids:
             admit, num_output = self._running[seq_id]
             self._running[seq_id] = admit, num_output + 1
+            has_moved = num_output + 1 >= admit.until_output
+            if has_moved:
+                del self._running[seq_id]
             token_id = self._output[num_output % len(self._output)]
-            entries.append(self._entry(admit, num_output, token_id))
-        self._send(entries)
+            released = "moved" if has_moved else None
+            entries.append(self._entry(admit, num_output, token_id, released))
+        if entries:
+            self._send(entries)
 
     def _send(self, entries: list[SequenceStep]) -> None:
         now_ns = time.monotonic_ns()
@@ -133,59 +146,74 @@ class FakeWorker:
         )
 
 
-class Rounds:
-    """Counts what clients have read; a round is over when each has read something."""
+class Clock:
+    """CPU time of the daemon and wall time, since the last look."""
 
-    def __init__(self, folder: Path, options: dict, daemon: psutil.Process) -> None:
-        self._options = options
+    def __init__(self, daemon: psutil.Process) -> None:
         self._daemon = daemon
-        self._worker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._worker.connect(str(folder / "rounds"))
-        self._num_read = 0
-        self._num_rounds = 0
-        self._quiet_share = 0.0
-        self.result: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
+        self.lap()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds of both since the last lap."""
+        last, times = getattr(self, "_last", (0.0, 0.0)), self._daemon.cpu_times()
+        self._last = times.user + times.system, time.monotonic()
+        return self._last[0] - last[0], self._last[1] - last[1]
+
+
+class Rounds:
+    """Tells workers when to step, and knows what clients have read."""
+
+    def __init__(self, folder: Path, options: dict) -> None:
+        self._folder, self._options = folder, options
+        paths = sorted(folder.glob("rounds-*"))
+        self._paths = [p for p in paths if len(paths) == 1 or "prefill" not in p.name]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.num_read = 0
+        self.over = asyncio.Event()
 
     def read(self) -> None:
-        """One client has read its event of this step."""
-        self._num_read += 1
-        if self._num_read % self._options["streams"]:
+        """A client has read an event; a round is over when each has."""
+        self.num_read += 1
+        if self.num_read == self._options["streams"]:
+            self.over.set()
+
+    async def steps(self, count: int) -> None:
+        """Let every worker make so many steps, and wait until the daemon has passed them on."""
+        if self._options["unread"]:
+            state = await state_of(self._folder)
+            expected = state["totals"]["output_tokens"] + count * self._options["streams"]
+            self._tell(count)
+            await until(self._folder, lambda state: state["totals"]["output_tokens"] >= expected)
             return
-        self._num_rounds += 1
-        if self._num_rounds == NUM_WARM_UP_STEPS:
-            self._begin = self._now()
-            asyncio.get_running_loop().call_later(QUIET_S, self._end_quiet)
-        elif self._num_rounds == NUM_WARM_UP_STEPS + self._options["steps"]:
-            self.result.set_result(self._cost())
-        else:
-            self._worker.send(b"next")
+        for _ in range(count):
+            self.num_read = 0
+            self.over.clear()
+            self._tell(1)
+            await self.over.wait()
 
-    def _end_quiet(self) -> None:
-        cpu_s, wall_s = self._since_begin()
-        self._quiet_share = cpu_s / wall_s
-        self._begin = self._now()
-        self._worker.send(b"next")
+    def _tell(self, count: int) -> None:
+        for path in self._paths:
+            self._socket.sendto(str(count).encode(), str(path))
 
-    def _since_begin(self) -> tuple[float, float]:
-        (cpu_s, wall_s), now = self._begin, self._now()
-        return now[0] - cpu_s, now[1] - wall_s
-
-    def _now(self) -> tuple[float, float]:
-        times = self._daemon.cpu_times()
-        return times.user + times.system, time.monotonic()
-
-    def _cost(self) -> dict:
-        cpu_s, wall_s = self._since_begin()
-        num_tokens = self._options["steps"] * self._options["streams"]
-        token_us = (cpu_s - self._quiet_share * wall_s) * 1e6 / num_tokens
-        tokens_per_s = self._options["streams"] * 1e3 / self._options["interval_ms"]
-        return {
-            "cpu_ms_per_1000_tokens": round(token_us, 1),
-            "quiet_share_of_a_core": round(self._quiet_share, 3),
-            "share_of_a_core": round(self._quiet_share + token_us * tokens_per_s / 1e6, 3),
-            "at_tokens_per_s": round(tokens_per_s),
-            "measured_at_tokens_per_s": round(num_tokens / wall_s),
+    def cost(self, quiet_share: float, cpu_s: float, wall_s: float) -> dict:
+        """What a token costs, and how many there were."""
+        streams, steps = self._options["streams"], self._options["steps"]
+        token_us = (cpu_s - quiet_share * wall_s) * 1e6 / (steps * streams)
+        result = {
+            "cpu_us_per_token": round(token_us, 1),
+            "quiet_share_of_a_core": round(quiet_share, 3),
+            "measured_tokens_per_s": round(steps * streams / wall_s),
+            "measured_steps_per_s": round(steps * len(self._paths) / wall_s),
+            "measured_share_of_a_core": round(cpu_s / wall_s, 3),
         }
+        if self._options["interval_ms"]:
+            tokens_per_s = streams * 1e3 / self._options["interval_ms"]
+            share = quiet_share + token_us * tokens_per_s / 1e6
+            result |= {
+                "share_of_a_core": round(share, 3),
+                "at_tokens_per_s": round(tokens_per_s),
+            }
+        return result
 
 
 class Client(asyncio.Protocol):
@@ -201,10 +229,25 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if b"data: " in data:
             self._rounds.read()
+        elif data.startswith(b"HTTP/1.1 4"):
+            raise SystemExit(data.decode())
 
-    def connection_lost(self, exc) -> None:
-        if not self._rounds.result.done():
-            self._rounds.result.set_exception(exc or ConnectionError("a stream has ended"))
+
+async def state_of(folder: Path) -> dict:
+    """What the daemon says of itself."""
+    reader, writer = await asyncio.open_unix_connection(str(folder / "p.sock"))
+    writer.write(b"GET /v1/penstock/state HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    reply = await reader.read()
+    writer.close()
+    return json.loads(reply.partition(b"\r\n\r\n")[2])
+
+
+async def until(folder: Path, is_so: Callable[[dict], bool]) -> None:
+    """Look twice a second."""
+    while True:
+        if is_so(await state_of(folder)):
+            return
+        await asyncio.sleep(0.5)
 
 
 async def read_streams(folder: Path, options: dict, daemon: psutil.Process) -> dict:
@@ -214,27 +257,38 @@ async def read_streams(folder: Path, options: dict, daemon: psutil.Process) -> d
         {
             "messages": [{"role": "user", "content": "hi"}],
             "max_tokens": num_steps + 10,
-            "stream": True,
+            "stream": not options["unread"],
             **options["body"],
         }
     )
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    rounds = Rounds(folder, options, daemon)
+    rounds = Rounds(folder, options)
     loop = asyncio.get_running_loop()
     transports = []
-    for _ in range(options["streams"]):
+
+    for number in range(options["streams"]):
         transport, _ = await loop.create_unix_connection(
             lambda: Client((head + body).encode(), rounds), str(folder / "p.sock")
         )
         transports.append(transport)
+        if number % 64 == 63:  # so that no listener's backlog is full
+            most = number - 64
+            await until(folder, lambda state, most=most: state["queue"]["decoding"] > most)
     try:
-        return await rounds.result
+        await until(folder, lambda state: state["queue"]["decoding"] == options["streams"])
+        await asyncio.sleep(SETTLE_S)  # for the tokens that came with the admission
+        await rounds.steps(NUM_WARM_UP_STEPS)
+        clock = Clock(daemon)
+        await asyncio.sleep(QUIET_S)
+        quiet_s, elapsed_s = clock.lap()
+        await rounds.steps(options["steps"])
+        return rounds.cost(quiet_s / elapsed_s, *clock.lap())
     finally:
         for transport in transports:
             transport.abort()
 
 
-def serve(folder: Path, profile: Path | None, model: Path) -> None:
+def serve(folder: Path, profile: Path | None, model: Path, num_workers: int) -> None:
     """`penstock serve`, whose workers are this file."""
     wrapper = folder / "python"
     wrapper.write_text(
@@ -242,7 +296,9 @@ def serve(folder: Path, profile: Path | None, model: Path) -> None:
     )
     wrapper.chmod(0o755)
     sys.executable = str(wrapper)
-    sys.argv = ["penstock", "serve", "--roles", "colocated", "--model", str(model)]
+    sys.argv = ["penstock", "serve", "--model", str(model), "--max-queued", "1000"]
+    apart = ["--roles", "static", "--transport", "alias", "--place", f"1x{num_workers} forced"]
+    sys.argv += apart if num_workers > 1 else ["--roles", "colocated"]
     sys.argv += ["--socket", str(folder / "p.sock"), "--state-dir", str(folder / "state")]
     sys.argv += ["--kv-memory", "4GiB"]
     profiler = cProfile.Profile()
@@ -285,7 +341,7 @@ def main() -> None:
         if sys.argv[1] == "serve":
             options = json.loads((folder / "options.json").read_text())
             profile = options["profile"] and Path(options["profile"])
-            serve(folder, profile, Path(options["model"]))
+            serve(folder, profile, Path(options["model"]), options["workers"])
             return
         channel_fd = int(sys.argv[sys.argv.index("--channel-fd") + 1])
         try:
@@ -296,6 +352,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="only its tokenizer matters")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--workers", type=int, default=1, help="that decode")
+    parser.add_argument("--unread", action="store_true", help="no reply is streamed")
     parser.add_argument("--interval-ms", type=float, default=30.0)
     parser.add_argument("--body", default="{}", help="fields beyond those of a plain chat")
     parser.add_argument("--profile", type=Path, help="of the daemon, for pstats")
