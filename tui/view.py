@@ -105,10 +105,10 @@ class View:
         return spread(samples, self.window_s, max(0, num_cells))
 
 
-def worker_for(frame: Frame, role: str) -> WorkerFrame | None:
-    """The first worker that plays a role: one named after it, else the one that plays all."""
-    names = (worker for worker in frame.workers if worker.name.startswith((role, "colocated")))
-    return next(names, None)
+def workers_for(frame: Frame | None, role: str) -> list[WorkerFrame]:
+    """The workers that play a role: those named after it, or the one that plays all."""
+    workers = [] if frame is None else frame.workers
+    return [worker for worker in workers if worker.name.startswith((role, "colocated"))]
 
 
 def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame | None:

@@ -258,6 +258,23 @@ def colocated() -> Frame:
     return busy(roles="colocated", transport=None, workers=[both])
 
 
+def two_by_three() -> Frame:
+    """Two workers that prefill, one of which is down, and three that decode."""
+    prefill = worker("prefill", prefill_tokens_per_s=4100.0, step_ms_p50=402.0, busy_ratio=0.98)
+    decode = [
+        worker(name, device=f"cpu {core}", cpus=[core], cpus_used=[core], pid=4100 + core,
+               decode_tokens_per_s=600.0, steps_per_s=50.0 + core, step_ms_p50=11.0 + core,
+               step_ms_max=30.0 + core, busy_ratio=core / 5, batch_size_mean=4.0 + core)
+        for core, name in enumerate(("decode", "decode1", "decode2"), 2)
+    ]  # fmt: skip
+    return busy(
+        transport="peer",
+        workers=[prefill, worker("prefill1", state="restarting", num_restarts=1), *decode],
+        pools=[pool(w.name, active=30 * w.cpus[0]) for w in (prefill, *decode)],
+        handoff=HandoffFrame("peer", 1, 2.0, 1e6, 9.7e9),
+    )
+
+
 def three_pools() -> Frame:
     """The shm transport with its ring, a nearly full decode pool, and three power domains."""
     return busy(

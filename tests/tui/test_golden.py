@@ -38,6 +38,7 @@ def views() -> Mapping[str, View]:
         "draining": frames.view_of(frames.draining()),
         "colocated": frames.view_of(frames.colocated()),
         "three-pools": frames.view_of(frames.three_pools()),
+        "two-by-three": frames.view_of(frames.two_by_three()),
         "no-gpu": frames.view_of(frames.no_gpu()),
         "mig": frames.view_of(frames.mig()),
     }
@@ -55,6 +56,7 @@ MATRIX = (
 )
 SMALL, LARGE, HUGE, TINY = (80, 24), (120, 40), (200, 60), (39, 9)
 OTHERS = [(name, SMALL, False) for name in ("never-connected", "colocated", "three-pools")]
+OTHERS += [("two-by-three", size, False) for size in (SMALL, LARGE, HUGE)]
 OTHERS += [("disconnected", size, False) for size in (SMALL, LARGE, HUGE, TINY)]
 OTHERS += [("busy", size, False) for size in [(100, 30), (60, 16), (40, 10)]]
 OTHERS += [("three-pools", size, True) for size in (SMALL, LARGE)]

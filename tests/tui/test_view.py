@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.tui import frames
 from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, spread
-from tui.view import Caller, Link, View, alert_of, worker_for
+from tui.view import Caller, Link, View, alert_of, workers_for
 
 
 def test_the_history_keeps_the_newest_frames_only():
@@ -43,8 +43,10 @@ def test_a_frame_makes_the_view_live():
 
 def test_a_colocated_worker_plays_both_roles():
     frame = frames.colocated()
-    assert worker_for(frame, "prefill") is worker_for(frame, "decode") is frame.workers[0]
-    assert worker_for(frames.idle(workers=[]), "prefill") is None
+    assert workers_for(frame, "prefill") == workers_for(frame, "decode") == frame.workers
+    assert workers_for(frames.idle(workers=[]), "prefill") == workers_for(None, "decode") == []
+    names = [worker.name for worker in workers_for(frames.two_by_three(), "decode")]
+    assert names == ["decode", "decode1", "decode2"]
 
 
 def test_reserved_blocks_are_in_use():

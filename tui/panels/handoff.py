@@ -86,7 +86,7 @@ def _path(frame: Frame, width: int) -> list[Line]:
 
 def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
     if frame.transport == "alias":
-        return [Span("both workers map the same pool: blocks change owner, no byte moves")]
+        return [Span("all workers map the same pool: blocks change owner, no byte moves")]
     if handoff is None or handoff.probe_bytes_per_s is None:
         return [Span("▲ not measured at start", Tone.WARN)]
     return [

@@ -1,5 +1,6 @@
 """The three lanes in the order of the data: prefill, handoff, decode.
 
+A lane is a phase; several workers of it have a row each.
 Owns: nothing; pure.
 Invariant: the lines come in order of importance, so a lower panel shows the first of them.
 Never: shows a number that the frame does not report.
@@ -11,15 +12,17 @@ from appliance.protocol import Frame, WorkerFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, gauge, marked, pairs, sparkline, width_of
-from tui.view import View, worker_for
+from tui.view import View, workers_for
 
 _LABEL_WIDTH = 13
+_PLACE_WIDTH = 44
+"""From which on a worker's row also says where it is."""
 _SHORT_REASONS = {"unknown": "not measured"}
 """Reasons for a route whose own word says nothing to who did not ask."""
 
 
 def prefill_title(view: View) -> str:
-    """`PREFILL  cpu 0`."""
+    """`PREFILL  cpu 0`, or `PREFILL  2 workers`."""
     return _lane_title(view, "prefill")
 
 
@@ -35,10 +38,10 @@ def handoff_title(view: View) -> str:
 
 
 def _lane_title(view: View, role: str) -> str:
-    worker = worker_for(view.frame, role) if view.frame else None
-    if worker is None:
+    workers = workers_for(view.frame, role)
+    if not workers:
         return role.upper()
-    return f"{role.upper()}  {where(worker)}"
+    return f"{role.upper()}  {where(*workers) if len(workers) == 1 else f'{len(workers)} workers'}"
 
 
 def where(worker: WorkerFrame) -> str:
@@ -55,16 +58,16 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
     frame = view.frame
     if frame is None:
         return []
-    worker = worker_for(frame, "prefill")
+    workers = workers_for(frame, "prefill")
     queue = frame.queue
     waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
     oldest_s = None if queue.oldest_queued_ms is None else queue.oldest_queued_ms / 1000
     tokens = f"{fmt.short_count(queue.queued_tokens)}/{fmt.short_count(queue.max_queued_tokens)}"
     return [
-        _not_ready(worker, width)
+        _not_ready(workers, width)
         or pairs(width, ("running", fmt.count(queue.prefilling)), ("queued", waiting)),
         _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
-        _steps(worker, width),
+        *_steps(workers, width),
         [
             Span(fmt.pad("queue", _LABEL_WIDTH), Tone.MUTED),
             Span(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
@@ -75,7 +78,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
             ("in", f"{fmt.short_count(frame.totals.prompt_tokens)} tok"),
             ("waiting", tokens if queue.max_queued_tokens else fmt.ABSENT),
         ),
-        *_process(worker, width),
+        *_processes(workers, width),
     ][:height]
 
 
@@ -139,29 +142,31 @@ def decode(view: View, width: int, height: int) -> list[Line]:
     frame = view.frame
     if frame is None:
         return []
-    worker = worker_for(frame, "decode")
+    workers = workers_for(frame, "decode")
     history = view.history
     graph = _trend(view, history.decode_tokens_per_s, "tok/s", width)
     stalls = view.recent(history.stalls, len(graph[-1].text))
-    batch = worker.batch_size_mean if worker else None
+    batches = [w.batch_size_mean for w in workers if w.batch_size_mean is not None]
+    longest_ms = max((w.step_ms_max for w in workers if w.step_ms_max is not None), default=None)
+    backends = dict.fromkeys(w.attention for w in workers if w.attention)
     return [
-        _not_ready(worker, width)
+        _not_ready(workers, width)
         or pairs(
             width,
             ("running", fmt.count(frame.queue.decoding)),
-            ("steps", f"{fmt.rate(worker.steps_per_s if worker else None)}/s"),
+            ("steps", f"{fmt.rate(sum(w.steps_per_s for w in workers) if workers else None)}/s"),
         ),
         [*graph[:-1], *marked(graph[-1].text, stalls)],
-        _steps(worker, width),
+        *_steps(workers, width),
         pairs(
             width,
-            ("max", fmt.millis_unit(worker.step_ms_max if worker else None)),
-            ("batch", fmt.ABSENT if batch is None else f"{batch:.1f}"),
+            ("max", fmt.millis_unit(longest_ms)),
+            ("batch", f"{sum(batches) / len(batches):.1f}" if batches else fmt.ABSENT),
         ),
         pairs(
             width,
-            ("attn", (worker and worker.attention) or fmt.ABSENT),
-            ("restarts", fmt.count(worker.num_restarts if worker else None)),
+            ("attn", ", ".join(backends) or fmt.ABSENT),
+            ("restarts", fmt.count(sum(w.num_restarts for w in workers) if workers else None)),
         ),
         pairs(
             width,
@@ -173,14 +178,20 @@ def decode(view: View, width: int, height: int) -> list[Line]:
             ("paused", fmt.count(frame.queue.paused)),
             ("preempted", fmt.count(frame.totals.preemptions)),
         ),
-        *_process(worker, width),
+        *_processes(workers, width),
     ][:height]
 
 
-def _process(worker: WorkerFrame | None, width: int) -> list[Line]:
-    """What it is to the machine."""
-    if worker is None:
-        return []
+def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
+    """What each is to the machine."""
+    lines = []
+    for worker in workers:
+        lines += [[Span(worker.name, Tone.ACCENT)]] if len(workers) > 1 else []
+        lines += _process(worker, width)
+    return lines
+
+
+def _process(worker: WorkerFrame, width: int) -> list[Line]:
     own, used = (",".join(map(str, cpus)) for cpus in (worker.cpus, worker.cpus_used))
     return [
         pairs(width, ("cpu", fmt.percent(worker.cpu_percent)), ("rss", fmt.size(worker.rss_bytes))),
@@ -198,12 +209,25 @@ def _process(worker: WorkerFrame | None, width: int) -> list[Line]:
     ]
 
 
-def _steps(worker: WorkerFrame | None, width: int) -> Line:
-    return pairs(
-        width,
+def _steps(workers: list[WorkerFrame], width: int) -> list[Line]:
+    """How long steps take: of one worker, or a row for each; those that are not ready first."""
+    if len(workers) < 2:
+        return [pairs(width, *(_step(*workers) if workers else _step(None)))]
+    lines, label_width = [], max(len(worker.name) for worker in workers) + 2
+    for worker in sorted(workers, key=lambda worker: worker.state == "ready"):
+        room = width - label_width
+        place = [("", where(worker))] if width >= _PLACE_WIDTH else []
+        (_, step), busy = _step(worker)
+        about = _trouble(worker, room) or pairs(room, *place, ("", step), busy)
+        lines.append([Span(fmt.pad(worker.name, label_width), Tone.MUTED), *about])
+    return lines
+
+
+def _step(worker: WorkerFrame | None) -> list[tuple[str, str]]:
+    return [
         ("step", fmt.millis_unit(worker.step_ms_p50 if worker else None)),
         ("busy", fmt.ratio(worker.busy_ratio if worker else None)),
-    )
+    ]
 
 
 def _graph(view: View, samples: Samples, width: int) -> str:
@@ -223,10 +247,15 @@ def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
     ]
 
 
-def _not_ready(worker: WorkerFrame | None, width: int) -> Line | None:
-    """The line that stands first while the worker cannot work."""
-    if worker is None:
+def _not_ready(workers: list[WorkerFrame], width: int) -> Line | None:
+    """The line that stands first while there is no worker, or the only one cannot work."""
+    if not workers:
         return [Span("▲ no worker", Tone.WARN)]
+    return _trouble(workers[0], width) if len(workers) == 1 else None
+
+
+def _trouble(worker: WorkerFrame, width: int) -> Line | None:
+    """Why a worker cannot work; None: it can."""
     if worker.state == "ready":
         return None
     if worker.state != "loading" or not worker.total_bytes:

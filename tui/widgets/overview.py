@@ -14,7 +14,7 @@ from textual.containers import Container
 
 from tui.lines import Line
 from tui.panels import gauges, lanes, latency, log
-from tui.view import View
+from tui.view import View, workers_for
 from tui.widgets.panel import Panel, entitle
 from tui.widgets.request_table import RequestBox
 
@@ -30,7 +30,9 @@ FRAMED: dict[str, tuple[_Title, _Paint]] = {
     "machine": (lambda view, width, height: "MACHINE", gauges.machine),
     "events": (lambda view, width, height: "EVENTS", log.events),
 }
-_MAX_POOLS = 3
+_MAX_POOLS = 4
+_MAX_WORKERS = 4
+"""Of one phase, that make its lane higher."""
 
 
 class Overview(Container):
@@ -64,6 +66,9 @@ class Overview(Container):
         num_pools = min(_MAX_POOLS, len(frame.pools)) if frame else 1
         for num in range(2, _MAX_POOLS + 1):
             self.set_class(num_pools == num, f"-pools-{num}")
+        num_workers = max(len(workers_for(frame, role)) for role in ("prefill", "decode"))
+        for num in range(2, _MAX_WORKERS + 1):
+            self.set_class(min(num_workers, _MAX_WORKERS) == num, f"-workers-{num}")
         for name, (title, _) in FRAMED.items():
             panel = self.query_one(f"#{name}", Panel)
             entitle(panel, title(view, *panel.size))
