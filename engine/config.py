@@ -20,6 +20,7 @@ from engine.gguf_config import config_keys, sampling_keys
 from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.rope import RopeConfig
+from engine.unserved import reason
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -172,14 +173,24 @@ def _family(keys: JsonKeys) -> Family:
     if architectures:
         name = architectures[0] if isinstance(architectures, list) else None
         if not isinstance(name, str) or name not in FAMILY_BY_ARCHITECTURE:
+            _refuse(name, keys)
             raise keys.bad("architectures", f"one of {', '.join(FAMILY_BY_ARCHITECTURE)}")
         family = FAMILY_BY_ARCHITECTURE[name]
         if model_type not in (None, family.name):
             raise keys.bad("model_type", f"{family.name!r} as `architectures` says")
         return family
     if not isinstance(model_type, str) or model_type not in FAMILY_BY_NAME:
+        _refuse(model_type, keys)
         raise keys.bad("model_type", f"one of {', '.join(FAMILY_BY_NAME)}")
     return FAMILY_BY_NAME[model_type]
+
+
+def _refuse(name: object, keys: JsonKeys) -> None:
+    """Say why, where a name is known and not served."""
+    why = reason(name) if isinstance(name, str) else None
+    if why is not None:
+        hint = "docs/models.md lists what is served"
+        raise CheckpointError(f"{name} is not served: {why}", where=str(keys.path), hint=hint)
 
 
 def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
@@ -193,6 +204,8 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
         if section.get("quantization_config", None) and (method, is_stacked) != ("mxfp4", True):
             raise section.bad("quantization_config", "supported: serve an unquantized checkpoint")
     stated = sections[-1].values
+    if family.section is not None and stated.get("model_type", None) not in (None, family.language):
+        raise sections[-1].bad("model_type", repr(family.language))
     if family.section is not None:
         outer = {key: file_keys.values[key] for key in _OUTER_KEYS if key in file_keys.values}
         stated = outer | stated

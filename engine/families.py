@@ -127,6 +127,32 @@ _MISTRAL: dict[str, Any] = COMMON | {
     "sliding_window": 4096,
 }
 
+_MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    COMMON
+    | {
+        "vocab_size": 131072,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "sliding_window": None,
+    },
+    has_growing_queries=True,
+)
+
 _ROWS = (
     Family("llama", "LlamaForCausalLM", COMMON | {"attention_bias": False, "mlp_bias": False}),
     Family("mistral", "MistralForCausalLM", _MISTRAL),
@@ -135,6 +161,15 @@ _ROWS = (
         "MinistralForCausalLM",
         _MISTRAL | {"layer_types": None},
         window_period=None,
+    ),
+    _MINISTRAL3,
+    replace(  # the language model of a checkpoint that also sees
+        _MINISTRAL3,
+        name="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        language="ministral3",
+        section="text_config",
+        prefix="language_model.",
     ),
     Family("qwen2", "Qwen2ForCausalLM", _QWEN, has_qkv_bias=True),
     Family(
@@ -189,6 +224,7 @@ _ROWS = (
         _GEMMA3_TEXT,
         name="gemma3",
         architecture="Gemma3ForConditionalGeneration",
+        language="gemma3_text",
         section="text_config",
         prefix="language_model.",
     ),

@@ -97,6 +97,8 @@ class Family:
     turns_neighbours: bool = False
     """Dimensions 0 and 1 of a head turn together, not 0 and the middle one: loading puts rows of
     queries and keys into that order, which changes no product of the two."""
+    has_growing_queries: bool = False
+    """Queries far into a text are multiplied, as `llama_4_scaling_beta` says."""
     is_rotated_in_windows_only: bool = False
     """Where some layers have windows, the others do not rotate."""
     window_period: int | None = 2
@@ -106,5 +108,7 @@ class Family:
     """Old names of RoPE kinds, as this family used them."""
     section: str | None = None
     """Where config.json keeps the language model's keys; None: at the top."""
+    language: str | None = None
+    """The `model_type` that is said there."""
     prefix: str = ""
     """Of every tensor's name."""

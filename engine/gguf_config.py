@@ -20,6 +20,7 @@ from engine.errors import CheckpointError
 from engine.family import Family
 from engine.gguf_header import GgufModel
 from engine.tensor_info import TensorInfo
+from engine.unserved import reason
 
 _END_MARKS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
@@ -279,6 +280,8 @@ def _arch(model: GgufModel) -> str:
 def _row(model: GgufModel) -> _Architecture:
     row = _ARCHITECTURES.get(_arch(model))
     if row is None:
+        if (why := reason(_arch(model))) is not None:
+            raise CheckpointError(f"{_arch(model)} is not served: {why}", where=str(model.path))
         needed = f"one of {', '.join(_ARCHITECTURES)} is served"
         raise model.bad("general.architecture", needed)
     return row

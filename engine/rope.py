@@ -13,7 +13,7 @@ Never: computes a tensor.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.family import Family
 from engine.json_keys import REQUIRED, JsonKeys
@@ -38,6 +38,9 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    query_growth: float = 0.0
+    """Beta of 1 + beta * log(1 + floor(position / original_max_position_embeddings)), which queries
+    are multiplied by after they are rotated; yarn."""
     short_factors: tuple[float, ...] = ()
     """One per pair of dimensions, as long_factors; longrope."""
     long_factors: tuple[float, ...] = ()
@@ -97,7 +100,9 @@ class RopeConfig:
                 high_freq_factor=rope.number("high_freq_factor"),
             )
         if kind == "yarn":
-            return cls._yarn(rope, theta, dim, original, max_positions)
+            yarn = cls._yarn(rope, theta, dim, original, max_positions)
+            growth = rope.number_or_none("llama_4_scaling_beta") or 0.0
+            return replace(yarn, query_growth=growth) if family.has_growing_queries else yarn
         if kind == "longrope":
             return cls._longrope(rope, theta, dim, original, max_positions)
         key = "rope_type" if "rope_type" in rope.values else "type"

@@ -33,6 +33,7 @@ FAMILIES = (
     "glm4",
     "ernie4_5",
     "gpt_oss",
+    "ministral3",
 )
 
 _TINY = {
@@ -100,6 +101,17 @@ _OWN: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "rope_theta": 20000.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "gpt_oss": {
         "sliding_window": 24,
         "num_local_experts": 5,
@@ -183,24 +195,42 @@ def pack_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(keys))
 
 
-def make_seeing_checkpoint(folder: Path) -> Path:
-    """A Gemma 3 that also sees: its language model is one part of the file among others."""
+def make_seeing_checkpoint(folder: Path, family: str = "gemma3") -> Path:
+    """One that also sees: its language model is one part of the file among others."""
     import torch
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+    )
 
     from tests.byte_tokenizer import write_tokenizer
 
     text = {key: value for key, value in _TINY.items() if not key.endswith("token_id")}
     seen = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = Gemma3Config(
-        text_config=text | _OWN["gemma3_text"] | {"pad_token_id": None},
-        vision_config=seen | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        eos_token_id=[296, 297],
+    seen |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    if family == "gemma3":
+        config = Gemma3Config(
+            text_config=text | _OWN["gemma3_text"] | {"pad_token_id": None},
+            vision_config=seen,
+            mm_tokens_per_image=4,
+            eos_token_id=[296, 297],
+        )
+    else:
+        text |= _OWN["ministral3"] | {"model_type": "ministral3", "pad_token_id": None}
+        config = Mistral3Config(
+            text_config=text,
+            vision_config=seen | {"model_type": "pixtral", "head_dim": 16},
+            tie_word_embeddings=False,
+            eos_token_id=[296, 297],
+        )
+    kind = (
+        Gemma3ForConditionalGeneration if family == "gemma3" else Mistral3ForConditionalGeneration
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+        kind(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

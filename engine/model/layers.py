@@ -79,6 +79,12 @@ def rope_table(
     return cosine.to(device, dtype), signed_sin[:, None].to(device, dtype)
 
 
+def query_growth(config: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What queries at positions [num_tokens] are multiplied by: [num_tokens, 1, 1] in `dtype`."""
+    spans = torch.floor(positions / config.original_max_position_embeddings)
+    return (1 + config.query_growth * torch.log(1 + spans))[:, None, None].to(dtype)
+
+
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Radians per position for each pair of dimensions: [rotary_dim / 2], float32.
 

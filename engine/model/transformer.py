@@ -23,11 +23,12 @@ from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
 from engine.model.compiled import CompiledBackend
-from engine.model.layers import bend, rope_table
+from engine.model.layers import bend, query_growth, rope_table
 from engine.model.linear import Linears, choose_linears
 from engine.model.quantised import embedded
 from engine.model.tape import MAX_TOKENS, Tapes
 from engine.model.weight import Weight
+from engine.rope import RopeConfig
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -41,6 +42,8 @@ class _Step:
     kv: torch.Tensor
     plan: Any
     """The backend's."""
+    query_growth: torch.Tensor | None = None
+    """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
 
 
 _Block = Callable[[torch.Tensor, _Step], torch.Tensor]
@@ -97,6 +100,8 @@ class Transformer:
         self._tapes: Tapes | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
+        self._growing = _growing_rope(self._ropes, self._max_model_len)
+        is_compiled = is_compiled and self._growing is None  # by torch, too
         if is_compiled and linears.kernels is not None:
             self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
         if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
@@ -133,7 +138,9 @@ class Transformer:
         if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:
             x, added = self._tapes.run(x, kv, plan)
         else:
-            added = self._run_layers(x, kv, plan)
+            growing = self._growing
+            growth = growing and query_growth(growing, batch.positions, self.dtype)
+            added = self._run_layers(x, kv, plan, growth)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         if len(batch.logit_rows) < len(x):
@@ -145,9 +152,11 @@ class Transformer:
             logits.div_(config.logit_divisor)
         return logits if config.logit_softcap is None else bend(logits, config.logit_softcap)
 
-    def _run_layers(self, x: torch.Tensor, kv: torch.Tensor, plan: Any) -> torch.Tensor | None:
+    def _run_layers(
+        self, x: torch.Tensor, kv: torch.Tensor, plan: Any, growth: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _Step(kv, plan), None
+        step, added = _Step(kv, plan, growth), None
         for branch in self._branches:
             added = branch(x, added, step)
         return added
@@ -160,6 +169,14 @@ class Transformer:
                 for rope in self._ropes
             ]
             self._num_table_positions = size
+
+
+def _growing_rope(ropes: list[RopeConfig], max_model_len: int) -> RopeConfig | None:
+    """The one whose queries are multiplied, if any request is so long that they are."""
+    for rope in ropes:
+        if rope.query_growth and max_model_len > rope.original_max_position_embeddings:
+            return rope
+    return None
 
 
 class _Branch:
@@ -264,6 +281,8 @@ class _Attention:
         if self._qk_norms:
             self._norm(qkv)
         backend.place(qkv, num_q, self._rope_index, step.kv, self._layer, step.plan)
+        if step.query_growth is not None:
+            qkv[:, :num_q].mul_(step.query_growth)
         output = backend.attend(
             qkv,
             num_q,

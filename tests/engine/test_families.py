@@ -215,6 +215,7 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "glm4": (True, False, False, None),
         "ernie4_5": (False, False, False, None),
         "gpt_oss": (True, True, False, None),
+        "ministral3": (False, False, False, None),
     }
 
 
@@ -353,4 +354,5 @@ def test_configs_as_they_are_published_mean_what_transformers_reads(tmp_path, na
 
 
 def test_every_family_of_the_table_is_tested():
-    assert set(FAMILY_BY_NAME) == {*FAMILIES, "gemma3"}  # whose language model is gemma3_text
+    seeing = {"gemma3", "mistral3"}  # whose language models are gemma3_text and ministral3
+    assert set(FAMILY_BY_NAME) == {*FAMILIES, *seeing}

@@ -80,6 +80,7 @@ VARIANTS = {
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 14}),
     "gpt-oss": ("gpt_oss", {}),
+    "ministral 3": ("ministral3", {}),
     "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
     "qwen3 moe normalized": (
         "qwen3_moe",
@@ -331,15 +332,16 @@ def test_longrope_factors_do_not_change_under_a_running_sequence(longrope):
     assert_same_predictions(logits, oracle_logits(oracle, ids))
 
 
-def test_the_language_model_of_a_seeing_checkpoint_is_exact(tmp_path):
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+def test_the_language_model_of_a_seeing_checkpoint_is_exact(tmp_path, family):
     from transformers import AutoModelForImageTextToText
 
-    folder = make_seeing_checkpoint(tmp_path)
+    folder = make_seeing_checkpoint(tmp_path, family)
     model = load(folder)
     oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(9)
-    pool, ids = Pool(model, 16, generator), random_ids(generator, 60)
-    assert_same_predictions(pool.step([(ids, 0, pool.table(60))]), oracle_logits(oracle, ids))
+    pool, ids = Pool(model, 16, generator), random_ids(generator, 150)
+    assert_same_predictions(pool.step([(ids, 0, pool.table(150))]), oracle_logits(oracle, ids))
 
 
 def test_experts_as_gpt_oss_publishes_them_are_exact(tmp_path):
