@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 from appliance.api.output_format import output_format_of
 from appliance.models import cache, fits
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, choose_dtype
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.errors import CheckpointError
 from engine.gguf_header import models_in
+from engine.kernels.cpu import has_kernels
+from engine.panels_layout import panels_layout
 from engine.tokenizer import Tokenizer
 
 SUMS_FILE = "SHA256SUMS"
@@ -92,13 +94,16 @@ def detail(found: Found) -> dict[str, Any]:
     }
 
 
-def config_of(found: Found) -> ModelConfig:
-    """Its shape, and the dtype that its weights have, whatever its config.json says of that.
+def need_of(found: Found) -> fits.Need:
+    """What serving it takes, by the tensors that it has, whatever its config.json says of those.
 
     Raises:
         CheckpointError: it cannot be served.
     """
-    return _as_stored(Checkpoint.open(found.folder))
+    checkpoint = Checkpoint.open(found.folder)
+    packed = panels_layout(checkpoint, choose_dtype("auto", checkpoint)) if has_kernels() else None
+    num_bytes = None if packed is None else packed.num_bytes
+    return fits.need_of(_as_stored(checkpoint), num_bytes)
 
 
 def _as_stored(checkpoint: Checkpoint) -> ModelConfig:

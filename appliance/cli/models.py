@@ -130,7 +130,7 @@ def show_model(
         _show(remote.on_hub(asked, where), output)
         return
     about = model_folders.detail(found)
-    need = fits.need_of(model_folders.config_of(found))
+    need = model_folders.need_of(found)
     about |= {"kv_bytes_of_a_request": fits.kv_rows(need), "fits": fits.rows(need, where)}
     known, wanted = about["tokenizer_vocabulary"], about["vocabulary"]
     if known < wanted * LEAST_VOCABULARY:  # it is padded to a multiple of something, never so far

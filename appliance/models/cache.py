@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.models.names import HubName
+from appliance.models.names import HubName, is_quantised_as
 from engine.errors import ConfigError, PenstockError
 from engine.gguf_header import parts_of
 
@@ -135,13 +135,6 @@ def weight_names(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [INDEX]
     return sorted(name for name in listed if isinstance(name, str))
-
-
-def is_quantised_as(file_name: str, quantisation: str) -> bool:
-    """True of `Qwen3-8B-Q4_K_M.gguf`, also as one part of several, and `q4_k_m`."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file_name.removesuffix(".gguf"))
-    words = re.split(r"[-.]", stem.rpartition("/")[2])
-    return words[-1].lower() == quantisation.lower()
 
 
 def in_words(cache: Path) -> str:

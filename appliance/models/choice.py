@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.models.cache import INDEX, SINGLE, is_quantised_as
-from appliance.models.names import HubName
+from appliance.models.cache import INDEX, SINGLE
+from appliance.models.names import HubName, is_quantised_as
 from engine.errors import CheckpointError
 from engine.gguf_header import parts_of
 

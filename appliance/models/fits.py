@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from appliance.models.names import is_quantised_as
 from engine.checkpoint import expected_shapes
 from engine.config import DTYPE_BYTES, ModelConfig
 
@@ -22,8 +23,20 @@ CPU_OVERHEAD_BYTES = 1 << 30
 LENGTHS = (4096, 32768, 131072)
 LEAST_TOKENS = 2048
 """Fewer are of no use to anybody."""
-BITS_PER_WEIGHT: Mapping[str, float] = {"Q8_0": 8.5, "Q6_K": 6.56, "Q4_K_M": 4.85}
-"""Of the usual GGUF quantisations, the best first."""
+BITS_PER_WEIGHT: Mapping[str, tuple[float, float]] = {
+    "Q8_0": (8.5, 8.5),
+    "Q6_K": (6.56, 8.57),
+    "Q5_K_M": (5.69, 8.63),
+    "Q5_K_S": (5.54, 8.63),
+    "Q5_0": (5.5, 8.5),
+    "Q4_K_M": (4.85, 5.4),
+    "Q4_K_S": (4.58, 4.9),
+    "Q4_0": (4.55, 4.6),
+}
+"""Of GGUF quantisations, in a file and in the memory of a CPU's workers, whose kernels have a byte
+for five and six bits; the best first."""
+_USUAL = ("Q8_0", "Q6_K", "Q4_K_M")
+_WIDENED_BITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +57,27 @@ class Need:
 
     num_parameters: int | None
     weights_bytes: int
+    """In the dtype that is served, as GPUs have them whatever the file has."""
     kv_bytes_per_token: int | None
     """None: not known before the file is here."""
     max_model_len: int | None
+    packed_bytes: int | None = None
+    """On a CPU, whose kernels read quantised matrices as they are; None: nothing is quantised."""
+
+    def bytes_at(self, place: Place) -> int:
+        """Of the weights there."""
+        if place.is_gpu or self.packed_bytes is None:
+            return self.weights_bytes
+        return self.packed_bytes
 
 
-def need_of(config: ModelConfig) -> Need:
-    """As stored; KV in the dtype of the weights."""
+def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
+    """As stored; KV in the dtype of the weights.
+
+    Args:
+        config: of the model.
+        packed_bytes: what a CPU's workers hold of a quantised checkpoint.
+    """
     dtype = config.stored_dtype or "bfloat16"
     num_parameters = sum(math.prod(shape) for _, shape in expected_shapes(config))
     return Need(
@@ -58,12 +85,20 @@ def need_of(config: ModelConfig) -> Need:
         num_parameters * DTYPE_BYTES[dtype],
         config.kv_block_bytes(1, dtype),
         config.max_position_embeddings,
+        packed_bytes,
     )
 
 
-def need_of_file(size_bytes: int) -> Need:
-    """Of a quantised file that nobody has opened."""
-    return Need(None, size_bytes, None, None)
+def need_of_file(name: str, size_bytes: int) -> Need:
+    """Of a GGUF file that nobody has opened, by what its name says of its quantisation."""
+    file_bits, memory_bits = next(
+        (bits for kind, bits in BITS_PER_WEIGHT.items() if is_quantised_as(name, kind)), (5.5, 8.63)
+    )  # of a kind that is not known, the one that grows most
+    if any(is_quantised_as(name, kind) for kind in ("F16", "BF16", "F32")):
+        return Need(None, size_bytes, None, None)
+    widened = int(size_bytes / file_bits * _WIDENED_BITS)
+    packed = int(size_bytes / file_bits * memory_bits)
+    return Need(None, widened, None, None, packed)
 
 
 def kv_rows(need: Need) -> dict[str, int]:
@@ -96,7 +131,7 @@ def _row(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> dict[str
     return {
         "place": place.name,
         "memory_bytes": place.memory_bytes,
-        "weights_bytes": need.weights_bytes,
+        "weights_bytes": need.bytes_at(place),
         "kv_tokens": tokens,
         "verdict": verdict,
         "quantised": None if verdict == "yes" else smaller(need, place, files),
@@ -106,7 +141,7 @@ def _row(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> dict[str
 def spare_bytes(need: Need, place: Place) -> int:
     """What a device has left for KV; below 0: it does not even hold the weights."""
     overhead = GPU_OVERHEAD_BYTES if place.is_gpu else CPU_OVERHEAD_BYTES
-    return place.memory_bytes - overhead - need.weights_bytes
+    return place.memory_bytes - overhead - need.bytes_at(place)
 
 
 def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
@@ -120,17 +155,23 @@ def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
 
 
 def smaller(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> str | None:
-    """The best quantised file that leaves room for a useful request; None: none does."""
-    known = sorted(files, key=lambda each: -each[1])
+    """The best quantised file that leaves room for a useful request; None: none does.
+
+    On a GPU none is smaller: there all are widened.
+    """
+    if place.is_gpu:
+        return None
+    known = [
+        (name, need_of_file(name, size).bytes_at(place))
+        for name, size in sorted(files, key=lambda each: -each[1])
+    ]
     if not known and need.num_parameters is not None:
-        known = [
-            (f"about {bits * need.num_parameters / 8e9:.1f} GB as {kind}",
-             int(bits * need.num_parameters / 8))
-            for kind, bits in BITS_PER_WEIGHT.items()
-        ]  # fmt: skip
+        for kind in _USUAL:
+            in_file, in_memory = (bits * need.num_parameters / 8 for bits in BITS_PER_WEIGHT[kind])
+            known.append((f"about {in_file / 1e9:.1f} GB as {kind}", int(in_memory)))
     least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
     for name, size in known:
         one = Need(None, size, need.kv_bytes_per_token, need.max_model_len)
-        if size < need.weights_bytes and spare_bytes(one, place) >= least:
+        if size < need.bytes_at(place) and spare_bytes(one, place) >= least:
             return name
     return None

@@ -52,3 +52,10 @@ def a_model(value: object) -> Path | HubName:
     if name is None or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path.absolute()
     return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])
+
+
+def is_quantised_as(file_name: str, quantisation: str) -> bool:
+    """True of `Qwen3-8B-Q4_K_M.gguf`, also as one part of several, and `q4_k_m`."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file_name.removesuffix(".gguf"))
+    words = re.split(r"[-.]", stem.rpartition("/")[2])
+    return words[-1].lower() == quantisation.lower()

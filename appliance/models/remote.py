@@ -56,7 +56,7 @@ def on_hub(name: HubName, where: Sequence[fits.Place]) -> dict[str, Any]:
         "size_bytes": sum(file.size_bytes for file in weights),
     }
     if name.file is not None:
-        need = fits.need_of_file(about["size_bytes"])
+        need = fits.need_of_file(weights[0].path, about["size_bytes"])
     else:
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             config = _config(repository, Path(folder))

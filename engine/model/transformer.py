@@ -138,8 +138,9 @@ class Transformer:
         if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:
             x, added = self._tapes.run(x, kv, plan)
         else:
-            growing = self._growing
-            growth = growing and query_growth(growing, batch.positions, self.dtype)
+            growth = None
+            if self._growing is not None:
+                growth = query_growth(self._growing, batch.positions, self.dtype)
             added = self._run_layers(x, kv, plan, growth)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)

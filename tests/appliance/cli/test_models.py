@@ -12,6 +12,9 @@ import pytest
 
 from appliance.boot import STARTER_FOLDER
 from appliance.models import cache
+from engine.checkpoint import Checkpoint, choose_dtype
+from engine.kernels.cpu import has_kernels
+from engine.panels_layout import panels_layout
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
@@ -135,6 +138,14 @@ def test_the_hubs_cache_says_itself_what_its_files_should_be(
     assert "model.safetensors" in ended.stderr.splitlines()[0]
 
 
+def in_memory(path: Path) -> int:
+    """Bytes of a quantised file's weights, as the workers hold them."""
+    checkpoint = Checkpoint.open(path)
+    layout = panels_layout(checkpoint, choose_dtype("auto", checkpoint))
+    assert layout is not None
+    return layout.num_bytes
+
+
 def test_a_gguf_file_is_listed_shown_and_verified(tmp_path: Path, environ: dict[str, str]) -> None:
     make_model(tmp_path / "m")
     (tmp_path / "files").mkdir()
@@ -146,6 +157,7 @@ def test_a_gguf_file_is_listed_shown_and_verified(tmp_path: Path, environ: dict[
         about = json.loads(shown.stdout)
         assert about["num_parameters"] == row["num_parameters"]
         assert about["fits"][0]["verdict"] == "yes"
+        assert not has_kernels() or about["fits"][0]["weights_bytes"] == in_memory(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     (path.parent / "SHA256SUMS").write_text(f"{digest} *tiny.gguf\n")
     assert verified(environ, path) == (0, ["ok"])

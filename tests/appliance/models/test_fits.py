@@ -62,10 +62,25 @@ def test_verdicts(tmp_path: Path, name: str, place: fits.Place, verdict: str) ->
 def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
     box = fits.Place("box", 9 * GIB, is_gpu=False)
-    assert fits.rows(eight, [box], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q6_K.gguf"
-    assert fits.rows(eight, [box])[0]["quantised"] == "about 6.7 GB as Q6_K"
+    assert fits.rows(eight, [box], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q4_K_M.gguf"
+    assert fits.rows(eight, [box])[0]["quantised"] == "about 5.0 GB as Q4_K_M"
+    larger = fits.Place("box", 11 * GIB, is_gpu=False)
+    assert fits.rows(eight, [larger])[0]["quantised"] == "about 8.7 GB as Q8_0"
     assert fits.rows(eight, [fits.Place("tiny", 2 * GIB, is_gpu=False)])[0]["quantised"] is None
     assert fits.rows(eight, [TWO_H100])[0]["quantised"] is None
+    short = fits.Place("12", 12 * GIB, is_gpu=True)  # where quantised files are widened
+    assert fits.rows(eight, [short], list(GGUF.items()))[0]["quantised"] is None
+
+
+def test_a_quantised_file_stays_so_on_a_cpu_and_is_widened_on_a_gpu() -> None:
+    size = GGUF["Qwen3-8B-Q4_K_M.gguf"]
+    need = fits.need_of_file("Qwen3-8B-Q4_K_M.gguf", size)
+    here, there = (row["weights_bytes"] for row in fits.rows(need, [SMALL_BOX, GPU_24]))
+    assert size < here < 1.2 * size
+    assert 16.3e9 < there < 17e9  # two bytes a parameter
+    unknown = fits.need_of_file("x.gguf", size)
+    assert unknown.bytes_at(SMALL_BOX) > here
+    assert fits.need_of_file("x-BF16.gguf", size).bytes_at(SMALL_BOX) == size
 
 
 def test_a_little_less_memory_never_fits_more(tmp_path: Path) -> None:
@@ -100,11 +115,12 @@ def test_show_says_it_before_anything_is_downloaded(tmp_path: Path, hub: Hub) ->
     here, small, large = about["fits"]
     assert here["place"].startswith("this machine")
     assert small["verdict"].startswith("no: ")
-    assert small["quantised"] == "about 19.9 GB as Q4_K_M"
+    assert small["quantised"] is None
     assert large["verdict"] == "yes"
     assert not (tmp_path / ".cache").exists()
     quantised = shown(environ, "Qwen/Qwen3-8B-GGUF:Q6_K", "--gpu", "24GiB")
     assert quantised["size_bytes"] == GGUF["Qwen3-8B-Q6_K.gguf"]
+    assert quantised["fits"][1]["weights_bytes"] > 2 * quantised["size_bytes"]
     page = penstock(environ, "models", "show", "Qwen/Qwen3-8B", "--gpu", "24GiB").stdout
     assert "a GPU of 24 GiB" in page
 
