@@ -73,6 +73,7 @@ _PARTS = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -84,7 +85,7 @@ _NORMS = {
     "after_mlp": "post_ffw_norm",
 }
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.(weight|bias|sinks)")
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
 
 
@@ -99,6 +100,8 @@ class _Architecture:
     """Stored norms have it added already; it is taken off."""
     before_mlp: str = "ffn_norm"
     """What it calls the norm before the feed-forward."""
+    truncates_yarn: bool = True
+    """The borders of YaRN's ramp are whole dimensions."""
     more: _More = lambda _model, _keys: {}
     """Keys that follow from others, or that the format takes as known."""
 
@@ -166,6 +169,15 @@ _ARCHITECTURES = {
     "olmoe": _Architecture("olmoe"),
     "exaone4": _Architecture("exaone4", more=lambda model, keys: _windows(model, keys, 4)),
     "seed_oss": _Architecture("seed_oss", before_mlp="post_attention_norm"),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        before_mlp="post_attention_norm",
+        truncates_yarn=False,
+        more=lambda model, keys: (
+            _windows(model, keys, 2)
+            | {"intermediate_size": keys.get("moe_intermediate_size", keys["intermediate_size"])}
+        ),
+    ),
 }
 
 
@@ -229,6 +241,8 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
         shift = row.norm_shift if stem.endswith("norm") else 0.0
         return None if found is None else replace(found, name=name, shift=shift)
     number, stem, kind = layer.groups()
+    if kind == "sinks":
+        stem, kind = f"{stem}.sinks", "weight"
     for place, gguf_norm in (*_NORMS.items(), ("before_mlp", row.before_mlp)):
         if stem == getattr(family.norms, place):
             found = model.tensors.get(f"blk.{number}.{gguf_norm}.{kind}")
@@ -239,7 +253,7 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
             found = model.tensors.get(f"blk.{number}.ffn_gate_inp.{kind}")
             return None if found is None else replace(found, name=name)
         if (expert := _EXPERT.fullmatch(inner)) is not None:
-            return _of_expert(model, family, name, number, int(expert[1]), expert[2])
+            return _of_expert(model, family, name, number, int(expert[1]), expert[2], kind)
     found = model.tensors.get(f"blk.{number}.{_PARTS.get(stem, stem)}.{kind}")
     if found is None:
         return None
@@ -255,13 +269,13 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
 
 
 def _of_expert(
-    model: GgufModel, family: Family, name: str, number: str, expert: int, part: str
+    model: GgufModel, family: Family, name: str, number: str, expert: int, part: str, kind: str
 ) -> TensorInfo | None:
     names = family.experts
     assert names is not None
-    kinds = {names.gate: "gate", names.up: "up", names.down: "down"}
-    found = model.tensors.get(f"blk.{number}.ffn_{kinds.get(part, part)}_exps.weight")
-    if found is None or len(found.shape) != 3 or expert >= found.shape[0]:
+    parts = {names.gate: "gate", names.up: "up", names.down: "down"}
+    found = model.tensors.get(f"blk.{number}.ffn_{parts.get(part, part)}_exps.{kind}")
+    if found is None or len(found.shape) < 2 or expert >= found.shape[0]:
         return None
     num_bytes = found.num_bytes // found.shape[0]
     return replace(
@@ -351,6 +365,7 @@ def _rope(model: GgufModel, arch: str, keys: dict[str, Any]) -> dict[str, Any]:
             "attention_factor": said("scaling.yarn_attn_factor"),
             "beta_fast": said("scaling.yarn_beta_fast"),
             "beta_slow": said("scaling.yarn_beta_slow"),
+            "truncate": _row(model).truncates_yarn,
         }
     else:
         raise model.bad(f"{arch}.rope.scaling.type", "none, linear, yarn or factors are served")

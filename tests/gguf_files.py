@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "exaone4": "exaone4",
     "seed_oss": "seed_oss",
+    "gpt_oss": "gpt-oss",
 }
 """By family. Only what the format can say of each can be converted."""
 _INTERLEAVED = ("llama", "smollm3", "granite")
@@ -78,6 +79,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
         _add(writer, key, value)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
+    for name in [name for name in tensors if "gate_up_proj" in name and ".experts." in name]:
+        _unstack(tensors, name)
     for name, values in _named(tensors, config, arch).items():
         _add_tensor(writer, name, values, kind)
     writer.write_header_to_file()
@@ -85,6 +88,17 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _unstack(tensors: dict[str, np.ndarray], name: str) -> None:
+    """gpt-oss's experts, whose gate and up are one tensor, as experts by number."""
+    stem, suffix = name.split("gate_up_proj")
+    kind = "bias" if suffix else "weight"
+    stack, down = tensors.pop(name), tensors.pop(f"{stem}down_proj{suffix}")
+    parts = {"gate_proj": stack[..., ::2], "up_proj": stack[..., 1::2], "down_proj": down}
+    for part, values in parts.items():
+        for number, own in enumerate(values):
+            tensors[f"{stem}{number}.{part}.{kind}"] = np.ascontiguousarray(own.T)
 
 
 def split_gguf(path: Path, count: int) -> list[Path]:
@@ -125,7 +139,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+    is_matrix = values.ndim > 1 and not name.endswith("bias")
+    wanted = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
     if values.shape[-1] % block:
         wanted = gguf.GGMLQuantizationType.F16
@@ -191,6 +206,8 @@ def _named(
             values = _interleaved(values, config["num_key_value_heads"])
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith(".sinks"):
+            name += ".weight"
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, part = after.partition(".")
@@ -199,7 +216,7 @@ def _named(
             found[str(names.get_name(name, (".weight", ".bias")))] = values
     for name, values_by_number in experts.items():
         stacked = np.stack([values_by_number[i] for i in range(len(values_by_number))])
-        found[str(names.get_name(name, (".weight",)))] = stacked
+        found[str(names.get_name(name, (".weight", ".bias")))] = stacked
     assert "None" not in found
     return found
 
