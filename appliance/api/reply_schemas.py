@@ -33,6 +33,7 @@ _USAGE: Json = shape(
 )
 _FINISH: Json = nullable(one_of("stop", "length", "abort", "tool_calls"))
 _BYTES: Json = nullable(items(whole(0, 255)))
+_PIECE: Json = {"anyOf": [STRING, items(whole(0, 255))]}
 _LOGPROB: Json = shape({"token": STRING, "logprob": NUMBER, "bytes": _BYTES})
 _REPLY: Json = {
     "id": STRING,
@@ -120,10 +121,14 @@ _REPLIES: Json = {
         ]
     },
     "Tokens": shape(
-        {"count": COUNT, "max_model_len": COUNT, "tokens": items(COUNT)},
+        {
+            "count": COUNT,
+            "max_model_len": COUNT,
+            "tokens": {"anyOf": [items(COUNT), items(shape({"id": COUNT, "piece": _PIECE}))]},
+        },
         {"token_strs": items(STRING)},
     ),
-    "Text": shape({"prompt": STRING}),
+    "Text": shape({"prompt": STRING, "content": STRING}),
     "Model": shape(
         {
             "id": STRING,

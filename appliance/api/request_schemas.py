@@ -128,6 +128,13 @@ _INPUT_TEXT: Json = {
         items(shape({"type": one_of("input_text", "output_text", "text"), "text": STRING})),
     ]
 }
+_TOKENIZE: Json = {
+    "model": STRING,
+    "add_special_tokens": BOOLEAN,
+    "add_special": BOOLEAN,
+    "return_token_strs": BOOLEAN,
+    "with_pieces": BOOLEAN,
+}
 _TOKEN_IDS: Json = items(COUNT, minItems=1)
 _PROMPT: Json = {"type": "string", "minLength": 1}
 
@@ -239,19 +246,9 @@ REQUESTS: Json = {
     },
     "TokenizeRequest": {
         "anyOf": [
-            shape(
-                {"prompt": STRING},
-                {"model": STRING, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN},
-            ),
-            shape(
-                {"messages": items(ref("Message"), minItems=1)},
-                {
-                    **_CHAT_INPUT,
-                    "model": STRING,
-                    "add_special_tokens": BOOLEAN,
-                    "return_token_strs": BOOLEAN,
-                },
-            ),
+            shape({"prompt": STRING}, _TOKENIZE),
+            shape({"content": STRING}, _TOKENIZE),
+            shape({"messages": items(ref("Message"), minItems=1)}, {**_CHAT_INPUT, **_TOKENIZE}),
         ]
     },
     "DetokenizeRequest": shape({"tokens": items(COUNT)}, {"model": STRING}),

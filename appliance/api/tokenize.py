@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of vLLM.
+"""POST /tokenize and /detokenize, in the shapes of vLLM and of llama.cpp, which is `content`'s.
 
 Owns: their fields, and how many texts are worked on at once.
 Invariant: work that grows with the text is done in turns, replies included, so that generating
@@ -53,14 +53,16 @@ class _TokenizeApi:
         def work() -> Json:
             fields = Fields.of_body(body)
             check_model(fields.get("model"), appliance.model)
-            ids = _encode(fields, appliance.tokenizer, appliance.model)
+            tokenizer = appliance.tokenizer
+            ids = _encode(fields, tokenizer, appliance.model)
             strings = None
             if fields.boolean("return_token_strs"):
-                strings = [appliance.tokenizer.token(one) or "" for one in ids]
+                strings = [tokenizer.token(one) or "" for one in ids]
+            has_pieces = fields.boolean("with_pieces")
             return {
                 "count": len(ids),
                 "max_model_len": appliance.model.max_model_len,
-                "tokens": ids,
+                "tokens": [_piece(one, tokenizer) for one in ids] if has_pieces else ids,
                 "token_strs": strings,
             }
 
@@ -99,23 +101,36 @@ class _TokenizeApi:
                 raise invalid_value("tokens", f"has more than {MAX_TOKENS} ids")
             highest = appliance.tokenizer.vocab_size - 1
             ids = [integer(one, "tokens", 0, highest) for one in ids]
-            return {"prompt": appliance.tokenizer.decode(ids, skip_special_tokens=False)}
+            text = appliance.tokenizer.decode(ids, skip_special_tokens=False)
+            return {"prompt": text, "content": text}
 
         return await self._turns.run(http, lambda: json_response(work()))
 
 
 def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]:
     """Like the two POSTs that generate: a chat's template writes its own special tokens."""
-    is_chat = fields.get("messages") is not None
-    if is_chat and fields.get("prompt") is not None:
-        raise invalid_value("messages", "cannot be together with `prompt`")
-    output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-    text = (
-        read_chat(fields).render(tokenizer, output_format) if is_chat else fields.required("prompt")
-    )
+    given = [one for one in ("prompt", "content", "messages") if fields.get(one) is not None]
+    if len(given) > 1:
+        raise invalid_value(given[1], f"cannot be together with `{given[0]}`")
+    name = given[0] if given else "prompt"
+    if name == "messages":
+        output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
+        text = read_chat(fields).render(tokenizer, output_format)
+    else:
+        text = fields.required(name)
     if not isinstance(text, str):
-        raise invalid_type("prompt", "a string", text)
+        raise invalid_type(name, "a string", text)
     if len(text) > MAX_TEXT_CHARS:
-        name = "messages" if is_chat else "prompt"
         raise invalid_value(name, f"has more than {MAX_TEXT_CHARS} characters")
-    return tokenizer.encode(text, fields.boolean("add_special_tokens", default=not is_chat))
+    has_special = fields.boolean("add_special")
+    is_text = name == "prompt" or has_special
+    return tokenizer.encode(text, fields.boolean("add_special_tokens", default=is_text))
+
+
+def _piece(token_id: int, tokenizer: Tokenizer) -> Json:
+    """A token and its text, which is bytes where it is a part of a character."""
+    data = tokenizer.token_bytes(token_id) or b""
+    try:
+        return {"id": token_id, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(data)}

@@ -55,8 +55,12 @@ FIELDS = (
     "top_k min_p seed stop stream stream_options logprobs top_logprobs echo suffix logit_bias "
     "presence_penalty frequency_penalty repetition_penalty response_format tools tool_choice user "
     "ignore_eos stop_token_ids return_token_ids parallel_tool_calls metadata input instructions "
-    "previous_response_id store reasoning system thinking stop_sequences options format think raw"
+    "previous_response_id store reasoning system thinking stop_sequences options format think raw "
+    "allowed_token_ids bad_words prompt_logprobs structured_outputs guided_json grammar documents "
+    "json_schema truncate_prompt_tokens skip_special_tokens chat_template_kwargs "
+    "add_generation_prompt output_config tokens content with_pieces name verbose"
 )
+COUNTING = "/v1/messages/count_tokens /tokenize /detokenize /api/show /infill /chat/completions"
 
 
 @dataclass
@@ -123,6 +127,8 @@ def trickle(rng, target):
 
 def mutated(rng, target):
     path, body = body_of(rng)
+    if rng.random() < 0.2:  # the same fields where nothing is generated, or by another path
+        path = rng.choice(COUNTING.split())
     for _ in range(rng.randint(1, 4)):
         body[rng.choice(FIELDS.split())] = rng.choice(VALUES)
     # Whatever else was asked for, it must not run for long.

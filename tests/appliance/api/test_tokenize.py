@@ -62,7 +62,17 @@ async def test_an_empty_text_has_no_tokens_of_its_own(client):
 async def test_token_ids_become_the_text_again_special_tokens_included(client, tokenizer):
     ids = tokenizer.encode("hello wörld 😀")
     reply = await client.post("/detokenize", json={"tokens": ids})
-    assert reply.json() == {"prompt": "<|begin|>hello wörld 😀"}
+    text = "<|begin|>hello wörld 😀"
+    assert reply.json() == {"prompt": text, "content": text}
+
+
+async def test_content_is_a_text_as_llamas_clients_send_it(client, tokenizer):
+    ids = tokenizer.encode("wör", False)
+    assert (await tokenize(client, content="wör"))["tokens"] == ids
+    assert (await tokenize(client, content="wör", add_special=True))["tokens"][1:] == ids
+    pieces = (await tokenize(client, content="wör", with_pieces=True))["tokens"]
+    assert [one["id"] for one in pieces] == ids
+    assert [one["piece"] for one in pieces] == ["w", [0xC3], [0xB6], "r"]
 
 
 async def test_texts_longer_than_the_context_are_counted_all_the_same(client):
@@ -77,6 +87,9 @@ async def test_texts_longer_than_the_context_are_counted_all_the_same(client):
         ("/tokenize", {"prompt": 3}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "content": "a"}, "content"),
+        ("/tokenize", {"content": 3}, "content"),
+        ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "king"}]}, "messages[0].role"),
         ("/detokenize", {}, "tokens"),
