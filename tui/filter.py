@@ -119,6 +119,10 @@ def _term(word: str) -> Term:
     if parts is None:
         return Term("", ":", condition, is_negated)
     name, sign, value = parts["name"], parts["sign"], parts["value"]
+    if sign == ":" and name in NUMBERS:
+        raise FilterError(f"{name} is a number: {name}>500, {name}<=4k, {name}=1")
+    if sign != ":" and name in WORDS:
+        raise FilterError(f"{name} is a text: {name}:part")
     if sign == ":" and name not in WORDS:
         raise FilterError(f"no {name}: to look in; there are {', '.join(WORDS)}")
     if sign != ":" and name not in NUMBERS:

@@ -92,6 +92,13 @@ def test_what_cannot_be_read_is_refused_with_a_reason(text):
         parse(text)
 
 
+def test_a_text_and_a_number_that_are_taken_for_each_other_are_named():
+    with pytest.raises(FilterError, match="in is a number: in>500"):
+        parse("in:3")
+    with pytest.raises(FilterError, match="user is a text: user:"):
+        parse("user>3")
+
+
 @given(st.sampled_from(sorted(SORTS)), st.booleans(), st.permutations(REQUESTS))
 def test_an_order_loses_nothing_and_puts_the_unreported_last(sort, is_reversed, requests):
     shown = Listing(sort, is_reversed).of(requests)

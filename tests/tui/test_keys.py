@@ -171,6 +171,19 @@ async def test_e_explains_the_page(busy, page):
         assert console.screen is console.main
 
 
+@covers("e")
+async def test_e_explains_the_stages_of_a_request(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        console.main.go_to("requests")
+        await press(pilot, "enter")
+        assert "e explains" in grid(console)
+        await press(pilot, "e")
+        assert isinstance(console.screen, Explain)
+        assert "decode_wait" in grid(console)
+        await press(pilot, "escape")
+        assert isinstance(console.screen, Detail)
+
+
 @covers("D")
 async def test_upper_d_drains_and_then_resumes(busy, daemon):
     async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):

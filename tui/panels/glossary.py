@@ -1,4 +1,4 @@
-"""What the words on each page mean, where they come from, and what to do about them.
+"""What the words on each page, and in a request's dialog, mean; their source, and what helps.
 
 Owns: the glossary.
 Invariant: every page has entries; each says what the word is, its source, and what helps.
@@ -23,6 +23,8 @@ class Entry(NamedTuple):
     remedy: str
 
 
+REQUEST = "request"
+"""The dialog of one request; all others are pages."""
 _QUEUED = Entry(
     "queued", "sequences accepted but not yet placed, of the most that may wait",
     "router queue", "long and growing: more than the machine can do; see what limits it",
@@ -66,6 +68,24 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("J", "energy of its share of the steps",
                   "device meters", "- means that no device reports power"),
         ),
+        REQUEST: (
+            Entry("tokenize", "from the body's arrival to its token ids", "daemon's clock",
+                  "long: a very long prompt"),
+            Entry("queue", "until a worker took it", "daemon's clock",
+                  "large: more work than the machine does; fewer at a time"),
+            Entry("prefill", "until its first token", "daemon's clock",
+                  "shorter prompts, or ones that begin as earlier ones did"),
+            Entry("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
+                  "large: see the page handoff"),
+            Entry("decode_wait", "until the decode worker's first step with it", "daemon's clock",
+                  "large: decode steps are long; fewer at a time"),
+            Entry("decode", "the steps of all further tokens", "daemon's clock",
+                  "many at a time share the steps"),
+            Entry("paused", "without KV blocks, which others needed more", "daemon's clock",
+                  "fewer at a time, more --kv-memory"),
+            Entry("residual", "what the stages leave of the whole", "daemon's clock",
+                  "large: a client that reads slowly"),
+        ),
         "kv": (
             _USED,
             Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
@@ -108,7 +128,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
 
 
 def glossary(page: str, width: int) -> list[Line]:
-    """The entries of a page."""
+    """The entries of a page, or of REQUEST."""
     lines: list[Line] = []
     for entry in GLOSSARY[page]:
         lines += [[Span(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]

@@ -20,7 +20,7 @@ from appliance.protocol import RequestFrame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, wrap
 from tui.messages import KeyUnderDialog
-from tui.panels.glossary import glossary
+from tui.panels.glossary import REQUEST, glossary
 from tui.panels.waterfall import detail
 from tui.widgets.panel import Page, Panel, entitle
 
@@ -93,7 +93,7 @@ class Help(Reader):
 
 
 class Explain(Reader):
-    """The glossary of a page."""
+    """The glossary of a page, or of a request's dialog."""
 
     def __init__(self, page: str, *, is_ascii: bool) -> None:
         title = f"EXPLAIN {page}  esc closes"
@@ -103,10 +103,17 @@ class Explain(Reader):
 class Detail(Reader):
     """One request and where its time went."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "explain", "explain", show=False)]
+
     def __init__(self, request: RequestFrame, *, is_ascii: bool) -> None:
         self.request = request
         self._is_there = True
-        super().__init__("REQUEST  esc closes", self._lines, is_ascii=is_ascii)
+        self._is_ascii = is_ascii
+        super().__init__("REQUEST  e explains, esc closes", self._lines, is_ascii=is_ascii)
+
+    def action_explain(self) -> None:
+        """What the stages mean."""
+        self.app.push_screen(Explain(REQUEST, is_ascii=self._is_ascii))
 
     def _lines(self, width: int) -> list[Line]:
         if self._is_there:
