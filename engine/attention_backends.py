@@ -36,6 +36,8 @@ class AttentionBackend:
     head_dim_multiple: int = 1
     has_softcap: bool = True
     has_sinks: bool = False
+    has_uneven_heads: bool = False
+    """Layers may differ in the number and size of their key heads."""
 
 
 ATTENTION_BACKENDS = (
@@ -61,7 +63,7 @@ ATTENTION_BACKENDS = (
         has_softcap=False,
     ),
     AttentionBackend("triton", min_capability=(8, 0), has_sinks=True),
-    AttentionBackend("torch", has_sinks=True),
+    AttentionBackend("torch", has_sinks=True, has_uneven_heads=True),
 )
 """Best first. All but the last need Triton, which comes with torch for CUDA and computes the small
 operations around them. Before compute capability 8.0 its prefill needs more shared memory than
@@ -78,12 +80,15 @@ class Needs:
     block_size: int | None = None
     """None: to be chosen, as the backend likes it."""
     has_sinks: bool = False
+    has_uneven_heads: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> Needs:
         """Those of a model that is computed in a dtype."""
         has_softcap = config.attention_softcap is not None
-        return cls(dtype, config.head_dim, has_softcap, block_size, config.family.has_sinks)
+        is_uneven = len(set(config.heads)) > 1
+        has_sinks = config.family.has_sinks
+        return cls(dtype, config.head_dim, has_softcap, block_size, has_sinks, is_uneven)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,8 @@ def _objection(backend: AttentionBackend, needs: Needs, machine: Machine) -> str
         return "no softcap"
     if needs.has_sinks and not backend.has_sinks:
         return "no sinks"
+    if needs.has_uneven_heads and not backend.has_uneven_heads:
+        return "no layers that differ in their heads"
     is_too_wide = backend.max_head_dim is not None and needs.head_dim > backend.max_head_dim
     if is_too_wide or needs.head_dim % backend.head_dim_multiple:
         return f"no heads of {needs.head_dim}"

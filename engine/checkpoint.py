@@ -65,7 +65,7 @@ class Checkpoint:
         source, paths = _weight_files(folder)
         for path in paths:
             _, tensors = read_header(path)
-            found.update((tensor.name, tensor) for tensor in tensors)
+            found.update((_named(tensor.name, config), tensor) for tensor in tensors)
         expected = {}
         for name, shape in expected_shapes(config):
             names = config.family.experts
@@ -125,7 +125,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
     for layer in range(config.num_layers):
         layer_prefix = f"{prefix}model.layers.{layer}."
         yield from _norm_shapes(config, layer_prefix, "before_attention")
-        yield from _attention_shapes(config, f"{layer_prefix}self_attn.")
+        yield from _attention_shapes(config, f"{layer_prefix}self_attn.", layer)
         yield from _norm_shapes(config, layer_prefix, "after_attention")
         yield from _norm_shapes(config, layer_prefix, "before_mlp")
         experts = config.experts_of(layer)
@@ -134,9 +134,19 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
         else:
             yield from _experts_shapes(experts, layer_prefix, config.hidden_size)
         yield from _norm_shapes(config, layer_prefix, "after_mlp")
+        if config.family.has_layer_scalar:
+            yield f"{layer_prefix}layer_scalar", (1,)
     yield f"{prefix}model.norm.weight", (hidden,)
     if not config.is_tied:
         yield f"{prefix}lm_head.weight", (config.vocab_size, hidden)
+
+
+def _named(name: str, config: ModelConfig) -> str:
+    """A tensor's name as the family has it."""
+    base = config.family.base
+    if base is None or not name.startswith(base):
+        return name
+    return f"model.{name.removeprefix(base)}"
 
 
 def _norm_shapes(config: ModelConfig, prefix: str, place: str) -> Iterator[_NamedShape]:
@@ -145,11 +155,13 @@ def _norm_shapes(config: ModelConfig, prefix: str, place: str) -> Iterator[_Name
         yield f"{prefix}{name}.weight", (config.hidden_size,)
 
 
-def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]:
-    hidden, family = config.hidden_size, config.family
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[_NamedShape]:
+    hidden, family, heads = config.hidden_size, config.family, config.heads[layer]
+    q_size, kv_size = config.num_heads * heads.head_dim, heads.width
     sizes = [q_size, kv_size, kv_size] if len(family.qkv) == 3 else [q_size + 2 * kv_size]
     parts = list(zip(family.qkv, sizes, strict=True))
+    if config.has_keys_as_values[layer]:
+        parts.pop()
     for part, size in parts:
         yield f"{prefix}{part}.weight", (size, hidden)
     if config.has_qkv_bias:
@@ -157,8 +169,8 @@ def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]
             yield f"{prefix}{part}.bias", (size,)
     if family.qk_norm is not None:
         is_per_head = family.qk_norm == "head"
-        yield f"{prefix}q_norm.weight", (config.head_dim if is_per_head else q_size,)
-        yield f"{prefix}k_norm.weight", (config.head_dim if is_per_head else kv_size,)
+        yield f"{prefix}q_norm.weight", (heads.head_dim if is_per_head else q_size,)
+        yield f"{prefix}k_norm.weight", (heads.head_dim if is_per_head else kv_size,)
     yield f"{prefix}o_proj.weight", (hidden, q_size)
     if config.has_output_bias:
         yield f"{prefix}o_proj.bias", (hidden,)

@@ -19,13 +19,20 @@ from engine.family import ExpertNames, Family
 from engine.gguf_config import config_keys, sampling_keys
 from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
+from engine.layer_heads import LayerHeads, layer_heads
 from engine.rope import RopeConfig
+from engine.sampling_defaults import sampling_defaults
 from engine.unserved import reason
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
+_UNSERVED_PARTS = {
+    "hidden_size_per_layer_input": "embeddings of a layer's own",
+    "num_kv_shared_layers": "layers that use another's keys and values",
+    "enable_moe_block": "experts beside a dense feed-forward",
+}
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 """Numbered by the kernels in this order. The last is gpt-oss's, whatever its file calls it."""
@@ -59,6 +66,11 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of the widest layer, as num_kv_heads, which is what the KV pool has for each."""
+    heads: tuple[LayerHeads, ...]
+    """Per layer."""
+    has_keys_as_values: tuple[bool, ...]
+    """Per layer: values are made by the projection of the keys."""
     max_position_embeddings: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
@@ -115,13 +127,15 @@ class ModelConfig:
         hidden_size = keys.integer("hidden_size")
         num_layers = keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         num_heads = keys.integer("num_attention_heads")
-        num_kv_heads, head_dim = _attention_shape(keys, hidden_size, num_heads)
         has_bias = keys.flag("use_bias")  # of some families, for all matrices
         has_attention_bias = keys.flag("attention_bias", has_bias)
         rotated = _rotated_layers(keys, num_layers)
         windows = _sliding_windows(keys, family, rotated)
         if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
             rotated = [window is not None for window in windows]
+        usual = _attention_shape(keys, hidden_size, num_heads)
+        heads = layer_heads(keys, usual, num_heads, windows)
+        num_kv_heads, head_dim = max(heads, key=lambda each: each.width)
         return cls(
             family=family,
             vocab_size=keys.integer("vocab_size"),
@@ -131,9 +145,13 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            heads=heads,
+            has_keys_as_values=tuple(
+                keys.flag("attention_k_eq_v") and window is None for window in windows
+            ),
             max_position_embeddings=keys.integer("max_position_embeddings"),
             rms_norm_eps=keys.number("rms_norm_eps"),
-            ropes=_ropes(keys, family, head_dim, rotated, windows),
+            ropes=_ropes(keys, family, heads, rotated, windows),
             sliding_windows=windows,
             experts=_experts(keys, family.experts, num_layers),
             is_tied=keys.flag("tie_word_embeddings"),
@@ -153,7 +171,7 @@ class ModelConfig:
             logit_divisor=keys.number("logits_scaling", 1.0),
             stored_dtype=_stated_dtype(file_keys, family),
             eos_token_ids=_eos_token_ids(keys, generation),
-            sampling=_sampling(generation),
+            sampling=sampling_defaults(generation),
             bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
         )
 
@@ -215,13 +233,16 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
         raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
     if keys.get("clip_qkv", None) is not None:
         raise keys.bad("clip_qkv", "null: values as they are")
+    for key, what in _UNSERVED_PARTS.items():
+        if keys.get(key, 0):
+            raise keys.bad(key, f"0 or false: {what} are not served")
     for key in ("swiglu_alpha", "swiglu_limit"):
         if key in keys.values and keys.get(key, None) != family.defaults[key]:
             raise keys.bad(key, f"{family.defaults[key]}, which the kernels have")
     return keys
 
 
-def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> tuple[int, int]:
+def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> LayerHeads:
     """Key/value heads and head size; null stands for the derived value in either."""
     num_kv_heads = num_heads
     if keys.get("num_key_value_heads", None) is not None:
@@ -235,7 +256,7 @@ def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> tuple[
     if head_dim < 2 or head_dim % 2:
         what = f"head_dim is {head_dim}, not an even number: RoPE turns pairs"
         raise CheckpointError(what, where=str(keys.path))
-    return num_kv_heads, head_dim
+    return LayerHeads(num_kv_heads, head_dim)
 
 
 def _activation(keys: JsonKeys) -> str:
@@ -306,16 +327,18 @@ def _usual_windows(
 def _ropes(
     keys: JsonKeys,
     family: Family,
-    head_dim: int,
+    heads: tuple[LayerHeads, ...],
     rotated: list[bool],
     windows: tuple[int | None, ...],
 ) -> tuple[RopeConfig | None, ...]:
-    rope = local = RopeConfig.from_keys(keys, family, head_dim)
-    if family.has_local_rope:
-        local = RopeConfig.local_from_keys(keys, family, head_dim)
+    def of(window: int | None, head_dim: int) -> RopeConfig:
+        is_local = family.has_local_rope and window is not None
+        read = RopeConfig.local_from_keys if is_local else RopeConfig.from_keys
+        return read(keys, family, head_dim)
+
     return tuple(
-        (rope if window is None else local) if is_rotated else None
-        for is_rotated, window in zip(rotated, windows, strict=True)
+        of(window, own.head_dim) if is_rotated else None
+        for is_rotated, window, own in zip(rotated, windows, heads, strict=True)
     )
 
 
@@ -360,29 +383,3 @@ def _generation(folder: Path) -> JsonKeys:
 def _eos_token_ids(keys: JsonKeys, generation: JsonKeys) -> tuple[int, ...]:
     ids = generation.token_ids("eos_token_id", None)
     return ids or keys.token_ids("eos_token_id", None)
-
-
-_SAMPLING_LIMITS = {
-    "temperature": (0, 2),
-    "top_p": (1e-6, 1),
-    "top_k": (-1, 1 << 31),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-6, 2),
-}
-"""As the API's for requests; -1 and 0 mean no top_k."""
-
-
-def _sampling(generation: JsonKeys) -> Mapping[str, float]:
-    """Defaults as transformers would take them: who says not to sample gets greedy output."""
-    found: dict[str, float] = {}
-    for name, (low, high) in _SAMPLING_LIMITS.items():
-        value = generation.get(name, None)
-        if value is None:
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
-            raise generation.bad(name, f"a number from {low:g} to {high:g}")
-        found[name] = value
-    if generation.get("do_sample", None) is False:
-        return {"temperature": 0.0, "repetition_penalty": found.get("repetition_penalty", 1.0)}
-    return found

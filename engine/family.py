@@ -106,6 +106,12 @@ class Family:
     have."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Old names of RoPE kinds, as this family used them."""
+    has_value_norm: bool = False
+    """Values are normed per head, by no weight."""
+    has_layer_scalar: bool = False
+    """The stream of tokens is multiplied at the end of each layer: `layers.L.layer_scalar`."""
+    base: str | None = None
+    """What a file's names have in place of `model.`; None: just that."""
     section: str | None = None
     """Where config.json keeps the language model's keys; None: at the top."""
     language: str | None = None

@@ -24,7 +24,7 @@ class RopeConfig:
     """Rotary position embedding; a kind ignores the fields that it has no use for."""
 
     kind: str
-    """`default`, `linear`, `llama3`, `yarn` or `longrope`."""
+    """`default`, `linear`, `llama3`, `yarn`, `longrope` or `proportional`."""
     theta: float
     rotary_dim: int
     """Leading dimensions of a head that turn; the others pass."""
@@ -38,6 +38,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    num_turned_pairs: int = 0
+    """The first, which alone turn, at the pace that they would have if all did; proportional."""
     query_growth: float = 0.0
     """Beta of 1 + beta * log(1 + floor(position / original_max_position_embeddings)), which queries
     are multiplied by after they are rotated; yarn."""
@@ -73,6 +75,11 @@ class RopeConfig:
         theta = rope.number("rope_theta") if "rope_theta" in rope.values else keys.number(theta_key)
         if theta <= 1:
             raise keys.bad(theta_key, "a number above 1")
+        if rope.get("rope_type", None) == "proportional":
+            share = rope.number("partial_rotary_factor", 1.0)
+            num_pairs = int(share * head_dim // 2)
+            factor = rope.number("factor", 1.0)
+            return cls("proportional", theta, head_dim, factor=factor, num_turned_pairs=num_pairs)
         dim = _rotary_dim(rope, keys, family, head_dim)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if isinstance(kind, str):

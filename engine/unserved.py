@@ -13,11 +13,10 @@ _RECURRENT = (
     "most of its layers keep a state that every token changes, which no block of the KV pool "
     "holds: moving, caching and recovering a sequence would have to carry it too"
 )
-_UNEVEN = (
-    "its layers differ in the size of their keys and values, and some use those of another layer, "
-    "while the KV pool has one shape for all layers"
+_STREAMS = (
+    "it adds embeddings of their own to each layer, beside the one stream of tokens, and some "
+    "layers use the keys and values of another"
 )
-_STREAMS = "it adds embeddings of their own to each layer, beside the one stream of tokens"
 _CHUNKED = (
     "its attention ends at borders of chunks, which no attention kernel here knows, and its "
     "experts are weighed before they compute; the smallest has 109 billion parameters"
@@ -25,8 +24,7 @@ _CHUNKED = (
 _LATENT = "its keys and values are kept compressed, in a form that the KV pool does not have"
 
 UNSERVED = {
-    "gemma4": _UNEVEN,
-    "gemma3n": f"{_STREAMS}; {_UNEVEN}",
+    "gemma3n": _STREAMS,
     "llama4": _CHUNKED,
     "qwen3next": _RECURRENT,
     "qwen35": _RECURRENT,

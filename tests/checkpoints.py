@@ -34,6 +34,7 @@ FAMILIES = (
     "ernie4_5",
     "gpt_oss",
     "ministral3",
+    "gemma4_text",
 )
 
 _TINY = {
@@ -112,6 +113,17 @@ _OWN: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.4,
         },
     },
+    "gemma4_text": {
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+    },
     "gpt_oss": {
         "sliding_window": 24,
         "num_local_experts": 5,
@@ -157,7 +169,8 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        norm_mean = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores the distance from 1
+        # the older Gemmas store the distance from 1
+        norm_mean = 0.0 if family in ("gemma", "gemma2", "gemma3_text") else 1.0
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", ".sinks")):
@@ -166,6 +179,9 @@ def make_checkpoint(
                     parameter.normal_(mean=norm_mean - 1.0)
                 elif parameter.dim() == 1:
                     parameter.normal_(mean=norm_mean, std=0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder

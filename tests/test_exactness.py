@@ -15,7 +15,7 @@ from tests.daemons import ARMS, MANY, Daemon
 
 MAX_MARGIN = 1e-4
 IN_ALL_ARMS = ("llama", "mistral", "qwen2", "qwen3")
-IN_ALL_ARMS_BRIEFLY = ("glm4", "ernie4_5", "gpt_oss", "ministral3")
+IN_ALL_ARMS_BRIEFLY = ("glm4", "ernie4_5", "gpt_oss", "ministral3", "gemma4_text")
 TINY_POOLS = {"colocated": 22, "elastic": 22, "shm": 36, "2x2": 54}
 """Blocks of 64 tokens: one sequence fits each pool, all of them do not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -34,6 +34,9 @@ class Backend(Protocol):
     ) -> Any:
         """What the layers of one step share; goes back into place and attend."""
 
+    def plan_of(self, plan: Any, kv: torch.Tensor) -> Any:
+        """The same step over another view of the pool."""
+
     def norm(
         self,
         x: torch.Tensor,
@@ -84,6 +87,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _TorchPlan:
+    batch: StepBatch
     attention: AttentionPlan
     angles: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosine and signed sine of the step's positions, for each RoPE of the model."""
@@ -105,7 +109,11 @@ class TorchBackend:
     ) -> _TorchPlan:
         """What the layers of one step share."""
         angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
-        return _TorchPlan(AttentionPlan(batch, kv), angles)
+        return _TorchPlan(batch, AttentionPlan(batch, kv), angles)
+
+    def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
+        """The same step over another view of the pool."""
+        return _TorchPlan(plan.batch, AttentionPlan(plan.batch, kv), plan.angles)
 
     def norm(
         self,

@@ -114,6 +114,10 @@ class CudaBackend:
         step = paged_step(batch, kv.device, self._queries_per_tile)
         return CudaPlan(batch.positions, batch.token_slots, tables, step)
 
+    def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
+        """The same step over another view of the pool."""
+        return plan
+
     def norm(
         self,
         x: torch.Tensor,

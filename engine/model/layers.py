@@ -93,6 +93,9 @@ def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
     dim = config.rotary_dim
     wavelengths = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     frequencies = 1.0 / wavelengths
+    if config.kind == "proportional":
+        frequencies[config.num_turned_pairs :] = 0.0
+        return frequencies / config.factor
     if config.kind == "linear":
         return frequencies / config.factor
     if config.kind == "llama3":

@@ -11,18 +11,20 @@ Never: samples, allocates blocks, trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from engine.config import ExpertsConfig, ModelConfig
+from engine.config import ModelConfig
 from engine.kernels.ways import Ways
+from engine.layer_heads import LayerHeads
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
 from engine.model.compiled import CompiledBackend
+from engine.model.feed_forward import Experts, FeedForward
 from engine.model.layers import bend, query_growth, rope_table
 from engine.model.linear import Linears, choose_linears
 from engine.model.quantised import embedded
@@ -35,13 +37,21 @@ __all__ = ["StepBatch", "Transformer"]
 _MIN_TABLE_POSITIONS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What all layers of one step share."""
+class _Pool(NamedTuple):
+    """The pool as layers of one kind see it: where theirs is narrower, as more, narrower layers."""
 
     kv: torch.Tensor
     plan: Any
     """The backend's."""
+    ratio: int
+    """A layer's number in it is so many times the layer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one step share."""
+
+    pools: Mapping[LayerHeads, _Pool]
     query_growth: torch.Tensor | None = None
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
 
@@ -87,6 +97,7 @@ class Transformer:
         linears = choose_linears(self.device.type, self.dtype, take=buffers.take, ways=ways)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
+        self._kinds_of_heads = set(config.heads)
         self._branches: list[_Branch] = []
         for layer in range(config.num_layers):
             rope = config.ropes[layer]
@@ -157,10 +168,23 @@ class Transformer:
         self, x: torch.Tensor, kv: torch.Tensor, plan: Any, growth: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _Step(kv, plan, growth), None
+        step, added = _Step(self._pools(kv, plan), growth), None
         for branch in self._branches:
             added = branch(x, added, step)
         return added
+
+    def _pools(self, kv: torch.Tensor, plan: Any) -> dict[LayerHeads, _Pool]:
+        """The pool as each kind of layer sees it; plan is the step's, for the pool as it is."""
+        num_blocks, num_layers, _, block_size, *widest = kv.shape
+        pools = {}
+        for heads in self._kinds_of_heads:
+            if heads == tuple(widest):
+                pools[heads] = _Pool(kv, plan, 1)
+                continue
+            ratio = widest[0] * widest[1] // heads.width
+            view = kv.view(num_blocks, num_layers * ratio, 2, block_size, *heads)
+            pools[heads] = _Pool(view, self._backend.plan_of(plan, view), ratio)
+        return pools
 
     def _grow_tables(self, num_positions: int) -> None:
         if num_positions > self._num_table_positions:
@@ -190,15 +214,20 @@ class _Branch:
         before: torch.Tensor | None,
         block: _Block,
         after: torch.Tensor | None,
+        scalar: float | None = None,
     ) -> None:
         self._backend = backend
+        self._scalar = scalar
+        """What the stream is multiplied by behind it; None: nothing."""
         self._before, self._block, self._after = before, block, after
-        self.is_all_kernels = not isinstance(block, _Experts)
+        self.is_all_kernels = not isinstance(block, Experts) and scalar is None
         """False: torch computes a part of it."""
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
 
-    def __call__(self, x: torch.Tensor, added: torch.Tensor | None, step: _Step) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None, step: _Step
+    ) -> torch.Tensor | None:
         """What is to be added to x next, once x has what the branch before it wants added."""
         read = x
         if self._before is not None:
@@ -208,7 +237,11 @@ class _Branch:
         made = self._block(read, step)
         if self._after is not None:
             self._backend.norm_rows(made[:, None], self._after[None], self._eps)
-        return made
+        if self._scalar is None:
+            return made
+        self._backend.add(x, made, self._scale)
+        x.mul_(self._scalar)
+        return None
 
 
 def _branches(
@@ -225,20 +258,23 @@ def _branches(
     experts = config.experts_of(layer)
     mlp: _Block
     if experts is None:
-        mlp = _FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
+        mlp = FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
     else:
-        mlp = _Experts(experts, weights, prefix, config.hidden_act, backend, linears)
+        mlp = Experts(experts, weights, prefix, config.hidden_act, backend, linears)
 
     def norm(name: str | None) -> torch.Tensor | None:
         return None if name is None else _norm_weight(config, weights, prefix + name)
 
     norms = config.family.norms
+    scalar = None
+    if config.family.has_layer_scalar:
+        scalar = weights[f"{prefix}layer_scalar"].values.item()
+    before, after = norm(norms.before_mlp), norm(norms.after_mlp)
     return [
-        _Branch(config, backend, norm(before), block, norm(after))
-        for before, block, after in (
-            (norms.before_attention, attention, norms.after_attention),
-            (norms.before_mlp, mlp, norms.after_mlp),
-        )
+        _Branch(
+            config, backend, norm(norms.before_attention), attention, norm(norms.after_attention)
+        ),
+        _Branch(config, backend, before, mlp, after, scalar),
     ]
 
 
@@ -260,36 +296,44 @@ class _Attention:
         self._window = config.sliding_windows[layer]
         self._rope_index = rope_index
         self._backend = backend
+        self._heads = config.heads[layer]
         qkv = [prefix + name for name in config.family.qkv]
+        if config.has_keys_as_values[layer]:
+            qkv[2] = qkv[1]
         self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
         output = [f"{prefix}o_proj"]
         self._output = linears.make(weights, output, has_bias=config.has_output_bias)
         self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
-        """Of heads, [num_heads + num_kv_heads, head_dim], or of whole projections, [1, all]."""
+        """Of heads, [heads that are normed, head_dim], or of whole projections, [1, all]."""
         if config.family.qk_norm is not None:
             norms = [_norm_weight(config, weights, f"{prefix}{name}_norm") for name in "qk"]
             if config.family.qk_norm == "head":
-                num_heads = (config.num_heads, config.num_kv_heads)
+                num_heads = [config.num_heads, self._heads.num_kv_heads]
+                if config.family.has_value_norm:
+                    norms.append(torch.ones_like(norms[1]))
+                    num_heads.append(self._heads.num_kv_heads)
                 rows = [n.expand(count, -1) for n, count in zip(norms, num_heads, strict=True)]
                 norms = [torch.cat(rows)]
             self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
 
     def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         config, backend = self._config, self._backend
-        num_q, num_kv, num_tokens = config.num_heads, config.num_kv_heads, len(x)
-        qkv = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, config.head_dim)
+        num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
+        qkv = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, head_dim)
         if self._qk_norms:
             self._norm(qkv)
-        backend.place(qkv, num_q, self._rope_index, step.kv, self._layer, step.plan)
+        kv, plan, ratio = step.pools[self._heads]
+        layer = self._layer * ratio
+        backend.place(qkv, num_q, self._rope_index, kv, layer, plan)
         if step.query_growth is not None:
             qkv[:, :num_q].mul_(step.query_growth)
         output = backend.attend(
             qkv,
             num_q,
-            step.kv,
-            self._layer,
-            step.plan,
+            kv,
+            layer,
+            plan,
             config.attention_scale,
             self._window,
             config.attention_softcap,
@@ -299,83 +343,14 @@ class _Attention:
 
     def _norm(self, qkv: torch.Tensor) -> None:
         """Norm queries and keys, where the family does: per head, or each over all its heads."""
-        num_q, num_kv = self._config.num_heads, self._config.num_kv_heads
         if len(self._qk_norms) == 1:
-            parts = [qkv[:, : num_q + num_kv]]
+            parts = [qkv[:, : len(self._qk_norms[0])]]
         else:
             q_width, k_width = (weight.shape[-1] for weight in self._qk_norms)
             flat = qkv.view(len(qkv), 1, -1)
             parts = [flat[..., :q_width], flat[..., q_width : q_width + k_width]]
         for part, weight in zip(parts, self._qk_norms, strict=True):
             self._backend.norm_rows(part, weight, self._config.rms_norm_eps)
-
-
-class _FeedForward:
-    """down(activation(gate(x)) * up(x))."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, Weight],
-        prefix: str,
-        backend: Backend,
-        linears: Linears,
-    ) -> None:
-        self._gated = backend.gated
-        self._activation = config.hidden_act
-        gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
-        self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
-        self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
-
-    def __call__(self, x: torch.Tensor, _step: _Step) -> torch.Tensor:
-        return self._down(self._gated(self._gate_up(x), self._activation))
-
-
-class _Experts:
-    """A mixture: each token goes through the few feed-forwards that its router scores highest."""
-
-    def __init__(
-        self,
-        experts: ExpertsConfig,
-        weights: dict[str, Weight],
-        prefix: str,
-        activation: str,
-        backend: Backend,
-        linears: Linears,
-    ) -> None:
-        names = experts.names
-        self._gated = backend.gated
-        self._activation = activation
-        router, has_bias = f"{prefix}{names.block}.{names.router}", names.has_bias
-        self._router = linears.make(weights, [router], has_bias=has_bias)
-        self._num_per_token = experts.num_per_token
-        self._is_normalized = experts.is_normalized
-        prefixes = [f"{prefix}{names.block}.experts.{i}." for i in range(experts.num_experts)]
-        self._gate_ups = [
-            linears.make(weights, [p + names.gate, p + names.up], has_bias=has_bias)
-            for p in prefixes
-        ]
-        self._downs = [linears.make(weights, [p + names.down], has_bias=has_bias) for p in prefixes]
-
-    def __call__(self, x: torch.Tensor, _step: _Step) -> torch.Tensor:
-        scores = self._router(x).float().softmax(-1)
-        shares, chosen = scores.topk(self._num_per_token)
-        if self._is_normalized:
-            shares /= shares.sum(-1, keepdim=True)
-        # all pairs of a token and one of its experts, in the experts' order: a run for each
-        order = chosen.flatten().argsort(stable=True)
-        rows = order // self._num_per_token
-        shares_in_order = shares.flatten()[order, None]
-        counts = chosen.flatten().bincount(minlength=len(self._downs)).tolist()
-        output, end = torch.zeros_like(x), 0
-        for expert, count in enumerate(counts):
-            if count:
-                run = slice(end, end + count)
-                inner = self._gated(self._gate_ups[expert](x[rows[run]]), self._activation)
-                added = self._downs[expert](inner) * shares_in_order[run]
-                output.index_add_(0, rows[run], added.to(x.dtype))
-                end += count
-        return output
 
 
 def _norm_weight(config: ModelConfig, weights: dict[str, Weight], name: str) -> torch.Tensor:

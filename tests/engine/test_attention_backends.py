@@ -51,6 +51,18 @@ def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0))
             "triton (flash: no heads of 100; torch_varlen: no heads of 100)",
         ),
         (
+            Needs("bfloat16", 64, has_softcap=False, has_sinks=True),
+            machine(),
+            "triton (flash: no sinks; torch_varlen: no sinks)",
+        ),
+        (
+            Needs("bfloat16", 256, has_softcap=False, has_uneven_heads=True),
+            machine(),
+            "torch (flash: no layers that differ in their heads; "
+            "torch_varlen: no layers that differ in their heads; "
+            "triton: no layers that differ in their heads)",
+        ),
+        (
             Needs("float16", 64, has_softcap=False),
             machine(capability=(7, 5)),
             "torch (flash: needs compute capability 8.0; "

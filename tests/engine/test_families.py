@@ -49,7 +49,14 @@ EVERY_KEY = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 2,
     "mlp_only_layers": [1, 5],
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
 }
+
+
+NEEDED = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
+"""Keys whose defaults are not served."""
 
 
 def read(folder, keys):
@@ -60,6 +67,8 @@ def read(folder, keys):
 def as_transformers_reads(keys):
     """The oracle's view of the same keys, as the fields of a ModelConfig."""
     oracle = AutoConfig.for_model(**keys)
+    if oracle.model_type == "gemma4_text":
+        oracle.allow_global_per_layer_attribute_access = True
     num_layers = oracle.num_hidden_layers
     window = getattr(oracle, "sliding_window", None)
     kinds = getattr(oracle, "layer_types", ["sliding_attention"] * num_layers)
@@ -73,6 +82,12 @@ def as_transformers_reads(keys):
     head_dim = getattr(oracle, "head_dim", None)
     head_dim = head_dim or oracle.hidden_size // oracle.num_attention_heads
     scale = getattr(oracle, "query_pre_attn_scalar", head_dim) ** -0.5
+    heads = [(oracle.num_key_value_heads, head_dim)] * num_layers
+    if oracle.model_type == "gemma4_text":
+        scale = 1.0  # its attention says so
+        layers = [oracle.per_layer_config[layer] for layer in range(num_layers)]
+        heads = [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
+    num_kv_heads, head_dim = max(heads, key=lambda each: each[0] * each[1])
     is_gemma = "gemma" in oracle.model_type
     has_bias = getattr(oracle, "use_bias", False)
     has_output_bias = getattr(oracle, "attention_bias", has_bias)
@@ -88,8 +103,9 @@ def as_transformers_reads(keys):
         "intermediate_size": oracle.intermediate_size,
         "num_layers": num_layers,
         "num_heads": oracle.num_attention_heads,
-        "num_kv_heads": oracle.num_key_value_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
+        "heads": tuple(heads),
         "max_position_embeddings": oracle.max_position_embeddings,
         "rms_norm_eps": oracle.rms_norm_eps,
         "is_tied": oracle.tie_word_embeddings,
@@ -149,16 +165,18 @@ def assert_agrees(config, keys):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_almost_empty_config_has_the_defaults_of_its_family(tmp_path, family):
-    keys = {"model_type": family}
+    keys = {"model_type": family} | NEEDED.get(family, {})
     assert_agrees(read(tmp_path, keys), keys)
 
 
 def keys_of(family):
     """A config in which every key that transformers knows of the family has an unusual value."""
     known = {*AutoConfig.for_model(family).to_dict(), "rope_theta"}
+    if family == "gemma4_text":
+        known |= {"global_head_dim", "num_global_key_value_heads"}
     if family == "gemma3_text":
         known |= {"rope_local_base_freq", "sliding_window_pattern"}
-    return {key: value for key, value in EVERY_KEY.items() if key in known}
+    return {key: value for key, value in EVERY_KEY.items() if key in known} | NEEDED.get(family, {})
 
 
 @pytest.mark.parametrize(
@@ -166,13 +184,14 @@ def keys_of(family):
 )
 def test_each_missing_key_defaults_as_in_transformers(tmp_path, family, missing):
     keys = keys_of(family) | {"model_type": family}
-    del keys[missing]
+    if missing not in NEEDED.get(family, {}):
+        del keys[missing]
     assert_agrees(read(tmp_path, keys), keys)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_other_families_mean_nothing(tmp_path, family):
-    plain, strange = {"model_type": family}, {"attention_chunk_size": 3}
+    plain, strange = {"model_type": family} | NEEDED.get(family, {}), {"attention_chunk_size": 3}
     known = AutoConfig.for_model(family).to_dict()
     for key in ("residual_multiplier", "attn_logit_softcapping", "no_rope_layers", "mlp_bias"):
         if key not in known:
@@ -184,7 +203,7 @@ def test_biases_and_norms_follow_the_family(tmp_path):
     flags = {"attention_bias": True, "mlp_bias": True}
     seen = {}
     for family in FAMILIES:
-        config = read(tmp_path, {"model_type": family, **flags})
+        config = read(tmp_path, {"model_type": family, **flags, **NEEDED.get(family, {})})
         seen[family] = (
             config.has_qkv_bias,
             config.has_output_bias,
@@ -216,6 +235,7 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "ernie4_5": (False, False, False, None),
         "gpt_oss": (True, True, False, None),
         "ministral3": (False, False, False, None),
+        "gemma4_text": (True, True, False, "head"),
     }
 
 
@@ -354,5 +374,5 @@ def test_configs_as_they_are_published_mean_what_transformers_reads(tmp_path, na
 
 
 def test_every_family_of_the_table_is_tested():
-    seeing = {"gemma3", "mistral3"}  # whose language models are gemma3_text and ministral3
+    seeing = {"gemma3", "gemma4", "mistral3"}  # whose language models have rows of their own
     assert set(FAMILY_BY_NAME) == {*FAMILIES, *seeing}

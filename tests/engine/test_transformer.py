@@ -81,6 +81,11 @@ VARIANTS = {
     "mixtral window": ("mixtral", {"sliding_window": 14}),
     "gpt-oss": ("gpt_oss", {}),
     "ministral 3": ("ministral3", {}),
+    "gemma4 text": ("gemma4_text", {}),
+    "gemma4 wide globals": (
+        "gemma4_text",
+        {"attention_k_eq_v": False, "num_key_value_heads": 2, "global_head_dim": 32},
+    ),
     "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
     "qwen3 moe normalized": (
         "qwen3_moe",

@@ -10,7 +10,6 @@ from engine.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME
 from engine.unserved import reason
 
 AS_PUBLISHED = {
-    "Gemma4ForConditionalGeneration": "one shape for all layers",
     "Gemma3nForConditionalGeneration": "embeddings of their own",
     "Llama4ForConditionalGeneration": "chunks",
     "Qwen3NextForCausalLM": "a state",
@@ -28,7 +27,7 @@ def test_a_known_architecture_is_refused_with_the_reason(tmp_path, name):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "qwen3_5_text", "qwen3next", "qwen35moe"])
+@pytest.mark.parametrize("name", ["gemma3n_text", "qwen3_5_text", "qwen3next", "qwen35moe"])
 def test_names_of_config_and_gguf_have_the_same_reason(name):
     assert reason(name) is not None
 
