@@ -32,6 +32,8 @@ class Threshold(NamedTuple):
     """From this value on it is a warning; None: never."""
     crit: float | None
     """From this value on it is an error; None: never."""
+    over: str
+    """What an event says when it is over; `{}` is the subject."""
     for_s: float = 0.0
     is_state: bool = False
     """It is so or not: over as soon as it is over."""
@@ -43,20 +45,26 @@ class Threshold(NamedTuple):
 
 
 THRESHOLDS = (
-    Threshold("worker.down", signals.worker_down, None, 1, is_state=True),
-    Threshold("state.degraded", signals.state_degraded, None, 1, is_state=True),
-    Threshold("worker.stuck", signals.step_age_ratio, 1, 5),
-    Threshold("kv.occupancy", signals.kv_used_ratio, 0.90, 0.98, 10),
-    Threshold("queue.wait", signals.queue_wait_ratio, 0.5, 1, 5),
-    Threshold("queue.full", signals.queue_full_ratio, 0.5, 0.9, 5),
-    Threshold("slo.missed", signals.late_ratio, 0.01, 0.10, 60),
-    Threshold("requests.failing", signals.failed_ratio, 0.001, 0.01),
-    Threshold("decode.stall", signals.decode_slowdown, 0.75, None, 5),
-    Threshold("log.rows_lost", signals.log_rows_lost, None, 1),
-    Threshold("device.power", signals.device_power_ratio, 0.95, None, 10),
-    Threshold("device.temperature", signals.device_temperature_c, 85, 95, 10),
-    Threshold("device.throttled", signals.device_throttled, 1, None, 10),
-    Threshold("device.xid", signals.device_xid, None, 1),
+    Threshold(
+        "worker.down", signals.worker_down, None, 1, "worker {} is ready again", is_state=True
+    ),
+    Threshold(
+        "worker.stuck", signals.worker_stuck, 1, None, "worker {} makes progress", is_state=True
+    ),
+    Threshold(
+        "state.degraded", signals.state_degraded, None, 1, "it is not degraded now", is_state=True
+    ),
+    Threshold("kv.occupancy", signals.kv_used_ratio, 0.90, 0.98, "KV pool {} has room again", 10),
+    Threshold("queue.wait", signals.queue_wait_ratio, 0.5, 1, "no request waits that long now", 5),
+    Threshold("queue.full", signals.queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
+    Threshold("slo.missed", signals.late_ratio, 0.01, 0.10, "the {} target is kept again", 60),
+    Threshold("requests.failing", signals.failed_ratio, 0.001, 0.01, "no request fails any more"),
+    Threshold("decode.stall", signals.decode_slowdown, 0.75, None, "decoding goes on as usual", 5),
+    Threshold("log.rows_lost", signals.log_rows_lost, None, 1, "the request log loses no rows now"),
+    Threshold("device.power", signals.device_power_ratio, 0.95, None, "{} draws less power", 10),
+    Threshold("device.temperature", signals.device_temperature_c, 85, 95, "{} is cooler again", 10),
+    Threshold("device.throttled", signals.device_throttled, 1, None, "{} is not throttled now", 10),
+    Threshold("device.xid", signals.device_xid, None, 1, "{} reports no error any more"),
 )
 
 
@@ -125,7 +133,7 @@ class _Watch:
         if self.rank > before:
             return Change(SEVERITIES[self.rank - 1], self.threshold.code, self.message)
         if before and not self.rank:
-            return Change("info", self.threshold.code, f"over: {self.message}")
+            return Change("info", self.threshold.code, self.threshold.over.format(self.subject))
         return None
 
     def frame(self) -> AlertFrame:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from appliance.protocol import Frame, PoolFrame, WorkerFrame
+from appliance.protocol import Frame, PoolFrame
 
 PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
 DEFAULT_TTFT_MS = 10_000
 """How long a request may wait where no target says so."""
-MIN_PATIENCE_MS = 2_000.0
-STEP_PATIENCE = 3.0
-"""A step may take so many times as long as the longest lately, and at least the time above."""
 RING = "ring"
 """A pool whose slots are all granted ahead, so that its occupancy says nothing."""
 
@@ -41,7 +39,6 @@ class _Point(NamedTuple):
     ended: int
     rows_lost: int
     decode_rate: float | None
-    longest_step_ms: dict[str, float]
 
 
 class Past:
@@ -59,7 +56,6 @@ class Past:
             totals.finished + totals.failed,
             totals.log_rows_lost,
             _decode_rate(frame),
-            {each.name: each.step_ms_max for each in frame.workers if each.step_ms_max is not None},
         )
         self._points.append(point)
         while self._points[0].uptime_s < frame.uptime_s - PAST_S:
@@ -85,10 +81,6 @@ class Past:
         """Tokens a second of each sequence that decoded, as a rule."""
         rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
         return median(rates) if rates else None
-
-    def longest_step_ms(self, worker: str) -> float:
-        """Of a worker; 0 if it made none."""
-        return max(point.longest_step_ms.get(worker, 0.0) for point in self._points)
 
 
 def _decode_rate(frame: Frame) -> float | None:
@@ -158,22 +150,11 @@ def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(1 - rate / usual, about)
 
 
-def is_parked(worker: WorkerFrame, frame: Frame) -> bool:
-    """True if its cores are lent: it has to wait, and the other is to blame if that takes long."""
-    others = (other for other in frame.workers if other is not worker)
-    return any(set(worker.cpus) & set(other.cpus_used) for other in others)
-
-
-def step_age_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
-    """How long a worker has been without a step that has something to do."""
+def worker_stuck(frame: Frame, past: Past) -> Iterator[Signal]:
+    """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
     for worker in frame.workers:
-        age_ms = worker.last_step_age_ms
-        if age_ms is not None and worker.state == "ready" and not is_parked(worker, frame):
-            longest_ms = past.longest_step_ms(worker.name)
-            patience_ms = max(MIN_PATIENCE_MS, STEP_PATIENCE * longest_ms)
-            about = f"worker {worker.name} has work, and has ended no step"
-            about += f" for {age_ms / 1000:.1f} s"
-            yield Signal(age_ms / patience_ms, about, worker.name)
+        reason = _reason(frame, f"worker {worker.name}: ")
+        yield Signal(reason is not None, f"{reason}; it gets nothing more", worker.name)
 
 
 def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
@@ -184,14 +165,21 @@ def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
         )
         subject = f"worker {worker.name} "
         # one that dies again and again has more to say
-        reasons = [each for each in frame.state_reason.split("; ") if each.startswith(subject)]
-        yield Signal(bool(is_down), next(iter(reasons), f"{subject}is restarting"), worker.name)
+        about = _reason(frame, subject) or f"{subject}is restarting"
+        yield Signal(bool(is_down), about, worker.name)
 
 
 def state_degraded(frame: Frame, past: Past) -> Iterator[Signal]:
     """1 where it is not a worker that is the reason."""
-    is_down = any(signal.value for signal in worker_down(frame, past))
-    yield Signal(frame.state == "degraded" and not is_down, frame.state_reason)
+    of_workers = chain(worker_down(frame, past), worker_stuck(frame, past))
+    is_told = any(signal.value for signal in of_workers)
+    yield Signal(frame.state == "degraded" and not is_told, frame.state_reason)
+
+
+def _reason(frame: Frame, beginning: str) -> str | None:
+    """Of the reasons why it is degraded, the one that begins so."""
+    reasons = frame.state_reason.split("; ")
+    return next((each for each in reasons if each.startswith(beginning)), None)
 
 
 def log_rows_lost(frame: Frame, past: Past) -> Iterator[Signal]:

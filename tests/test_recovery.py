@@ -228,7 +228,7 @@ def test_the_last_worker_that_cannot_come_back_leaves_nobody_waiting(
         daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
         shutil.rmtree(model)
         os.kill(daemon.worker_pid("colocated"), signal.SIGKILL)
-        assert reply.result().status_code == 500
+        assert reply.result().status_code == 503
         assert "could not be restarted" in reply.result().json()["error"]["message"]
     refused = daemon.http.post("/v1/completions", json={"prompt": "a"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")

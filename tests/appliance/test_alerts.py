@@ -26,7 +26,7 @@ def signal_alerts(for_s: float = FOR_S) -> tuple[list[float | None], Alerts]:
         if value[0] is not None:
             yield Signal(value[0], f"it is {value[0]}")
 
-    return value, Alerts((Threshold("a.b", read, WARN, CRIT, for_s),))
+    return value, Alerts((Threshold("a.b", read, WARN, CRIT, "it is less", for_s),))
 
 
 def at(seconds: float, **changes) -> Frame:
@@ -134,6 +134,7 @@ def raised_by(*frames: Frame) -> dict[str, str]:
 
 LATE = LatencyFrame(60.0, 1, *[None] * 8, ttft_slo_ratio=0.97, itl_slo_ratio=0.5)
 GPU = {"name": "gpu0", "kind": "gpu"}
+SILENT = "worker prefill: no progress for 5 s of at most 10 s"
 WRONG = {
     "kv warning": (idle(pools=[pool(active=950)]), {"kv.occupancy": "warning"}),
     "kv error": (idle(pools=[pool(active=1020)]), {"kv.occupancy": "error"}),
@@ -159,18 +160,15 @@ WRONG = {
     ),
     "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
     "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),
-    "a long step": (
-        idle(workers=[worker("decode", last_step_age_ms=2500.0)]),
+    "a worker without progress": (
+        idle(state="degraded", state_reason=f"{SILENT}; what comes is served by decode"),
         {"worker.stuck": "warning"},
     ),
-    "a usual long step": (
-        idle(workers=[worker("decode", last_step_age_ms=2500.0, step_ms_max=2000.0)]),
-        {},
+    "the same and more": (
+        idle(state="degraded", state_reason=f"block 7 is lost; {SILENT}"),
+        {"worker.stuck": "warning"},
     ),
-    "none": (
-        idle(workers=[worker("decode", last_step_age_ms=11_000.0)]),
-        {"worker.stuck": "error"},
-    ),
+    "a long step": (idle(workers=[worker("decode", last_step_age_ms=99_000.0)]), {}),
     "power": (
         idle(devices=[DeviceFrame(**GPU, power_w=680.0, power_limit_w=700.0)]),
         {"device.power": "warning"},
@@ -193,6 +191,22 @@ WRONG = {
 def test_each_threshold_reads_what_it_says(case):
     frame, expected = WRONG[case]
     assert raised_by(frame) == expected
+
+
+def test_the_end_of_an_alert_is_told_in_words_of_its_own():
+    alerts, told = Alerts(), []
+    reasons = ("worker prefill is restarting", "", SILENT, "")
+    for second, reason in enumerate(reasons):
+        state = "restarting" if "restarting" in reason else "ready"
+        frame = at(second, workers=[worker("prefill", state=state)], state_reason=reason)
+        told += [(change.code, change.message) for change in alerts.update(frame)]
+    assert told == [
+        ("worker.down", "worker prefill is restarting"),
+        ("worker.down", "worker prefill is ready again"),
+        ("worker.stuck", f"{SILENT}; it gets nothing more"),
+        ("worker.stuck", "worker prefill makes progress"),
+    ]
+    assert "{" not in "".join(each.over.format("x") for each in THRESHOLDS)
 
 
 def with_totals(seconds: float, finished: int, failed: int, rows_lost: int) -> Frame:
