@@ -56,7 +56,7 @@ def announcement(
         size_mib = pool.num_blocks * pool.block_bytes / 2**20
         yield f"  pool {pool.name}: {pool.num_blocks} blocks, {size_mib:.0f} MiB"
     yield f"  up to {model.max_model_len} tokens per request"
-    yield f"  {sampling_text(model.sampling)}"
+    yield f"  {sampling_text(model.sampling, folder)}"
     if advice := sampling_advice(model.sampling, folder):
         yield f"    {advice}"
     yield f"ready on {', '.join(addresses)}"
@@ -69,12 +69,14 @@ def _first_try(model: ModelInfo, has_template: bool) -> str:
     return f"run --chat '{'Who are you?' if model.note else 'Hello'}'"
 
 
-def sampling_text(sampling: Mapping[str, float]) -> str:
-    """How replies are sampled where a request does not say."""
+def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
+    """How replies are sampled where a request does not say, by the model's folder or GGUF file."""
+    is_file = folder.suffix == ".gguf"
     if not sampling:
-        return "replies are sampled at temperature 1: the model's folder says nothing else"
+        where = "file" if is_file else "folder"
+        return f"replies are sampled at temperature 1: the model's {where} says nothing else"
     values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-    return f"replies are sampled at {values}, as {GENERATION_FILE} says"
+    return f"replies are sampled at {values}, as {folder.name if is_file else GENERATION_FILE} says"
 
 
 def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:

@@ -338,7 +338,7 @@ def _ways() -> Ways | None:
     except ImportError:
         return None
     found = find_ways(kernels, level)
-    log.info("bfloat16 products (%s): %s", level, found.why)
+    log.info("weights in bfloat16 are %s", found.why)
     return found.ways
 
 

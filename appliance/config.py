@@ -156,22 +156,26 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
 
 def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
     """The tables [models.NAME], each over the settings that all share."""
-
-    def where(key: str) -> str:
-        return f"{sources.file}:{_line_of(sources.text, key)}: {key}"
-
-    parsers = {name: setting.parse for name, setting in SETTINGS.items()}
-    tables = read_tables(sources.table.get(MODELS, {}), parsers, where)
     return {
         name: replace(config, **{SETTINGS[key].field or key: value for key, value in own.items()})
-        for name, own in tables.items()
+        for name, own in _model_tables(sources).items()
     }
+
+
+def _model_tables(sources: _Sources) -> dict[str, dict[str, Any]]:
+    """What the tables [models.NAME] say themselves."""
+    parsers = {name: setting.parse for name, setting in SETTINGS.items()}
+    return read_tables(sources.table.get(MODELS, {}), parsers, lambda key: _where(sources, key))
+
+
+def _where(sources: _Sources, key: str) -> str:
+    return f"{sources.file}:{_line_of(sources.text, key)}: {key}"
 
 
 def explain(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
 ) -> list[Found]:
-    """Every setting as load() would have it, with its origin.
+    """Every setting as load() would have it, with its origin; then those of the models' tables.
 
     Where the daemon that a client would ask is the unit's, its folders are what is shown.
 
@@ -180,15 +184,25 @@ def explain(
     """
     environ = _environ_of_asked(flags, environ)
     config, sources = load(flags, environ), _read(flags, environ)
-    return [
+    everybodys = [
         Found(name, getattr(config, setting.field or name), found.origin if found else DEFAULT)
         for name, setting in SETTINGS.items()
         for found in (sources.lookup(name),)
     ]
+    of_models = [
+        Found(f"{MODELS}.{name}.{key}", value, _where(sources, f"{MODELS}.{name}"))
+        for name, own in _model_tables(sources).items()
+        for key, value in own.items()
+    ]
+    return everybodys + of_models
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt."""
+    """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt.
+
+    They are no reason not to start, as a misspelt key of the file is: others set such variables,
+    too. A service of this name on Kubernetes gives every container a PENSTOCK_PORT.
+    """
     known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
     about = "is set, and is no setting; "

@@ -105,7 +105,7 @@ def _kernels() -> Finding:
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
     products = find_ways(kernels, level).why
-    return Finding("kernels", "ok", f"compiled, {level}; bfloat16 matrices {products}")
+    return Finding("kernels", "ok", f"compiled, for {level}; weights in bfloat16 are {products}")
 
 
 def _cores() -> Finding:
@@ -151,7 +151,7 @@ def _model(found: config.ServeConfig) -> Finding:
     (about, _), folder = check_plan(found), model_folder(found.model)
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
-        return Finding("model", "note", f"{about}; {sampling_text(sampling)}", advice)
+        return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)
     return Finding("model", "ok", about)
 
 

@@ -18,6 +18,7 @@ import psutil
 from appliance import cgroups
 from appliance.devices.inventory import Node
 from appliance.devices.listing import Gpu
+from appliance.setting_kinds import MIN_BYTES, size_text
 from appliance.wanted_workers import WantedWorkers
 from engine.blocks import BlockPool
 from engine.checkpoint import Checkpoint
@@ -189,10 +190,10 @@ def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> Confi
     is_one = len({worker.pool for worker in places.workers}) == 1
     min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(places.workers) // 2
     return ConfigError(
-        f"{kv_memory_bytes} bytes hold {max(kv_memory_bytes // block_bytes, 0)} KV blocks of "
-        f"{block_bytes} bytes; at least {min_blocks} are needed",
+        f"{size_text(kv_memory_bytes)} hold {max(kv_memory_bytes // block_bytes, 0)} KV blocks of "
+        f"{size_text(block_bytes)}; at least {min_blocks} are needed",
         where="kv_memory",
-        hint=f"give at least {min_blocks * block_bytes} bytes",
+        hint=f"give at least {size_text(max(min_blocks * block_bytes, MIN_BYTES))}",
     )
 
 
@@ -243,7 +244,7 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
         return default_kv_bytes(full_length_bytes, memory_bytes)
     if asked > memory_bytes:
         raise ConfigError(
-            f"{asked} bytes of KV memory, but only {memory_bytes} are available",
+            f"{size_text(asked)} of KV memory, but only {size_text(memory_bytes)} are available",
             where="kv_memory",
             hint="leave room for the weights as well",
         )

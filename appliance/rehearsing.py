@@ -75,12 +75,12 @@ class Rehearsing:
 
 
 def _words(rehearsal: Rehearsal, elapsed_s: float) -> str:
-    """`rehearsed 48 steps in 0.49 s: prompts up to 512 tokens a step, ...`."""
+    """`timed 48 steps in 0.5 s, by which each prompt gets its worker: ...`."""
     made = rehearsal.made
     size = max((step.num_tokens for step in made), default=0)
     depth = max((step.num_before for step in made if step.num_tokens == size), default=0)
     batch = max((step.num_sequences for step in made), default=0)
     return (
-        f"rehearsed {len(made)} steps in {elapsed_s:.2f} s: prompts up to {size} tokens a step "
-        f"after {depth:,}, decodes up to {batch} together"
+        f"timed {len(made)} steps in {elapsed_s:.1f} s, by which each prompt gets its worker: "
+        f"up to {size} prompt tokens a step, {depth:,} before them; up to {batch} replies together"
     )

@@ -7,6 +7,7 @@ Never: knows which settings there are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IG
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
 _SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
-_MIN_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 _GONE = {
     "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
 }
@@ -34,9 +35,17 @@ def parse_bytes(text: object) -> int:
     number, unit, suffix = match.groups()
     base = 1000 if (suffix or "").lower() == "b" else 1024
     num_bytes = int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
-    if num_bytes < _MIN_BYTES:
+    if num_bytes < MIN_BYTES:
         raise ValueError("a size of 1MiB or more")
     return num_bytes
+
+
+def size_text(num_bytes: int) -> str:
+    """As parse_bytes() takes it, rounded up: 1.25GiB, 300MiB; who gives so much gives enough."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return f"{math.ceil(100 * num_bytes / factor) / 100:g}{unit}"
+    return f"{num_bytes}B"
 
 
 def a_duration(value: object) -> float:

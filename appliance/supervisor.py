@@ -284,8 +284,11 @@ class Supervisor:
         if self.is_started or not is_known or not is_due:
             return
         self._logged_at_s = now_s
-        rate = loaded / 1e6 / max(now_s - self._loading_since_s, 1e-3)
-        log.info("loading weights: %.0f of %.0f MB, %.0f MB/s", loaded / 1e6, total / 1e6, rate)
+        if loaded < total:
+            log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)
+        else:
+            took_s = now_s - self._loading_since_s
+            log.info("loaded %.0f MB of weights, %.1f s after the start", total / 1e6, took_s)
 
     def _weights_loaded(self, worker: WorkerState) -> None:
         """Let workers go on once every share of the weights is in place."""

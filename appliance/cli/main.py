@@ -58,6 +58,8 @@ VERBS: Mapping[str, str] = {
 """Each verb's file in this folder, where it has a function, or a group of verbs, of its name."""
 
 _HIDDEN = ("dial-stdio",)
+HOST_OPTIONS = ("--host", "-H", "--socket")
+"""Of most verbs; they may stand before the verb as well."""
 _LONGEST = 1000
 """Characters of a sentence; none is cut."""
 
@@ -77,7 +79,7 @@ def main() -> None:
     """Run one verb; the process's entry point."""
     terminal.prepare()
     completion.prepare()
-    words = sys.argv[1:]
+    words = _verb_first(sys.argv[1:])
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
@@ -86,6 +88,15 @@ def main() -> None:
         command(words, prog_name="penstock")
     except PenstockError as error:
         sys.exit(terminal.report(error))
+
+
+def _verb_first(words: list[str]) -> list[str]:
+    """`--host X ps` as `ps --host X`: many write it so, and nothing else can be meant."""
+    name, has_value, _ = words[0].partition("=") if words else ("", "", "")
+    if name not in HOST_OPTIONS:
+        return words
+    taken = 1 if has_value else 2
+    return [*words[taken : taken + 1], *words[:taken], *words[taken + 1 :]]
 
 
 def build(asked: str) -> typer.Typer:

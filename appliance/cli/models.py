@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,7 +101,7 @@ def remove(
 
 @models.command("list")
 def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """List the configured model, the starter, Hugging Face's cache, and what is under --dir."""
+    """List the configured models, the starter, Hugging Face's cache, and what is under --dir."""
     from appliance.cli import model_folders
 
     rows = [model_folders.describe(found) for found in _found(dirs)]
@@ -232,9 +234,10 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     from appliance.boot import STARTER_FOLDER
     from appliance.cli import model_folders
 
-    settings = config.load({})
+    settings = config.load_asked({})
     named = settings.model
-    found = [model_folders.Found(named.name, named)] if isinstance(named, Path) else []
+    found = [*_configured(settings)]
+    found += [model_folders.Found(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
     for root in dirs or ():
@@ -243,6 +246,16 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     for each in found:
         by_folder.setdefault(each.folder, each)
     return list(by_folder.values())
+
+
+def _configured(settings: config.ServeConfig) -> Iterator[Any]:
+    """Those of the tables [models.NAME] that are on this machine, by the names of the tables."""
+    from appliance.boot import model_folder
+    from appliance.cli import model_folders
+
+    for name, own in settings.models.items():
+        with suppress(ConfigError):  # it is yet to be pulled: serve does that when it is asked for
+            yield model_folders.Found(name, model_folder(own.model))
 
 
 def _named(name: str, dirs: list[Path] | None) -> Any:
@@ -254,7 +267,13 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
         return model_folders.Found(path.stem, path.absolute())
     if path.is_dir():
         return model_folders.Found(path.absolute().name, path.absolute())
-    asked = a_model(name)
+    settings = config.load_asked({})
+    if name in settings.models:
+        asked = settings.models[name].model
+        if not isinstance(asked, HubName):
+            return next(each for each in _configured(settings) if each.name == name)
+    else:
+        asked = a_model(name)
     if isinstance(asked, HubName):
         in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
         if in_cache is not None and asked.file is not None:

@@ -17,8 +17,8 @@ from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import size, yes_or_no
 from appliance.config import Found, explain
-from appliance.setting_kinds import a_duration, parse_bytes, some_weights
-from appliance.settings import SETTINGS
+from appliance.setting_kinds import a_duration, on_or_off, parse_bytes, some_weights
+from appliance.settings import SETTINGS, Setting
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
 
@@ -42,21 +42,28 @@ def show(
 
 
 def _row(found: Found, written: Callable[[Found], Any]) -> dict[str, Any]:
-    setting = SETTINGS[found.name]
+    setting = _setting(found)
     return {
         "name": found.name,
         "value": written(found),
         "origin": found.origin,
-        "is_reloadable": setting.is_reloadable,
+        "is_reloadable": setting.is_reloadable and found.name in SETTINGS,
         "about": setting.about,
     }
 
 
+def _setting(found: Found) -> Setting:
+    """What it is; `models.small.dtype` is the setting `dtype` of one model."""
+    return SETTINGS[found.name.rpartition(".")[2]]
+
+
 def _for_people(found: Found) -> Any:
     """As one would type it: a size or a time with its unit."""
-    parse = SETTINGS[found.name].parse
+    parse = _setting(found).parse
     if parse is a_duration:
         return f"{found.value:g}s"
+    if parse is on_or_off:
+        return "on" if found.value else "off"
     return size(found.value).replace(" ", "") if parse is parse_bytes else _plain(found)
 
 
@@ -67,7 +74,7 @@ def _plain(found: Found) -> Any:
             return found.value
         case (str(host), int(port)):
             return f"{host}:{port}"
-        case tuple() as pairs if SETTINGS[found.name].parse is some_weights:
+        case tuple() as pairs if _setting(found).parse is some_weights:
             return ",".join(f"{name}={weight:g}" for name, weight in pairs)
         case tuple() as names:
             return ",".join(map(str, names))

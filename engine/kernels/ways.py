@@ -42,6 +42,7 @@ GAIN = 1.5
 has to bring this at 256 inputs..."""
 LOSS = 0.8
 """...and may not cost more than this at any other number."""
+_STORED = "used as they are stored"
 _DEPTH = 1024
 _ROWS = {1: 16384, 4: 16384, 16: 2048, 64: 2048, 256: 1024}
 """Few inputs are bound by reading: more than the caches hold."""
@@ -86,7 +87,7 @@ class Found:
 def find_ways(kernels: Kernels, level: str) -> Found:
     """Try all ways that the level has; takes 0.3 s of a core, and nothing where it has none."""
     if level not in LEVELS:
-        return Found(None, "read as stored: no instructions for bfloat16")
+        return Found(None, f"{_STORED}: this CPU has no instructions for bfloat16")
     trial = _Trial(kernels)
     right = [way for way in LEVELS[level] if trial.is_right(way)]
     wrong = [WAY_NAMES[way] for way in LEVELS[level] if way not in right]
@@ -111,13 +112,17 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
         gains.append(by_way[None] / packed[best[-1]])
     said = "".join(f"; {name} compute wrongly, and are not used" for name in wrong)
     if not gains:
-        return Found(None, f"read as stored{said}")
+        return Found(None, f"{_STORED}{said}")
     ways = Ways(tuple(times_s), tuple(best))
-    shown = ", ".join(f"{gain:.2f}x at {n}" for n, gain in zip(times_s, gains, strict=True))
+    counts = tuple(times_s)
+    tried = (
+        f"{gains[0]:.2g}x as fast for {counts[0]} token at a time, "
+        f"{gains[-1]:.2g}x for {counts[-1]}"
+    )
     if gains[-1] < GAIN or min(gains) < LOSS:
-        asked = f"{GAIN}x at {max(times_s)} and {LOSS}x elsewhere are asked of it"
-        return Found(None, f"read as stored; packed would be {shown} inputs, and {asked}{said}")
-    return Found(ways, f"packed: {ways} inputs; {shown}{said}")
+        why = "rearranged for its bfloat16 instructions they gain too little on this CPU"
+        return Found(None, f"{_STORED}: {why} ({tried}){said}")
+    return Found(ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}")
 
 
 class _Trial:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.announcement import announcement, sampling_advice
+from appliance.announcement import announcement, sampling_advice, sampling_text
 from appliance.protocol import Frame
 from tests.appliance.machine import Machine, make_machine
 
@@ -62,6 +62,13 @@ def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Ma
         "  replies are sampled at temperature 0.6, top_k 20, as generation_config.json says" in told
     )
     assert not any("ramble" in line for line in told)
+
+
+def test_of_a_gguf_file_no_folder_is_spoken_of() -> None:
+    path = Path("/models/one-q4.gguf")
+    assert sampling_text({}, path).endswith("the model's file says nothing else")
+    assert sampling_text({"temperature": 0.5}, path).endswith("as one-q4.gguf says")
+    assert sampling_advice({}, path) == ""
 
 
 def test_greedy_by_the_models_own_word_needs_no_advice() -> None:

@@ -14,6 +14,7 @@ from appliance.placement import (
     place,
     split_cores,
 )
+from appliance.setting_kinds import parse_bytes
 from appliance.wanted_workers import ONE_OF_EACH, parse_place
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
@@ -97,7 +98,7 @@ def test_a_model_length_can_be_asked_for(checkpoint):
 def test_too_little_kv_memory_is_a_config_error_that_says_how_much_is_enough(checkpoint, transport):
     with pytest.raises(ConfigError) as refused:
         plan(checkpoint, transport=transport, kv_memory_bytes=1)
-    enough = int(refused.value.hint.split()[3])
+    enough = parse_bytes(refused.value.hint.split()[3])
     assert plan(checkpoint, transport=transport, kv_memory_bytes=enough).max_model_len >= BLOCK_SIZE
 
 

@@ -206,3 +206,13 @@ def test_ps_of_nothing_says_so_beside_its_heading(
     assert ended.stdout.split()[:2] == ["ID", "PHASE"]
     assert ended.stderr == "penstock: no such request now; -a shows finished ones\n"
     assert penstock(environ, "ps", "-o", "ndjson").stderr == ""
+
+
+def test_the_host_may_stand_before_the_verb(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": []})}
+    path = environ.pop("PENSTOCK_SOCKET")
+    for words in (("--host", path, "ps"), (f"--host={path}", "ps", "-a"), ("-H", path, "ps")):
+        assert penstock(environ, *words).returncode == 0
+    assert len(daemon.script.asked) == 3
+    assert penstock(environ, "--host").returncode == 2
+    assert penstock(environ, "--host", path).returncode == 2

@@ -194,3 +194,26 @@ def test_a_folder_whose_name_is_not_text_is_no_obstacle(
         ended = penstock(environ, "models", verb, str(folder))
         assert (ended.returncode, ended.stderr) == (0, "")
     assert penstock(environ, "models", "list", "-o", "csv", "--dir", str(folder)).returncode == 0
+
+
+def test_models_that_requests_may_name_are_known_by_those_names(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    make_model(tmp_path / "served")
+    snapshot = in_cache(tmp_path)
+    (tmp_path / "penstock.toml").write_text(
+        f'[models.small]\nmodel = "{tmp_path / "served"}"\n'
+        '[models.hub]\nmodel = "owner/a--name@0123456"\ndtype = "float32"\n'
+        '[models.later]\nmodel = "nobody/has-it"\n'
+    )
+    environ["PENSTOCK_CONFIG"] = str(tmp_path / "penstock.toml")
+    rows = {row["name"]: row["folder"] for row in listed(environ)}
+    assert rows["small"] == str(tmp_path / "served")
+    assert rows["hub"] == str(snapshot)
+    assert "later" not in rows
+    for name in ("small", "hub"):
+        assert penstock(environ, "models", "show", name).returncode == 0
+    shown = penstock(environ, "config", "show", "-o", "wide").stdout
+    lines = {line.split()[0]: line.split() for line in shown.splitlines()}
+    assert lines["models.hub.dtype"][1] == "float32"
+    assert f"{tmp_path / 'penstock.toml'}:3:" in lines["models.hub.dtype"]
