@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,22 +23,27 @@ DROP_IN = """
 [Service]
 # tests have no time for the usual ones
 WatchdogSec=3
-RestartSec=1
+RestartSec=100ms
 """
 LONG = ("run", "--max-tokens", "10000", "Once upon a time")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def wheels(tmp_path_factory):
+    """Two versions, which are built while the machine boots and the first one is tested."""
+    with ThreadPoolExecutor(2) as pool:
+        yield [
+            pool.submit(build_wheel, tmp_path_factory.mktemp(f"wheel{version}"), version)
+            for version in ("0.1.0", "0.1.1")
+        ]
 
 
 @pytest.fixture(scope="module")
-def machine(wheel):
+def machine(wheels):
     """A machine on which README's lines for the service have been done."""
     machine = Machine(needed_folders())
     try:
-        machine.install(wheel)
+        machine.install(wheels[0].result())
         drop_in = machine.path("/etc/systemd/system/penstock.service.d/tests.conf")
         drop_in.parent.mkdir(parents=True)
         drop_in.write_text(DROP_IN)
@@ -61,9 +67,22 @@ def settings(machine):
     path.unlink(missing_ok=True)
 
 
+def asked(machine, path):
+    """The reply to a GET, from here: the command would take the cores from a daemon that starts."""
+    transport = httpx.HTTPTransport(uds=machine.socket)
+    with httpx.Client(transport=transport, base_url="http://localhost", timeout=30) as http:
+        return http.get(path)
+
+
 def is_ready(machine):
-    is_active = machine.property("ActiveState") == "active"
-    return is_active and machine.penstock("status", "--check", check=False).returncode == 0
+    with contextlib.suppress(httpx.HTTPError):  # it may end just now
+        is_active = machine.property("ActiveState") == "active"
+        return is_active and asked(machine, "/ready").status_code == 200
+    return False
+
+
+def is_decoding(machine):
+    return asked(machine, "/v1/penstock/state").json()["queue"]["decoding"]
 
 
 def main_pid(machine):
@@ -122,9 +141,9 @@ def test_a_reload_takes_keys_over_and_fails_on_a_wrong_file(machine, settings):
 
 def test_a_killed_worker_is_noticed_by_nobody(machine):
     stream = machine.start(booted_machine.PROGRAM, *LONG[:2], "500", LONG[3])
-    machine.wait_for(lambda: "decod" in machine.penstock("ps").stdout)
-    state = json.loads(machine.penstock("status", "-o", "json").stdout)
-    tell(machine, "KILL", *[w["pid"] for w in state["workers"]])
+    machine.wait_for(lambda: is_decoding(machine))
+    workers = asked(machine, "/v1/penstock/state").json()["workers"]
+    tell(machine, "KILL", *[worker["pid"] for worker in workers])
     out, err = stream.communicate(timeout=60)
     assert stream.returncode == 0, err
     assert len(out) > 100
@@ -141,14 +160,11 @@ def test_a_stopped_daemon_is_found_and_serves_again(machine):
     assert any("most recent call first" in each for each in messages)  # its stacks
 
 
-def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(
-    machine, settings, tmp_path_factory
-):
-    newer = build_wheel(tmp_path_factory.mktemp("newer"), "0.1.1")
+def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, settings, wheels):
     settings("max_drain = 2\n")
     machine.run("systemctl", "reload", "penstock")
     stream = machine.start(booted_machine.PROGRAM, *LONG)
-    machine.wait_for(lambda: "decod" in machine.penstock("ps").stdout)
+    machine.wait_for(lambda: is_decoding(machine))
     is_over = False
 
     def keep_asking(*, keeps_alive):
@@ -163,7 +179,7 @@ def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(
                 time.sleep(0.01)
         return answers
 
-    machine.install(newer)
+    machine.install(wheels[1].result())
     with ThreadPoolExecutor(2) as pool:
         askers = [pool.submit(keep_asking, keeps_alive=keeps) for keeps in (True, False)]
         began = time.monotonic()
@@ -194,7 +210,7 @@ def test_a_wrong_configuration_is_not_tried_again_and_a_stopped_unit_is_named(ma
     assert "systemctl start penstock.socket penstock.service" in asked.stderr
 
 
-def test_nothing_is_left_behind(wheel):
+def test_nothing_is_left_behind():
     """Whatever ends a machine, its cgroups and folders go with it."""
     machine = Machine(needed_folders())
     os.kill(machine._launcher.pid, signal.SIGTERM)
