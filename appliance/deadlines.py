@@ -25,8 +25,6 @@ from engine.step_times import StepLoad
 
 HANDOFF_S = 120.0
 """Without progress on the way from one worker to the other."""
-MIN_QUEUE_SHARE = 0.25
-"""Of the target for the first token, that one may always wait for a turn."""
 STAGE_S = 600.0
 """Without progress in any other stage but the queue: a bug of ours, since its worker has steps."""
 
@@ -84,7 +82,7 @@ class Deadlines:
     def reason(self) -> str | None:
         """Which worker stands still, as /ready says it; None: none does."""
         stalled = self._watchdog.stalled
-        return ", ".join(f"worker {name}: {about}" for name, about in stalled.items()) or None
+        return "; ".join(f"worker {name}: {about}" for name, about in stalled.items()) or None
 
     def set_queue_limits(self, max_queued: int, max_queued_tokens: int, max_wait_s: float) -> None:
         """Change what may wait from now on, and how long; what waits already stays."""
@@ -93,7 +91,9 @@ class Deadlines:
 
     def keep(self) -> None:
         """End what stands still, workers and requests."""
-        self._router.queue.max_wait_ms = self._max_wait_ms()
+        self._router.queue.max_wait_ms = 1e3 * self.max_queue_wait_s
+        self._router.queue.max_first_ms = self._router.roles.slo.ttft_ms or 0.0
+        self._router.queue.assume(self._ms_per_token())
         now_ns, was_stalled = time.monotonic_ns(), self.reason
         self.look_at_workers(now_ns)
         if was_stalled is None and self.reason is not None:
@@ -116,16 +116,15 @@ class Deadlines:
         for name, about in self._watchdog.hung.items():
             self._supervisor.end_hung(name, f"it hangs: {about}")
 
-    def _max_wait_ms(self) -> float:
-        """For a turn: that of the setting, and less where the first token is due before.
-
-        From the turn to that token it takes a while, too. Where that alone takes most of what the
-        target allows, no limit could keep it, and a short queue remains.
-        """
-        target_ms = self._router.roles.slo.ttft_ms or 0.0
-        left_ms = target_ms - self._router.queue.to_first_token.most
-        limits = (1e3 * self.max_queue_wait_s, max(left_ms, target_ms * MIN_QUEUE_SHARE))
-        return min((limit for limit in limits if limit), default=0.0)
+    def _ms_per_token(self) -> float:
+        """Of a prompt, in the largest step of which a worker's time is known; 0: unknown."""
+        roles = self._router.roles
+        for size in (max(self._max_step_tokens >> shift, 1) for shift in range(4)):
+            load = StepLoad(size, size * size / 2)
+            steps = [roles.slowest_ms(name, load) for name in roles.ready_workers]
+            if known := [each for each in steps if each is not None]:
+                return min(known) / size
+        return 0.0
 
     def _reading(self, name: str, state: WorkerState) -> Reading:
         router = self._router

@@ -30,6 +30,8 @@ class Waiting(NamedTuple):
     for_prefill: int = 0
     for_workers: int = 0
     """No worker is ready."""
+    for_swap: int = 0
+    """Another model is served now."""
 
 
 class _Cause(NamedTuple):
@@ -38,17 +40,26 @@ class _Cause(NamedTuple):
     usual_ms: float | None
 
 
-def slow_because(frame: RequestFrame, usual: Usual) -> str | None:
-    """The stage that took most of what was not needed; None if none took much."""
+def slow_because(frame: RequestFrame, usual: Usual, swap_wait_ms: float = 0.0) -> str | None:
+    """The stage that took most of what was not needed; None if none took much.
+
+    Args:
+        frame: the request.
+        usual: what stages take as a rule.
+        swap_wait_ms: of its time in the queue, that until its model was there.
+    """
     least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))
-    causes = [*_waits(frame, usual), *_computing(frame, usual)]
+    causes = [*_waits(frame, usual, swap_wait_ms), *_computing(frame, usual)]
     worst = max(causes, key=lambda cause: cause.excess_ms, default=None)
     if worst is None or worst.excess_ms < least_ms:
         return None
     return worst.text + ("" if worst.usual_ms is None else f", usually {_time(worst.usual_ms)}")
 
 
-def _waits(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
+def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_Cause]:
+    if swap_wait_ms:
+        text = f"swap: it waited {_time(swap_wait_ms)} for its model to be loaded"
+        yield _Cause(swap_wait_ms, text, None)
     for stage, phase, usual_ms, text in (
         ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: its KV was on the way for {}"),
@@ -56,6 +67,8 @@ def _waits(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
         ("decode_wait", "", usual.decode_wait_ms, "wait: {} to its first step of decoding"),
     ):
         actual_ms = _so_far(frame, stage, phase)
+        if actual_ms is not None and stage == "queue":
+            actual_ms = max(actual_ms - swap_wait_ms, 0.0)
         if actual_ms is not None:
             yield _Cause(actual_ms, text.format(_time(actual_ms)), usual_ms)
 
@@ -119,6 +132,7 @@ def _queue_limit(waiting: Waiting) -> str:
             (waiting.for_workers, "a worker to be ready"),
             (waiting.for_blocks, "KV blocks"),
             (waiting.for_prefill, "prefill"),
+            (waiting.for_swap, "a swap of models"),
         )
         if number
     ]

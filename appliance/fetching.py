@@ -137,6 +137,9 @@ class Fetching:
         """Raise Unavailable, always."""
         self._refuse()
 
+    def check_room(self, owner: str) -> None:
+        """Nothing is taken that could lack room."""
+
     @property
     def model(self) -> ModelInfo:
         """Nothing is known of it yet."""

@@ -29,7 +29,6 @@ from appliance.protocol import (
     MAX_FRAME_REQUESTS,
     Frame,
     RequestFrame,
-    SwapsFrame,
     TotalsFrame,
     WorkerFrame,
     utc_now,
@@ -37,6 +36,7 @@ from appliance.protocol import (
 from appliance.request import ModelInfo, Request
 from appliance.roles import roles_frame
 from appliance.supervisor import Supervisor
+from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
 from appliance.waiting import waits
 from appliance.windows import Usual
@@ -56,7 +56,7 @@ class Standing:
     totals: TotalsFrame
     """As far as the service counts."""
     log_rows_lost: int
-    swaps: SwapsFrame | None = None
+    swaps: Swaps | None = None
 
 
 class Frames:
@@ -150,16 +150,22 @@ class Frames:
         told, frames = waits(self._router, now_ns), []
         for request in requests:
             frame = request_frame(request, self._router, self._plan.placement, now_ns)
-            frame.slow_because = slow_because(frame, self._usual)
+            frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
             texts = (told.get(sequence.seq_id) for sequence in request.sequences)
             frame.waits_for = next(filter(None, texts), None)
             frames.append(frame)
         return frames
 
+    def live(self, standing: Standing, now_ns: int, most: int | None = None) -> list[RequestFrame]:
+        """So many of the requests that have no reply yet, those last that wait for their model."""
+        waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
+        return [*self.of_requests(standing.live[:most], now_ns), *waiting][:most]
+
     def _parts(self, standing: Standing, workers: list[WorkerFrame], now_ns: int) -> dict[str, Any]:
         """The fields of a frame that are true at any time, not over an interval."""
         router, block_bytes = self._router, self._plan.placement.block_bytes
-        shown = standing.live[:MAX_FRAME_REQUESTS]
+        swaps = None if standing.swaps is None else standing.swaps.frame()
+        num_before_swap = 0 if swaps is None else swaps.num_waiting
         state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
         latency = self._telemetry.windows.latency(router.roles.slo, now_ns)
         return {
@@ -170,12 +176,12 @@ class Frames:
             "queue": queue_frame(router, now_ns),
             "pools": pool_frames(router, standing.live, block_bytes),
             "latency": latency,
-            "limit": limit(state, reason, waiting(router), workers, latency),
+            "limit": limit(state, reason, waiting(router, num_before_swap), workers, latency),
             "totals": self._totals(standing),
-            "requests": self.of_requests(shown, now_ns),
-            "num_requests": len(standing.live),
+            "requests": self.live(standing, now_ns, MAX_FRAME_REQUESTS),
+            "num_requests": len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
-            "swaps": standing.swaps,
+            "swaps": swaps,
             **roles_frame(router),
         }
 

@@ -114,13 +114,14 @@ def queue_frame(router: Router, now_ns: int) -> QueueFrame:
     )
 
 
-def waiting(router: Router) -> Waiting:
-    """What each sequence in the queue waits for, as it would be placed now."""
+def waiting(router: Router, num_before_swap: int) -> Waiting:
+    """What each sequence waits for, as it would be placed now, and who waits for another model."""
     if not router.roles.ready_workers:
-        return Waiting(for_workers=len(router.queue))
+        return Waiting(for_workers=len(router.queue), for_swap=num_before_swap)
     spare = router.growth.spare()
     num_fitting = sum(router.ways.fits(sequence, spare) for sequence in router.queue)
-    return Waiting(for_blocks=len(router.queue) - num_fitting, for_prefill=num_fitting)
+    num_others = len(router.queue) - num_fitting
+    return Waiting(for_blocks=num_others, for_prefill=num_fitting, for_swap=num_before_swap)
 
 
 def request_frame(

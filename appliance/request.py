@@ -150,6 +150,8 @@ class Request:
     http_status: int = 200
     cancelled_by: str | None = None
     """HUNG_UP, `drain`, or the name of the peer that asked for it."""
+    swap_wait_ms: float = 0.0
+    """Until its model was there; it counts as time in the queue."""
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
     prefill_j: float | None = None
@@ -261,6 +263,9 @@ class Appliance(Protocol):
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
+
+    def check_room(self, owner: str) -> None:
+        """Raise QueueFull where not even the shortest prompt of this owner would be taken."""
 
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""

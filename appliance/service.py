@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -30,7 +32,7 @@ from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
-from engine.errors import InvariantViolated, QueueFull
+from engine.errors import InvariantViolated, QueueFull, Unavailable
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.prefix_hashes import PrefixChain
 from engine.router import Router
@@ -86,8 +88,6 @@ class Service:
             self.event("error", "daemon.died", request_log.crash)
         self._frames.make(self._standing())
 
-    # What the api asks
-
     @property
     def model(self) -> ModelInfo:
         """The model being served."""
@@ -124,6 +124,10 @@ class Service:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
         self.availability.check()
 
+    def check_room(self, owner: str) -> None:
+        """Raise QueueFull where not even the shortest prompt of this owner would be taken."""
+        self._ask_router(partial(self._router.queue.check, owner, 1, 1))
+
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""
         return self.availability.not_ready_reason
@@ -148,16 +152,19 @@ class Service:
     def submit(self, request: Request) -> None:
         """Accept it whole, or raise and keep nothing."""
         self.check_available()
-        try:
-            self._router.submit(request.sequences, time.monotonic_ns())
-        except QueueFull:
-            self._totals.refused += 1
-            raise
+        self._ask_router(partial(self._router.submit, request.sequences))
         self._log.opened(LogRow.from_request(request))
         self._energy.opened(request)
         self._live[request.request_id] = request
         self.idle.clear()
         self._totals.accepted += 1
+
+    def _ask_router(self, ask: Callable[[int], None]) -> None:
+        try:
+            ask(time.monotonic_ns())
+        except QueueFull:
+            self._totals.refused += 1
+            raise
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
         """A stop string matched after `num_kept_tokens` output tokens."""
@@ -168,19 +175,19 @@ class Service:
         if all(sequence.phase is not Phase.QUEUED for sequence in request.sequences):
             return None
         order = enumerate(self._router.queue.forecast(time.monotonic_ns()), 1)
-        request_id = request.request_id
-        return next((place for place, one in order if one.request_id == request_id), None)
+        return next((place for place, one in order if one.request_id == request.request_id), None)
 
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""
-        request = self._live.get(request_id)
-        return None if request is None else request.peer.name
+        if (request := self._live.get(request_id)) is not None:
+            return request.peer.name
+        return None if self.swaps is None else self.swaps.owner_of(request_id)
 
     def cancel(self, request_id: str, by: str) -> bool:
         """Abort every unfinished sequence of a live request; False if there is none such."""
         request = self._live.get(request_id)
         if request is None or request.is_finished:
-            return False
+            return self.swaps is not None and self.swaps.cancel(request_id, by)
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
@@ -192,10 +199,9 @@ class Service:
         """The terminal reply has been sent, or its client is gone."""
         if self._live.pop(request.request_id, None) is None:
             return
-        now_ns = time.monotonic_ns()
+        now_ns, request.http_status = time.monotonic_ns(), http_status
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, now_ns)
-        request.http_status = http_status
         reasons = {sequence.finish_reason for sequence in request.sequences}
         if FinishReason.ERROR in reasons:
             self._totals.failed += 1
@@ -212,8 +218,7 @@ class Service:
 
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, oldest first, then finished ones, newest first."""
-        now_ns = time.monotonic_ns()
-        live = self._frames.of_requests(self._live.values(), now_ns)
+        live = self._frames.live(self._standing(), time.monotonic_ns())
         return [*map(msgspec.to_builtins, live), *self._closed.frames()]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
@@ -273,7 +278,7 @@ class Service:
         if request is None:
             return
         if token_ids and len(token_ids) == sequence.num_output_tokens:
-            self._router.queue.answered(sequence)
+            self._router.queue.answered(sequence, time.monotonic_ns())
         if token_ids and sequence.stamps.last_token_ns is not None:
             self._telemetry.token(sequence, sequence.stamps.last_token_ns)
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
@@ -283,8 +288,7 @@ class Service:
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
-            num_cores = len(self._router.roles.cores.used(worker))
-            self._energy.stepped(worker, report, num_cores)
+            self._energy.stepped(worker, report, len(self._router.roles.cores.used(worker)))
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)
@@ -313,9 +317,9 @@ class Service:
         """A worker cannot be restarted: the others do its part, and nobody waits for the last."""
         self.event("error", "worker.lost", about)
         if self._supervisor.is_lost:
+            error = Unavailable(about, code="engine_dead")
             for request in list(self._live.values()):
-                for sequence in request.sequences:
-                    self._router.abort(sequence, FinishReason.ERROR, time.monotonic_ns(), about)
+                self.deadlines.end(request, error, time.monotonic_ns())
         self.make_frame()
 
     # What the daemon does
@@ -380,10 +384,9 @@ class Service:
 
     def _standing(self) -> Standing:
         reason = self.not_ready_reason()
-        swaps = None if self.swaps is None else self.swaps.frame()
         self._totals.has_prefix_cache = self.hasher is not None
         live, lost = list(self._live.values()), self._log.rows_lost
-        return Standing(reason or self.degraded_reason(), live, self._totals, lost, swaps)
+        return Standing(reason or self.degraded_reason(), live, self._totals, lost, self.swaps)
 
     def _check_when_idle(self) -> None:
         if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from appliance.protocol import SwapsFrame
-from engine.errors import PenstockError, Unavailable
+from appliance.protocol import RequestFrame, SwapsFrame
+from engine.errors import PenstockError, RequestError, Unavailable
 from engine.room import Room
 
 log = logging.getLogger("penstock")
@@ -47,12 +47,23 @@ class _Rest(NamedTuple):
     until_s: float
 
 
+class Asker(NamedTuple):
+    """A request on its way in, as far as it is known before its body is read."""
+
+    owner: str
+    num_bytes: int
+    """Of its body."""
+    request_id: str = ""
+    endpoint: str = ""
+    received_at: str = ""
+    arrived_ns: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     name: str
     """The model; empty for whichever is served."""
-    owner: str
-    num_bytes: int
+    asker: Asker
     is_in: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -113,14 +124,13 @@ class Swaps(AbstractContextManager[None]):
         return is_served and not self._is_closed and not self._waits_for(name)
 
     async def enter(
-        self, name: str, owner: str, num_bytes: int, gone: asyncio.Future[None] | None = None
+        self, name: str, asker: Asker, gone: asyncio.Future[None] | None = None
     ) -> bool:
         """Wait until a request may come in; it holds the model from then until __exit__().
 
         Args:
             name: as name_of() has it.
-            owner: whose request it is.
-            num_bytes: of its body.
+            asker: whose request it is, and how large.
             gone: done when its client has left.
 
         Returns:
@@ -133,11 +143,11 @@ class Swaps(AbstractContextManager[None]):
         if self.can_enter(name):
             self._num_entering += 1
             return True
-        one = _Waiting(name, owner, num_bytes)
+        one = _Waiting(name, asker)
         self._check(one)
         self._waiting.append(one)
-        self._places.enter(owner, 1)
-        self._bytes.enter(owner, num_bytes)
+        self._places.enter(asker.owner, 1)
+        self._bytes.enter(asker.owner, asker.num_bytes)
         self.look()
         is_in = False
         try:
@@ -174,6 +184,52 @@ class Swaps(AbstractContextManager[None]):
         others = [name for name in self.names if name != self.current]
         waiting, took_ms = len(self._waiting), self._last_swap_ms
         return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms)
+
+    def owner_of(self, request_id: str) -> str | None:
+        """Whose request it is; None if none of this id waits here."""
+        ids = {one.asker.request_id: one.asker.owner for one in self._waiting}
+        return ids.get(request_id)
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """End the wait of one with an error; False if it does not wait here."""
+        found = [one for one in self._waiting if one.asker.request_id == request_id]
+        for one in found:
+            self._take(one)
+            about = f"cancelled by {by} while it waited for its model"
+            one.is_in.set_exception(RequestError(about, code="cancelled", status=409))
+        return bool(found)
+
+    def requests(self, now_ns: int) -> list[RequestFrame]:
+        """Those that wait, the oldest first; no model has looked at them yet."""
+        return [
+            RequestFrame(
+                id=asker.request_id,
+                endpoint=asker.endpoint,
+                phase="queued",
+                model=one.name or self.next or self.current,
+                user=asker.owner,
+                stream=False,
+                num_sequences=1,
+                prompt_tokens=0,
+                computed_tokens=0,
+                output_tokens=0,
+                max_tokens=0,
+                num_blocks=0,
+                worker=None,
+                transport=None,
+                received_at=asker.received_at,
+                age_ms=(now_ns - asker.arrived_ns) / 1e6,
+                waits_for=self._waits_for_what(one.name),
+            )
+            for one in self._waiting
+            for asker in (one.asker,)
+        ]
+
+    def _waits_for_what(self, name: str) -> str:
+        wanted = name or self.next or self.current
+        if self.next == wanted:
+            return f"model {wanted}, which is being loaded"
+        return f"model {wanted}, whose turn comes after {self.next or self.current}"
 
     async def run_until(self, stopping: asyncio.Task[bool]) -> None:
         """run() until something else ends; nobody is left waiting then.
@@ -245,8 +301,8 @@ class Swaps(AbstractContextManager[None]):
             raise _cannot(one.name, rest.about, left_s)
         limits = self._limits()
         self._places.limit, self._bytes.limit = limits.max_waiting, limits.max_waiting_bytes
-        self._places.check(one.owner, 1, is_single=True)
-        self._bytes.check(one.owner, one.num_bytes, is_single=True)
+        self._places.check(one.asker.owner, 1, is_single=True)
+        self._bytes.check(one.asker.owner, one.asker.num_bytes, is_single=True)
 
     def _leave(self, one: _Waiting) -> None:
         """Whoever asked is gone: its place is free, or the model that it was just let in to."""
@@ -258,8 +314,8 @@ class Swaps(AbstractContextManager[None]):
 
     def _take(self, one: _Waiting) -> None:
         self._waiting.remove(one)
-        self._places.leave(one.owner, 1)
-        self._bytes.leave(one.owner, one.num_bytes)
+        self._places.leave(one.asker.owner, 1)
+        self._bytes.leave(one.asker.owner, one.asker.num_bytes)
 
     def _waits_for(self, name: str) -> bool:
         return any(each.name == name for each in self._waiting)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.errors import InvariantViolated, QueueFull
 from engine.plan import prefill_key
-from engine.room import MAX_RETRY_MS, Lately, Room
+from engine.room import MAX_RETRY_MS, Room
 from engine.sequence import Sequence
 
 
@@ -40,15 +40,16 @@ class FairQueue:
         """Tokens charged for these, which may be more than they use, and the weight then."""
         self.weights: Mapping[str, float] = {}
         """By owner; others have 1. A change holds for what is placed from then on."""
-        self._taken_ns: dict[int, int] = {}
-        """When these were placed that have no token yet."""
-        self.to_first_token = Lately()
-        """Milliseconds from a sequence's turn to its first token."""
+        self._pending: dict[int, int] = {}
+        """Prompt tokens of those that were placed and have no token yet."""
         self._promised: dict[str, float] = {}
         """Until when owners' refused clients have been told times to come back."""
         self._pushed_ns = -1
+        self._is_served = True
         self.max_wait_ms = 0.0
-        """Who would wait longer, as predicted, is refused; 0: nobody is."""
+        """Who would wait longer for a turn, as predicted, is refused; 0: nobody is."""
+        self.max_first_ms = 0.0
+        """Whose first token would come later, as predicted, is refused; 0: nobody is."""
 
     def __len__(self) -> int:
         return self._sequences.total
@@ -87,6 +88,10 @@ class FairQueue:
         """Owners that wait."""
         return self._sequences.num_owners
 
+    def assume(self, ms_per_token: float) -> None:
+        """What a prompt token takes, until it has been seen; 0: nothing is known of it."""
+        self._tokens.assumed_ms = ms_per_token
+
     def set_limits(self, max_sequences: int, max_tokens: int) -> None:
         """Change the limits; what waits already stays, also beyond them."""
         self._sequences.limit = max_sequences
@@ -99,21 +104,29 @@ class FairQueue:
             QueueFull: there is no room now, for anybody or for this owner.
             RequestError: there never will be.
         """
-        owner, is_single = sequences[0].owner, len(sequences) == 1
         num_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
+        self.check(sequences[0].owner, len(sequences), num_tokens, now_ns)
+        self._enter(sequences, num_tokens)
+        self._pushed_ns = now_ns
+
+    def check(self, owner: str, num_sequences: int, num_tokens: int, now_ns: int) -> None:
+        """Refuse as push() would refuse a request of so many sequences and prompt tokens."""
         self._advance(now_ns)
         share = self._share(owner)
         try:
-            for room, amount in ((self._sequences, len(sequences)), (self._tokens, num_tokens)):
-                room.check(owner, amount, is_single=is_single)
+            for room, amount, ahead in (
+                (self._sequences, num_sequences, len(self._pending)),
+                (self._tokens, num_tokens, sum(self._pending.values())),
+            ):
+                room.check(owner, amount, is_single=num_sequences == 1)
                 if self.max_wait_ms:
                     room.check_wait(owner, amount, self.max_wait_ms, share)
+                if self.max_first_ms and (self or ahead):
+                    room.check_first(owner, amount, self.max_first_ms, share, ahead)
         except QueueFull as full:
-            turn_ms = self._sequences.pace.wait_ms(len(sequences) / share) or 0.0
+            turn_ms = self._sequences.turn_ms(num_sequences / share)
             full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
             raise
-        self._enter(sequences, num_tokens)
-        self._pushed_ns = now_ns
 
     def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
         owner = sequences[0].owner
@@ -170,6 +183,14 @@ class FairQueue:
             if rest:
                 heapq.heappush(turns, (charged[owner], num_waiting, owner, rest))
 
+    def served(self, is_served: bool, now_ns: int) -> None:
+        """From now on there is a worker that takes from it, or there is none.
+
+        The time until a dead worker is back says nothing of the pace at which it serves.
+        """
+        self._advance(now_ns)
+        self._is_served = is_served
+
     def take(self, sequence: Sequence, now_ns: int) -> None:
         """It is being placed: its owner is charged."""
         self._advance(now_ns)
@@ -179,19 +200,21 @@ class FairQueue:
         charge, weight = _charge(sequence), self._weight(sequence.owner)
         self._placed[sequence.seq_id] = charge, weight
         self._charged[sequence.owner] += charge / weight
-        self._taken_ns[sequence.seq_id] = now_ns
+        self._pending[sequence.seq_id] = sequence.num_prompt_tokens
         self._remove(sequence)
 
-    def answered(self, sequence: Sequence) -> None:
+    def answered(self, sequence: Sequence, now_ns: int) -> None:
         """Its first token is there."""
-        taken_ns = self._taken_ns.pop(sequence.seq_id, None)
-        first_ns = sequence.stamps.first_token_ns
-        if taken_ns is not None and first_ns is not None:
-            self.to_first_token.observe((first_ns - taken_ns) / 1e6)
+        self._advance(now_ns)
+        num_tokens = self._pending.pop(sequence.seq_id, None)
+        if num_tokens is not None:
+            for room, amount in ((self._sequences, 1), (self._tokens, num_tokens)):
+                for pace in room.first_tokens:
+                    pace.count(amount)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, waiting or placed: its owner gets back what it did not use."""
-        self._taken_ns.pop(sequence.seq_id, None)
+        self._pending.pop(sequence.seq_id, None)
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):
             self._remove(sequence)
         elif sequence.seq_id in self._placed:
@@ -215,7 +238,10 @@ class FairQueue:
 
     def _advance(self, now_ns: int) -> None:
         for room in (self._sequences, self._tokens):
-            room.pace.advance(now_ns, is_waited=bool(self))
+            room.pace.advance(now_ns, is_waited=bool(self) and self._is_served)
+            is_pending = bool(self._pending or self) and self._is_served
+            for pace in room.first_tokens:
+                pace.advance(now_ns, is_waited=is_pending)
 
     def _remove(self, sequence: Sequence) -> None:
         waiting = self._waiting[sequence.owner]

@@ -19,6 +19,10 @@ from engine.errors import InvariantViolated, QueueFull, RequestError
 OWNER_SHARE = 3
 PACE_WINDOW_S = 30.0
 """How far back the pace looks, in time that somebody waited."""
+FIRST_WINDOWS_S = (2.0, 10.0)
+"""The same of first tokens: how fast they come changes as soon as more is decoded beside them."""
+KEPT_SHARE = 0.3
+"""Of the target for the first token: what was admitted slows down what comes after it."""
 UNKNOWN_RETRY_MS = 5_000
 """When to come back while nothing has left yet."""
 MIN_RETRY_MS = 1_000
@@ -35,6 +39,10 @@ class Room:
         self.limit = limit
         self.total = 0
         self.pace = Pace()
+        self.first_tokens = tuple(map(Pace, FIRST_WINDOWS_S))
+        """How fast prompts get theirs, in time that one was waited for."""
+        self.assumed_ms = 0.0
+        """For one of it, where no pace is known yet; 0: nothing is."""
         self._held: dict[str, int] = {}
 
     @property
@@ -126,7 +134,9 @@ class Room:
         """
         leaving = self.ahead_of(owner, wanted, share) + wanted  # it has its turn when it leaves
         wait_ms = self.pace.wait_ms(leaving)
-        if wait_ms is None or wait_ms <= max_wait_ms or not self.total:
+        if wait_ms is None:
+            wait_ms = leaving * self.assumed_ms
+        if wait_ms <= max_wait_ms or not self.total:
             return
         excess = math.ceil(leaving * (1 - max_wait_ms / wait_ms))
         raise QueueFull(
@@ -134,6 +144,47 @@ class Room:
             f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",
             retry_after_ms=self.pace.retry_ms(excess),
         )
+
+    def check_first(
+        self, owner: str, wanted: int, target_ms: float, share: float, ahead: int
+    ) -> None:
+        """Refuse whose first token would come too late at the pace of first tokens.
+
+        That pace falls while those who have theirs are served, which is why it is looked at over a
+        short time and a longer one, the slower of which counts, and why a part of the target is
+        kept back. Who needs most of the target alone is let in while little is ahead.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            target_ms: for the first token.
+            share: the owner's, of the turns.
+            ahead: how much has had its turn, and no token yet.
+
+        Raises:
+            QueueFull: with the time after which it would come in time.
+        """
+        ahead_ms = self._first_ms(self.ahead_of(owner, wanted, share) + ahead)
+        own_ms = self._first_ms(wanted)
+        left_ms = target_ms * (1 - KEPT_SHARE) - min(own_ms, target_ms / 2)
+        if ahead_ms <= left_ms:
+            return
+        raise QueueFull(
+            f"its first token would come after about {(ahead_ms + own_ms) / 1e3:.1f} s, which is "
+            f"not safely within the {target_ms / 1e3:g} s of the target; {self.total + ahead} "
+            f"{self.unit} are before it",
+            retry_after_ms=retry_after_ms(ahead_ms - left_ms),
+        )
+
+    def _first_ms(self, amount: float) -> float:
+        """Until so much has had its first token."""
+        known = [pace.wait_ms(amount) for pace in self.first_tokens]
+        return max((n for n in known if n is not None), default=amount * self.assumed_ms)
+
+    def turn_ms(self, amount: float) -> float:
+        """How long it takes until so much has its turn, or where nobody queues, its first token."""
+        wait_ms = self.pace.wait_ms(amount)
+        return self._first_ms(amount) if wait_ms is None else wait_ms
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless the owners' parts add up."""
@@ -143,35 +194,15 @@ class Room:
             )
 
 
-class Lately:
-    """What something has taken lately, as TCP estimates round trips: a mean, and the usual miss."""
-
-    MEAN_GAIN = 1 / 8
-    MISS_GAIN = 1 / 4
-    NUM_MISSES = 2.0
-
-    def __init__(self) -> None:
-        self._mean: float | None = None
-        self._miss = 0.0
-
-    def observe(self, value: float) -> None:
-        """It has taken so much this time."""
-        if self._mean is None:
-            self._mean, self._miss = value, value / 2
-            return
-        self._miss += self.MISS_GAIN * (abs(value - self._mean) - self._miss)
-        self._mean += self.MEAN_GAIN * (value - self._mean)
-
-    @property
-    def most(self) -> float:
-        """What it hardly ever exceeds; 0 while nothing is known."""
-        return 0.0 if self._mean is None else self._mean + self.NUM_MISSES * self._miss
-
-
 class Pace:
-    """How fast a queue goes down: what left it, over the time that somebody waited, lately."""
+    """How fast a queue goes down: what left it, over the time that somebody waited, lately.
 
-    def __init__(self) -> None:
+    Args:
+        window_s: how far back it looks.
+    """
+
+    def __init__(self, window_s: float = PACE_WINDOW_S) -> None:
+        self._window_s = window_s
         self._amount = 0.0
         self._waited_s = 0.0
         self._at_ns = 0
@@ -179,9 +210,9 @@ class Pace:
     def advance(self, now_ns: int, *, is_waited: bool) -> None:
         """Time has passed since the last call, and there was a queue or there was none."""
         if is_waited:
-            kept = math.exp(-(now_ns - self._at_ns) / 1e9 / PACE_WINDOW_S)
+            kept = math.exp(-(now_ns - self._at_ns) / 1e9 / self._window_s)
             self._amount *= kept
-            self._waited_s = self._waited_s * kept + PACE_WINDOW_S * (1 - kept)
+            self._waited_s = self._waited_s * kept + self._window_s * (1 - kept)
         self._at_ns = now_ns
 
     def count(self, amount: int) -> None:
@@ -199,4 +230,9 @@ class Pace:
         estimate_ms = self.wait_ms(amount)
         if estimate_ms is None:
             return UNKNOWN_RETRY_MS
-        return math.ceil(min(max(estimate_ms, MIN_RETRY_MS), MAX_RETRY_MS))
+        return retry_after_ms(estimate_ms)
+
+
+def retry_after_ms(wait_ms: float) -> int:
+    """A time to come back that clients keep to."""
+    return math.ceil(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))

@@ -219,6 +219,7 @@ class Router:
         for sequence in list(self.at.resuming.values()):
             self._resume(sequence, now_ns)
         self._grow(now_ns)
+        self.queue.served(bool(self.roles.ready_workers), now_ns)
         if (self.at.paused or self.queue) and self.roles.ready_workers:
             self._dispatch_queue(now_ns)
         self.copies.pump(self.roles.ready_workers, self._send)
@@ -328,8 +329,6 @@ class Router:
         self._send(worker, admit(sequence, leg, table))
         self.prefixes.publish(sequence)
         self.growth.note(sequence)
-
-    # Progress
 
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps

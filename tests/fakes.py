@@ -97,6 +97,10 @@ class FakeAppliance:
         if self.unavailable is not None:
             raise self.unavailable
 
+    def check_room(self, owner: str) -> None:
+        if sum(len(live.sequences) for live in self.live.values()) >= self.max_queued:
+            raise QueueFull("the queue is full", retry_after_ms=1500)
+
     def not_ready_reason(self) -> str | None:
         return None if self.unavailable is None else self.unavailable.what
 

@@ -51,7 +51,12 @@ def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, 
         return reply["choices"][0]["token_ids"]
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        got = list(pool.map(ask, cases))
+        asked = [pool.submit(ask, case) for case in cases]
+        waiting = daemon.wait_for(
+            lambda: [r for r in daemon.requests() if "model small" in (r["waits_for"] or "")]
+        )
+        assert {(row["phase"], row["model"]) for row in waiting} == {("queued", "small")}
+        got = [each.result() for each in asked]
     oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
     for (name, prompt), tokens in zip(cases, got, strict=True):
         assert_same(prompt, tokens, oracles[name], 24)

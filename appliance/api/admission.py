@@ -96,6 +96,7 @@ async def accept(http: HttpRequest, read: Callable[[Fields], Ask]) -> Accepted:
     body = await http.body()
     arrival_of(http).has_body()
     appliance_of(http).check_available()
+    appliance_of(http).check_room(arrival_of(http).peer.name)
     fields, ask, prepared = await _read(http, body, read)
     request = _request(http, ask, prepared)
     return Accepted(ask, request, prepared.echoes, fields)
@@ -191,6 +192,7 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
         sequences=sequences,
         prompt_text=prepared.text,
         client_request_id=client_request_id(http),
+        swap_wait_ms=arrival.swap_wait_ns / 1e6,
     )
 
 

@@ -57,6 +57,7 @@ class Edge(Starlette):
         self.state.stopping = asyncio.Event()
         self.state.http_counts = HttpCounts()
         self._paths: dict[object, str] = {route.endpoint: route.path for route in routes}
+        self._plain_paths = {route.path for route in routes if not route.param_convertors}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whose path is made plain."""
@@ -83,6 +84,8 @@ class Edge(Starlette):
 
     def _served_path(self, path: str) -> str:
         """The path of a route: clients leave out `/v1` where a base address ought to have it."""
+        if path in self._plain_paths:
+            return path
         routes = [route for route in self.routes if isinstance(route, Route)]
         if any(one.path_regex.match(path) for one in routes):
             return path

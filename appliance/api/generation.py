@@ -32,6 +32,7 @@ from appliance.api.turns import hang_up
 from appliance.arrival import arrival_of
 from appliance.fields import Fields
 from appliance.request import HUNG_UP, Appliance, Role
+from appliance.swaps import Asker
 from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
 from engine.sequence import FinishReason
@@ -129,13 +130,14 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
         asked = msgspec.json.decode(body, type=_Asked).model or ""
     except msgspec.MsgspecError:
         asked = ""  # it will be refused in the usual words
-    name, owner = swaps.name_of(asked), arrival.peer.name
+    name, of_arrival = swaps.name_of(asked), (arrival.received_at, arrival.arrived_ns)
+    asker = Asker(arrival.peer.name, len(body), arrival.request_id, http.url.path, *of_arrival)
     if swaps.can_enter(name):
-        await swaps.enter(name, owner, len(body))
+        await swaps.enter(name, asker)
         return swaps
     gone = asyncio.create_task(hang_up(http))
     try:
-        is_in = await swaps.enter(name, owner, len(body), gone)
+        is_in = await swaps.enter(name, asker, gone)
     finally:
         gone.cancel()
     if not is_in:

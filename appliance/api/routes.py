@@ -16,8 +16,9 @@ from starlette.routing import Route
 from appliance.api.admission import AdmissionTurns
 from appliance.api.authority import peer_of
 from appliance.api.control import control_routes
+from appliance.api.early import EarlyRefusals
 from appliance.api.edge import Edge
-from appliance.api.endpoints import generating_routes
+from appliance.api.endpoints import ENDPOINTS, generating_routes
 from appliance.api.log import log_routes
 from appliance.api.metrics import metrics
 from appliance.api.model_names import model_not_found
@@ -55,6 +56,7 @@ def build_app(appliance: Appliance) -> Edge:
             *log_routes(),
         ],
     )
+    edge.state.early = EarlyRefusals(appliance, ENDPOINTS, edge.state.http_counts)
     edge.state.turns = AdmissionTurns()
     edge.state.responses = ResponseStore()
     return edge

@@ -29,6 +29,7 @@ from uvicorn.server import ServerState
 
 from appliance.http.access import Credentials
 from appliance.http.gate import Line, headers_too_large
+from appliance.http.turned_away import too_many_connections
 from appliance.wire import error_object
 from engine.errors import RequestError
 
@@ -54,6 +55,10 @@ class Limits:
     min_bytes_per_s: float = 1024.0
 
 
+RefuseEarly = Callable[[bytes, Credentials], bytes | None]
+"""What to reply to a whole request of somebody's without having it parsed; None: nothing."""
+
+
 class Phase(enum.Enum):
     """What a connection waits for."""
 
@@ -68,7 +73,7 @@ class Phase(enum.Enum):
     """For us."""
 
 
-SILENT_S = 1.0
+SILENT_S = 5.0
 """After which a connection that has asked nothing gives way to another."""
 _UNTIMED = (Phase.IDLE, Phase.REPLY)
 
@@ -97,6 +102,7 @@ class ClientProtocol(H11Protocol):
         limits: Limits,
         credentials: Credentials | None,
         check_key: Callable[[str], None],
+        refuse_early: RefuseEarly,
     ) -> None:
         """Wait for a transport.
 
@@ -106,6 +112,7 @@ class ClientProtocol(H11Protocol):
             limits: how long what may last.
             credentials: whose it is; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
+            refuse_early: see RefuseEarly.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
         line = Line(credentials, self._on_key, self._write_part, self._hang_up)
@@ -115,6 +122,7 @@ class ClientProtocol(H11Protocol):
         self.key: str | None = None
         """Name of the last valid key that was shown."""
         self._check_key = check_key
+        self._refuse_early = refuse_early
         self._limits = limits
         self._is_half_closed = False
         self._num_received = 0
@@ -129,9 +137,24 @@ class ClientProtocol(H11Protocol):
         self._opened_at = self._mark.since
 
     def data_received(self, data: bytes) -> None:
-        """Count, for the slow."""
+        """Count, for the slow; say at once what a flood would be told anyway."""
         self._num_received += len(data)
+        is_between = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
+        if is_between and self.credentials is not None and self._phase() is not Phase.UNREAD:
+            reply = self._refuse_early(data, self.credentials)
+            if reply is not None:
+                self.transport.write(reply)
+                self._num_requests += 1
+                self._wait_for_next()
+                return
         super().data_received(data)
+
+    def _wait_for_next(self) -> None:
+        """For a request on a connection of which uvicorn does not know that it had one."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for a reply that somebody still waits for."""
@@ -201,6 +224,16 @@ class ClientProtocol(H11Protocol):
         is_idle = mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
         return mark.since if is_idle else None
 
+    def give_way(self) -> None:
+        """Another has the place: say so to who has asked nothing, or not all, and close.
+
+        Between two requests nothing is said: it would be taken for the reply to the next one.
+        """
+        if self._phase() is Phase.IDLE:
+            self._hang_up()
+        else:
+            self._refuse(too_many_connections())
+
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error object like everything else, and is cut off."""
         cause = sys.exception()  # uvicorn calls this while it handles h11's
@@ -245,7 +278,8 @@ class ClientProtocol(H11Protocol):
             return Phase.REPLY if self.flow.read_paused else Phase.BODY
         if not is_answered:
             return Phase.REPLY
-        has_begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        is_new = self.cycle is None and not self._num_requests
+        has_begun = is_new or bool(self.conn.trailing_data[0])
         return Phase.HEAD if has_begun else Phase.IDLE
 
     def _observe(self, now: float) -> _Mark:

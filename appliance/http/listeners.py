@@ -24,7 +24,8 @@ from pathlib import Path
 from engine.errors import ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
-BACKLOG = 512
+BACKLOG = 4096
+"""The kernel takes less where net.core.somaxconn is less."""
 MAX_PATH_BYTES = 107
 """sun_path has 108 bytes, the last one zero."""
 LOCK_PATIENCE_S = 5.0

@@ -3,7 +3,7 @@
 Owns: the connections: how many there may be, who gets the last ones, and their end.
 Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
 place is held with a key: who has shown none gives way, the oldest first, as do those everywhere
-that have asked nothing yet or are between two requests.
+that have asked nothing for SILENT_S or are between two requests. Whoever gives way is told.
 Never: handles a signal, or configures logging.
 """
 
@@ -17,24 +17,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
+from appliance.api.early import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientProtocol, Limits
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
+from appliance.http.turned_away import TurnedAway, too_many_connections
 from appliance.open_files import max_connections
 from appliance.request import Role
-from appliance.wire import error_object
-from engine.errors import Unavailable
 
 NUM_RESERVED = 16
 """Connections that operators have beyond the others, to see and mend what holds the others."""
 SHARE_OF_ONE = 0.75
 """Of the connections, that one user may hold, or all TCP clients together; of theirs, one key."""
-RETRY_AFTER_MS = 1000
 STRAGGLER_S = 2.0
 """For one more request on a connection that was open before a stop."""
 STRAGGLER_CHECK_S = 0.02
@@ -85,6 +83,7 @@ class ApiServer:
         self._acceptors: dict[socket.socket, Acceptor] = {}
         self._arriving: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._turned_away: TurnedAway
 
     @property
     def policy(self) -> AccessPolicy:
@@ -107,6 +106,7 @@ class ApiServer:
         """
         if not self._inherited:
             self.open()
+        self._turned_away = TurnedAway()
         # Uvicorn gets no sockets: its accepting knows no limits.
         self._task = asyncio.create_task(self._server.serve(sockets=[]))
         started = asyncio.create_task(self._server.has_started.wait())
@@ -152,6 +152,7 @@ class ApiServer:
             self._app.state.stopping.set()
             self._config.timeout_graceful_shutdown = cast(int, grace_s)
             self._server.should_exit = True
+            self._turned_away.close()
             await self._task
             await self._cut()
 
@@ -171,14 +172,19 @@ class ApiServer:
         now = time.monotonic()
         for connection in list(self._connections):
             connection.look(now)
+        self._turned_away.look()
 
     def _on_connection(self, connection: socket.socket) -> None:
         who = credentials_of(connection)
+        if who is not None and self._refused_at_once(connection, who):
+            return
         if not self._has_room(who):
-            _turn_away(connection)
+            self._turned_away.tell(connection, self._name(who))
             return
         state = self._server.server_state
-        protocol = ClientProtocol(self._config, state, self._limits, who, self._check_key)
+        protocol = ClientProtocol(
+            self._config, state, self._limits, who, self._check_key, self._refuse_early
+        )
         state.connections.add(protocol)  # it counts before its transport is there
         task = asyncio.create_task(self._open(connection, protocol))
         self._arriving.add(task)
@@ -199,17 +205,58 @@ class ApiServer:
             limit += NUM_RESERVED
         else:
             uid = _uid(who)
-            same = [connection for connection in everybody if _uid(connection.credentials) == uid]
-            if len(same) >= _share(limit):
-                return _make_room(same)
-        return len(everybody) < limit or _make_room(everybody)
+            most = _share(limit)
+            if len(everybody) >= most:  # else nobody has more
+                same = [each for each in everybody if _uid(each.credentials) == uid]
+                if len(same) >= most:
+                    return self._make_room(same)
+        return len(everybody) < limit or self._make_room(everybody)
+
+    def _name(self, who: Credentials | None) -> str:
+        return "TCP" if who is None else self.policy.peer_of(who).name
+
+    def _refuse_early(
+        self, data: bytes, who: Credentials, *more: tuple[bytes, bytes]
+    ) -> bytes | None:
+        headers = [*self._server.server_state.default_headers, *more]
+        early: EarlyRefusals = self._app.state.early
+        return early.refuse(data, self.policy.peer_of(who), headers)
+
+    def _refused_at_once(self, connection: socket.socket, who: Credentials) -> bool:
+        """Answer whom a full queue has no room for, without all that makes a connection."""
+        try:
+            data = connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
+            reply = self._refuse_early(data, who, (b"connection", b"close")) if data else None
+            if reply is None:
+                return False
+            connection.recv(len(data))  # what lies unread makes a close a reset
+            connection.send(reply)  # which the empty buffer of a new connection takes
+        except BlockingIOError:
+            return False  # it has not asked yet
+        except OSError:
+            pass  # it is gone already
+        connection.close()
+        return True
+
+    def _make_room(self, connections: Iterable[ClientProtocol]) -> bool:
+        """Let the one go that has been spare for the longest; False if none is."""
+        spare = [
+            (since, connection)
+            for connection in connections
+            if (since := connection.spare_since) is not None
+        ]
+        if spare:
+            oldest = min(spare, key=lambda pair: pair[0])[1]
+            self._turned_away.count(self._name(oldest.credentials))
+            oldest.give_way()
+        return bool(spare)
 
     def _check_key(self, name: str) -> None:
         """Raise Unavailable if one more connection would be too many for one key."""
         same = [connection for connection in self._connections if connection.key == name]
         most = _share(_share(self.policy.max_connections))
-        if len(same) >= most and not _make_room(same):
-            raise _too_many_connections()
+        if len(same) >= most and not self._make_room(same):
+            raise too_many_connections()
 
 
 class _Server(uvicorn.Server):
@@ -240,37 +287,3 @@ def _uid(who: Credentials | None) -> int | None:
 
 def _share(limit: int) -> int:
     return math.ceil(limit * SHARE_OF_ONE)
-
-
-def _make_room(connections: Iterable[ClientProtocol]) -> bool:
-    """Close the one that has been spare for the longest; False if none is."""
-    spare = [
-        (since, connection)
-        for connection in connections
-        if (since := connection.spare_since) is not None
-    ]
-    if spare:
-        min(spare, key=lambda pair: pair[0])[1].transport.abort()
-    return bool(spare)
-
-
-def _too_many_connections() -> Unavailable:
-    return Unavailable(
-        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
-    )
-
-
-def _turn_away(connection: socket.socket) -> None:
-    """Answer 503 and close, in one write that the empty buffer of a new connection takes."""
-    body = msgspec.json.encode(error_object(_too_many_connections()))
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
-        "content-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n"
-        f"retry-after: {math.ceil(RETRY_AFTER_MS / 1000)}\r\nretry-after-ms: {RETRY_AFTER_MS}\r\n"
-        "\r\n"
-    )
-    with connection, contextlib.suppress(OSError):
-        connection.send(head.encode() + body)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1 << 16)  # what lies here unread would make TCP drop our reply

@@ -1,9 +1,11 @@
 """Whatever can wait is ended some time, with a reply, a row and a word to the operator."""
 
+import msgspec
 import pytest
 
 from appliance.deadlines import HANDOFF_S, STAGE_S
 from appliance.roles import RolesChange
+from engine.messages import Rehearsed, RehearsedStep
 from engine.sequence import FinishReason, Leg, Moving, On
 from tests.appliance.machine import make_machine
 
@@ -48,22 +50,27 @@ def test_who_waited_too_long_for_a_turn_is_told_when_to_come_back(machine, clock
     assert (row["finish_reason"], row["http_status"]) == ("error", 503)
 
 
-def test_a_target_for_the_first_token_leaves_time_for_the_prompt(machine, clock):
+def test_a_target_for_the_first_token_is_a_limit_of_its_own(machine, clock):
     queue, deadlines = machine.router.queue, machine.service.deadlines
     deadlines.set_queue_limits(8, 100, 60.0)
     deadlines.keep()
-    assert queue.max_wait_ms == 60_000
+    assert (queue.max_wait_ms, queue.max_first_ms) == (60_000, 0)
     machine.service.set_roles(RolesChange(None, 4_000, None), None)
     deadlines.keep()
-    assert queue.max_wait_ms == 4_000
-    for _ in range(60):
-        queue.to_first_token.observe(1_500.0)
-    deadlines.keep()
-    assert queue.max_wait_ms == pytest.approx(2_500, abs=1)
-    for _ in range(60):
-        queue.to_first_token.observe(9_000.0)  # no queue at all would keep the target
-    deadlines.keep()
-    assert queue.max_wait_ms == 1_000
+    assert (queue.max_wait_ms, queue.max_first_ms) == (60_000, 4_000)
+
+
+def test_until_first_tokens_are_seen_the_rehearsal_says_what_a_prompt_takes(machine, clock):
+    machine.start_workers()
+    queue, roles = machine.router.queue, machine.router.roles
+    machine.service.deadlines.keep()
+    assert queue._tokens.assumed_ms == 0
+    steps = [RehearsedStep(1, size, before, float(size)) for size in (8, 64) for before in (0, 64)]
+    for worker, slower in (("prefill", 1), ("decode", 2)):
+        slow = [msgspec.structs.replace(s, elapsed_ms=s.elapsed_ms * slower) for s in steps]
+        roles.rehearsed(worker, Rehearsed(1, slow * 3))
+    machine.service.deadlines.keep()
+    assert queue._tokens.assumed_ms == pytest.approx(1.0, rel=0.2)
 
 
 def test_without_a_limit_one_waits_for_ever(machine, clock):

@@ -50,6 +50,12 @@ def test_the_stage_that_took_most_too_much_is_named(changes, because):
     assert slow_because(finished(**changes), USUAL) == because
 
 
+def test_a_wait_for_another_model_is_told_from_a_wait_for_a_turn():
+    frame = finished(queue_ms=6000.0, e2e_ms=6400.0, age_ms=6400.0)
+    assert slow_because(frame, USUAL, 5900.0) == "swap: it waited 5.9 s for its model to be loaded"
+    assert slow_because(frame, USUAL, 500.0).startswith("queue: it waited 5.5 s for its turn")
+
+
 def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
     long = finished(prefill_ms=900.0)
     long.prompt_tokens = 4100
@@ -102,6 +108,10 @@ WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s
         (
             ("ready", "", Waiting(for_prefill=1), [WORKS], LATE),
             "queue: 1 sequence waits for prefill",
+        ),
+        (
+            ("ready", "", Waiting(for_prefill=1, for_swap=2), [WORKS], IDLE),
+            "queue: 1 sequence waits for prefill, 2 for a swap of models",
         ),
         (
             ("loading", "x", Waiting(for_workers=2), [RESTS], IDLE),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.swaps import Limits, Swaps
-from engine.errors import PenstockError, QueueFull, Unavailable
+from appliance.swaps import Asker, Limits, Swaps
+from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 
 class House:
@@ -59,7 +59,7 @@ class House:
         gone: asyncio.Future[None] | None = None,
     ) -> str:
         """Come in, live for a while, end; the model that served it, empty if its client left."""
-        if not await self.swaps.enter(name, owner, num_bytes, gone):
+        if not await self.swaps.enter(name, Asker(owner, num_bytes, arrived_ns=1), gone):
             return ""
         with self.swaps:
             await asyncio.sleep(0)  # it is read and tokenized
@@ -103,6 +103,36 @@ async def test_a_model_stays_for_a_while_so_that_two_users_do_not_thrash() -> No
         assert await house.request("a") == "a"  # meanwhile it serves its own
     assert await swapped == "b"
     assert house.served == ["b"]
+
+
+async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.swaps.enter("b", Asker("ann", 5, "r2", arrived_ns=0)))
+    await until(lambda: house.swaps.next == "b")
+    third = asyncio.create_task(house.swaps.enter("a", Asker("bob", 5, "r3", arrived_ns=10**9)))
+    await until(lambda: len(house.swaps.requests(0)) == 2)
+    shown = house.swaps.requests(3 * 10**9)
+    assert [(each.id, each.user, each.model, each.phase) for each in shown] == [
+        ("r2", "ann", "b", "queued"),
+        ("r3", "bob", "a", "queued"),
+    ]
+    assert [each.age_ms for each in shown] == [3000.0, 2000.0]
+    assert [each.waits_for for each in shown] == [
+        "model b, which is being loaded",
+        "model a, whose turn comes after b",
+    ]
+    assert house.swaps.owner_of("r2") == "ann"
+    assert house.swaps.cancel("r2", "root")
+    assert not house.swaps.cancel("r2", "root")
+    with pytest.raises(RequestError, match="cancelled by root while it waited"):
+        await second
+    end.set()
+    await first
+    assert await third
+    assert house.swaps.requests(0) == []
+    assert house.served == []
 
 
 async def test_without_a_name_it_is_whatever_is_served_or_comes() -> None:

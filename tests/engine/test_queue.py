@@ -285,22 +285,124 @@ def test_of_a_flood_each_is_told_a_time_of_its_own(make):
     assert told() < 10_000  # what was promised is forgotten with the queue
 
 
-def test_what_it_takes_from_a_turn_to_the_first_token_is_learned(make):
-    queue, now_ns = roomy(), SECOND_NS
-    assert queue.to_first_token.most == 0
-    for _ in range(60):
-        sequence = make("a")
-        queue.push([sequence], now_ns)
-        queue.take(sequence, now_ns + SECOND_NS)
-        sequence.stamps.first_token_ns = now_ns + 3 * SECOND_NS
-        queue.answered(sequence)
-    assert 2000 <= queue.to_first_token.most <= 2001
-    queue.answered(sequence)  # once for each
-    unanswered = make("a")
-    queue.push([unanswered], now_ns)
-    queue.take(unanswered, now_ns)
-    queue.forget(unanswered)
-    assert not queue._taken_ns
+def test_the_time_in_which_no_worker_is_there_says_nothing_of_the_pace(make):
+    queue, now_ns = FairQueue(8, 10**6), SECOND_NS
+    queue.push([make("a") for _ in range(6)], now_ns)
+    for _ in range(4):  # one a second
+        now_ns += SECOND_NS
+        take_next(queue, now_ns)
+    before_ms = queue._sequences.pace.wait_ms(2)
+    queue.served(False, now_ns)
+    queue.push([make("a")], now_ns + 20 * SECOND_NS)
+    now_ns += 60 * SECOND_NS
+    queue.served(True, now_ns)
+    assert queue._sequences.pace.wait_ms(2) == pytest.approx(before_ms)
+    now_ns += 60 * SECOND_NS
+    queue.served(True, now_ns)  # now it is there, and takes nothing
+    assert queue._sequences.pace.wait_ms(2) > 2 * before_ms
+
+
+class Served:
+    """A queue whose prompts get their first tokens one after the other."""
+
+    def __init__(self, make, target_ms):
+        self.make, self.queue, self.now_ns = make, FairQueue(1000, 10**9), SECOND_NS
+        self.queue.max_first_ms = target_ms
+        self.placed = []
+
+    def ask(self, owner="a", num_prompt_tokens=10):
+        """Place one at once, as a worker that has room does; False if it is refused."""
+        sequence = self.make(owner, num_prompt_tokens)
+        try:
+            self.queue.push([sequence], self.now_ns)
+        except QueueFull as full:
+            return full
+        self.queue.take(sequence, self.now_ns)
+        self.placed.append(sequence)
+        return None
+
+    def answer(self, after_s):
+        self.now_ns += int(after_s * SECOND_NS)
+        if self.placed:
+            self.queue.answered(self.placed.pop(0), self.now_ns)
+
+
+def test_whose_first_token_would_come_too_late_is_refused_also_where_nothing_queues(make):
+    served = Served(make, 4_000.0)
+    for _ in range(40):  # one in half a second
+        assert served.ask() is None
+        served.answer(0.5)
+    taken = 0
+    while (full := served.ask()) is None:
+        taken += 1
+    assert 3 <= taken <= 6  # of 8 that four seconds would do
+    assert len(served.queue) == 0
+    assert full.code == "queue_full"
+    assert "of the target" in full.what
+    assert 1000 <= full.retry_after_ms <= 2000
+    served.answer(0.5)
+    assert served.ask() is None
+
+
+def test_a_pace_that_falls_is_believed_at_once_and_one_that_rises_after_a_while(make):
+    served = Served(make, 4_000.0)
+
+    def most():
+        start = len(served.placed)
+        while served.ask() is None:
+            assert len(served.placed) < 200
+        return len(served.placed) - start
+
+    for _ in range(200):
+        served.ask()
+        served.answer(0.1)
+    fast = most()
+    for _ in range(4):
+        served.answer(1.0)
+    for sequence in served.placed:
+        served.queue.forget(sequence)
+    served.placed.clear()
+    slow = most()
+    assert slow <= 6 < 15 < fast
+
+
+def test_before_a_first_token_was_seen_what_is_assumed_of_prompts_decides(make):
+    served = Served(make, 4_000.0)
+    served.queue.assume(10.0)
+    taken = 0
+    while served.ask(num_prompt_tokens=100) is None:
+        taken += 1
+    assert taken == 2  # a third would come after 3 s, too near to 4
+    for _ in range(2):
+        served.answer(0.1)
+    assert served.ask(num_prompt_tokens=100) is None
+    unlimited = FairQueue(1000, 10**6)
+    unlimited.assume(10.0)
+    unlimited.max_wait_ms = 5_000.0
+    for _ in range(5):
+        unlimited.push([make("a", 100)], 0)
+    with pytest.raises(QueueFull, match="about 6 s for its turn"):
+        unlimited.push([make("a", 100)], 0)
+
+
+def test_a_prompt_that_takes_longer_than_the_target_is_let_in_while_little_is_ahead(make):
+    served = Served(make, 4_000.0)
+    for _ in range(20):
+        served.ask(num_prompt_tokens=100)
+        served.answer(0.5)
+    assert served.ask(num_prompt_tokens=100) is None
+    assert served.ask(num_prompt_tokens=5000) is None
+    assert served.ask(num_prompt_tokens=100) is not None
+
+
+def test_the_end_of_a_prompt_without_a_token_says_nothing_of_the_pace(make):
+    served = Served(make, 4_000.0)
+    served.ask()
+    (sequence,) = served.placed
+    served.queue.forget(sequence)
+    served.answer(1.0)
+    assert not served.queue._pending
+    assert served.queue._sequences._first_ms(5) == 0.0
 
 
 @given(st.data())

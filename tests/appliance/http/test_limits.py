@@ -15,7 +15,7 @@ import pytest
 
 from appliance import open_files
 from appliance.api.routes import build_app
-from appliance.http import connection, gate, listeners, server
+from appliance.http import connection, gate, listeners, server, turned_away
 from appliance.http.access import AccessPolicy
 from appliance.http.connection import Limits
 from appliance.http.keys import ApiKey, new_key, read_keys
@@ -572,7 +572,7 @@ async def test_who_has_shown_no_key_gives_way_the_oldest_first(narrow):
         await until(lambda: all(c.spare_since for c in narrow.server._connections if not c.key))
     status, *_ = await watch(narrow, narrow.key)
     assert status == 200
-    assert await read_all(keyless[0]) == b""
+    assert code_of(await read_all(keyless[0])) == (503, "too_many_connections")
     assert not keyless[1].at_eof()
     async with asyncio.timeout(10):
         await frames.readuntil(b'"seq":2')
@@ -636,6 +636,44 @@ async def test_a_flood_that_asks_nothing_gives_way_to_who_asks(narrow, monkeypat
     assert sum(not reader.at_eof() for reader, _ in silent) >= 2 - tcp
     monkeypatch.setattr(connection, "SILENT_S", 60.0)
     assert not any(c.spare_since for c in narrow.server._connections if not c._num_received)
+
+
+async def test_who_gives_way_or_finds_no_room_is_told_and_they_are_counted(
+    narrow, monkeypatch, caplog
+):
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
+    silent = [await narrow.connect() for _ in range(3)]
+    await until(lambda: len(narrow.server._connections) == 3)
+    late = [await narrow.connect() for _ in range(2)]  # these ask when they have been refused
+    await until(lambda: len(narrow.server._turned_away._lingering) == 2)
+    for reader, writer in late:
+        writer.write(post())
+        assert code_of(await read_all(reader)) == (503, "too_many_connections")
+        writer.close()
+    await until(lambda: not narrow.server._turned_away._lingering)
+    monkeypatch.setattr(connection, "SILENT_S", 0.0)
+    await until(lambda: all(c.spare_since for c in narrow.server._connections))
+    assert (await narrow.http.get("/health")).status_code == 200
+    reading = [asyncio.create_task(read_all(reader)) for reader, _ in silent]
+    (told,) = (await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED))[0]
+    assert code_of(told.result()) == (503, "too_many_connections")
+    for task in reading:
+        task.cancel()
+    monkeypatch.setattr(turned_away, "TELL_EVERY_S", 0.0)
+    await until(lambda: not narrow.server._turned_away._counts)
+    counted = [int(r.getMessage().split()[3]) for r in caplog.records if "room" in r.getMessage()]
+    assert sum(counted) == 3
+
+
+async def test_who_is_turned_away_and_says_nothing_is_not_waited_for_long(narrow, monkeypatch):
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
+    monkeypatch.setattr(turned_away, "MAX_LINGERING", 2)
+    lingering = narrow.server._turned_away._lingering
+    for _ in range(6):
+        await narrow.connect()
+    await until(lambda: len(lingering) == 2)  # of three the oldest is closed
+    lingering.update(dict.fromkeys(lingering, 0.0))
+    await until(lambda: not lingering)
 
 
 async def test_connections_leave_descriptors_for_the_rest(narrow, monkeypatch):
