@@ -93,6 +93,7 @@ class Deadlines:
         """End what stands still, workers and requests."""
         self._router.queue.max_wait_ms = 1e3 * self.max_queue_wait_s
         self._router.queue.max_first_ms = self._router.roles.slo.ttft_ms or 0.0
+        self._router.queue.step_tokens = self._max_step_tokens
         self._router.queue.assume(self._ms_per_token())
         now_ns, was_stalled = time.monotonic_ns(), self.reason
         self.look_at_workers(now_ns)

@@ -137,7 +137,7 @@ class Fetching:
         """Raise Unavailable, always."""
         self._refuse()
 
-    def check_room(self, owner: str) -> None:
+    def check_room(self, owner: str, num_bytes: int) -> None:
         """Nothing is taken that could lack room."""
 
     @property

@@ -264,8 +264,8 @@ class Appliance(Protocol):
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""
 
-    def check_room(self, owner: str) -> None:
-        """Raise QueueFull where not even the shortest prompt of this owner would be taken."""
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
 
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""

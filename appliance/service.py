@@ -42,6 +42,7 @@ from engine.tokenizer import Tokenizer
 log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
+TOKEN_BYTES = 8  # of a body: more than most have, lest one is taken for longer than it is
 
 
 class Service:
@@ -124,9 +125,9 @@ class Service:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
         self.availability.check()
 
-    def check_room(self, owner: str) -> None:
-        """Raise QueueFull where not even the shortest prompt of this owner would be taken."""
-        self._ask_router(partial(self._router.queue.check, owner, 1, 1))
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
+        self._ask_router(partial(self._router.queue.check, owner, 1, num_bytes // TOKEN_BYTES + 1))
 
     def not_ready_reason(self) -> str | None:
         """None if /ready is 200, else why not."""

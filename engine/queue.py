@@ -50,6 +50,8 @@ class FairQueue:
         """Who would wait longer for a turn, as predicted, is refused; 0: nobody is."""
         self.max_first_ms = 0.0
         """Whose first token would come later, as predicted, is refused; 0: nobody is."""
+        self.step_tokens = 0
+        """Of prompts, in a worker's step."""
 
     def __len__(self) -> int:
         return self._sequences.total
@@ -114,17 +116,19 @@ class FairQueue:
         self._advance(now_ns)
         share = self._share(owner)
         try:
-            for room, amount, ahead in (
-                (self._sequences, num_sequences, len(self._pending)),
-                (self._tokens, num_tokens, sum(self._pending.values())),
-            ):
+            for room, amount in ((self._sequences, num_sequences), (self._tokens, num_tokens)):
                 room.check(owner, amount, is_single=num_sequences == 1)
                 if self.max_wait_ms:
                     room.check_wait(owner, amount, self.max_wait_ms, share)
-                if self.max_first_ms and (self or ahead):
-                    room.check_first(owner, amount, self.max_first_ms, share, ahead)
+            if self.max_first_ms and (self or self._pending):
+                # shorter prompts pass longer ones at a worker, but for the step under way
+                longest = max(num_tokens, self.step_tokens)
+                ahead = sum(min(each, longest) for each in self._pending.values())
+                self._tokens.check_first(owner, num_tokens, self.max_first_ms, share, ahead)
         except QueueFull as full:
-            turn_ms = self._sequences.turn_ms(num_sequences / share)
+            turn_ms = self._sequences.pace.wait_ms(num_sequences / share)
+            if turn_ms is None:  # nobody had to wait for a turn
+                turn_ms = self._tokens.first_ms(num_tokens / share)
             full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
             raise
 
@@ -208,9 +212,8 @@ class FairQueue:
         self._advance(now_ns)
         num_tokens = self._pending.pop(sequence.seq_id, None)
         if num_tokens is not None:
-            for room, amount in ((self._sequences, 1), (self._tokens, num_tokens)):
-                for pace in room.first_tokens:
-                    pace.count(amount)
+            for pace in self._tokens.first_tokens:
+                pace.count(num_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, waiting or placed: its owner gets back what it did not use."""
@@ -239,9 +242,8 @@ class FairQueue:
     def _advance(self, now_ns: int) -> None:
         for room in (self._sequences, self._tokens):
             room.pace.advance(now_ns, is_waited=bool(self) and self._is_served)
-            is_pending = bool(self._pending or self) and self._is_served
-            for pace in room.first_tokens:
-                pace.advance(now_ns, is_waited=is_pending)
+        for pace in self._tokens.first_tokens:
+            pace.advance(now_ns, is_waited=bool(self._pending or self) and self._is_served)
 
     def _remove(self, sequence: Sequence) -> None:
         waiting = self._waiting[sequence.owner]

@@ -164,8 +164,8 @@ class Room:
         Raises:
             QueueFull: with the time after which it would come in time.
         """
-        ahead_ms = self._first_ms(self.ahead_of(owner, wanted, share) + ahead)
-        own_ms = self._first_ms(wanted)
+        ahead_ms = self.first_ms(self.ahead_of(owner, wanted, share) + ahead)
+        own_ms = self.first_ms(wanted)
         left_ms = target_ms * (1 - KEPT_SHARE) - min(own_ms, target_ms / 2)
         if ahead_ms <= left_ms:
             return
@@ -176,15 +176,10 @@ class Room:
             retry_after_ms=retry_after_ms(ahead_ms - left_ms),
         )
 
-    def _first_ms(self, amount: float) -> float:
+    def first_ms(self, amount: float) -> float:
         """Until so much has had its first token."""
         known = [pace.wait_ms(amount) for pace in self.first_tokens]
         return max((n for n in known if n is not None), default=amount * self.assumed_ms)
-
-    def turn_ms(self, amount: float) -> float:
-        """How long it takes until so much has its turn, or where nobody queues, its first token."""
-        wait_ms = self.pace.wait_ms(amount)
-        return self._first_ms(amount) if wait_ms is None else wait_ms
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless the owners' parts add up."""

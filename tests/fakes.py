@@ -97,7 +97,7 @@ class FakeAppliance:
         if self.unavailable is not None:
             raise self.unavailable
 
-    def check_room(self, owner: str) -> None:
+    def check_room(self, owner: str, num_bytes: int) -> None:
         if sum(len(live.sequences) for live in self.live.values()) >= self.max_queued:
             raise QueueFull("the queue is full", retry_after_ms=1500)
 

@@ -96,7 +96,7 @@ async def accept(http: HttpRequest, read: Callable[[Fields], Ask]) -> Accepted:
     body = await http.body()
     arrival_of(http).has_body()
     appliance_of(http).check_available()
-    appliance_of(http).check_room(arrival_of(http).peer.name)
+    appliance_of(http).check_room(arrival_of(http).peer.name, len(body))
     fields, ask, prepared = await _read(http, body, read)
     request = _request(http, ask, prepared)
     return Accepted(ask, request, prepared.echoes, fields)

@@ -5,7 +5,7 @@ that is done here; a flood's last client would wait for all of it.
 Owns: which requests can be refused by their first line, and the bytes of such a reply.
 Invariant: the reply is the one that the long way would have given to a request that is in order;
 what is in any way out of the ordinary goes the long way.
-Never: refuses what the queue would take.
+Never: refuses what the queue would take, if its prompt is as long as its body suggests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EarlyRefusals:
             self._appliance.check_available()
             if not _is_plain(data):
                 return None
-            self._appliance.check_room(peer.name)
+            self._appliance.check_room(peer.name, len(data))
         except QueueFull as error:
             reply = _reply(path, error, headers)
             self._counts.count(path, "POST", error.status, time.monotonic() - began_s)
