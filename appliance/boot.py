@@ -234,12 +234,6 @@ def _setups(
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     places = placement.places
-    if any(link.transport == "peer" and places.home_of(link.to_pool) for link in places.links):
-        raise ConfigError(
-            "blocks cannot be pushed between GPUs yet",
-            where="transport",
-            hint="serve with --transport shm, or name one GPU with --devices",
-        )
     specs, fds = {}, []
     for pool in places.pools:
         fd = None
@@ -328,7 +322,9 @@ def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> Gp
     if plan.gpu is None:
         return None
     is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
-    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared)
+    hops = [hop for link in placement.places.links for hop in link.hops]
+    exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
+    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool)
 
 
 def _ways() -> Ways | None:

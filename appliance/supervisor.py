@@ -18,13 +18,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from appliance.peer_pools import PeerPools
 from appliance.placement import WorkerPlan
 from appliance.sharing import Sharing
-from appliance.worker_state import WorkerState
+from appliance.worker_state import WorkerState, weights_progress
 from engine.channel import DaemonChannel
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.messages import (
@@ -37,6 +38,7 @@ from engine.messages import (
     Report,
     Setup,
     SharedMemory,
+    Unmapped,
     WeightsLoaded,
 )
 
@@ -89,6 +91,7 @@ class Supervisor:
         self._logged_at_s = self._loading_since_s = 0.0
         self._started: asyncio.Future[None] | None = None
         self._sharing = Sharing([plan for plan, _ in workers], self.send)
+        self._peers = PeerPools((setup for _, setup in workers), self.send)
 
     @property
     def is_lost(self) -> bool:
@@ -265,6 +268,8 @@ class Supervisor:
                         worker.num_failed_starts = 0
                         worker.ready_at_s = time.monotonic()
                         self._ready(worker)
+                    case Unmapped(pool):
+                        self._peers.unmapped(worker.plan.name, pool)
                     case Failed(what, where, hint):
                         worker.failure = WorkerFailed(
                             what, where=where or worker.plan.name, hint=hint
@@ -303,6 +308,7 @@ class Supervisor:
     def _let_on(self, name: str) -> None:
         self.send(name, Go())
         self._sharing.let_on(name)
+        self._peers.let_on(name)
 
     def _pool_made(self, worker: WorkerState, num_blocks: int, memory: SharedMemory | None) -> None:
         """From now on the pool has this size, also in the worker's next life."""
@@ -314,6 +320,7 @@ class Supervisor:
             gpu=msgspec.structs.replace(gpu, min_blocks=num_blocks),
         )
         self._sharing.exported(memory)
+        self._peers.made(worker.plan.name, memory)
 
     def end_hung(self, name: str, about: str) -> None:
         """End a worker that will not end by itself; it is started again like any that has died."""
@@ -330,6 +337,8 @@ class Supervisor:
                 other.failure = WorkerFailed(f"its memory was that of worker {worker.plan.name}")
                 other.process.kill()
                 await other.is_reaped.wait()
+        for name in await self._peers.ended(worker.plan.name):
+            self.end_hung(name, f"it held memory of worker {worker.plan.name}, which has died")
 
     def _ready(self, worker: WorkerState) -> None:
         self._on_ready(worker.plan.name)
@@ -373,22 +382,6 @@ def _backoff_s(num_short_lives: int) -> float:
     """The first death after a stable life, and the first short one, are not waited for."""
     place = min(max(num_short_lives - 1, 0), len(RESTART_BACKOFF_S) - 1)
     return RESTART_BACKOFF_S[place]
-
-
-def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
-    """Bytes of weights that are there and that there will be, in all workers together.
-
-    Files that several workers map are in memory once, and count once; shares and copies add up.
-    """
-    workers = list(workers)
-    mapping = [worker for worker in workers if worker.maps_files]
-    others = [worker for worker in workers if not worker.maps_files]
-    loaded = min((worker.loaded_bytes for worker in mapping), default=0)
-    total = max((worker.total_bytes for worker in mapping), default=0)
-    return (
-        loaded + sum(worker.loaded_bytes for worker in others),
-        total + sum(worker.total_bytes for worker in others),
-    )
 
 
 def _describe_exit(code: int | None) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from appliance.placement import WorkerPlan
@@ -86,8 +87,8 @@ class WorkerState:
 
     @property
     def copy_bytes_per_s(self) -> float | None:
-        """Of blocks to another pool and back, when it started."""
-        return None if self.ready is None else self.ready.copy_bytes_per_s
+        """Of blocks to another pool and back, when it started; of several pools the slowest."""
+        return None if self.ready is None else min(self.ready.probes.values(), default=None)
 
     @property
     def device(self) -> str:
@@ -112,3 +113,19 @@ class WorkerState:
                 f"{ready.capture_ms / 1e3:.1f} s, {ready.graph_bytes / 2**20:.0f} MiB"
             )
         return lines
+
+
+def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
+    """Bytes of weights that are there and that there will be, in all workers together.
+
+    Files that several workers map are in memory once, and count once; shares and copies add up.
+    """
+    workers = list(workers)
+    mapping = [worker for worker in workers if worker.maps_files]
+    others = [worker for worker in workers if not worker.maps_files]
+    loaded = min((worker.loaded_bytes for worker in mapping), default=0)
+    total = max((worker.total_bytes for worker in mapping), default=0)
+    return (
+        loaded + sum(worker.loaded_bytes for worker in others),
+        total + sum(worker.total_bytes for worker in others),
+    )

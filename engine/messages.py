@@ -3,7 +3,7 @@
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered after the worker's last touch of them: Admit, with whatever
 Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
-Rehearse by Rehearsed.
+Rehearse by Rehearsed. MapPool without memory is answered by Unmapped.
 UseCores, which names cores, is answered by CoresUsed.
 Owns: the wire between processes.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
@@ -22,7 +22,8 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
     name: str
     fd: int | None
-    """Of a memfd that the worker inherits; None: it makes the pool on its GPU, as PoolMade says."""
+    """Of a memfd that the worker inherits; None: it is on a GPU, its own as PoolMade says, another
+    worker's as MapPool does."""
     num_blocks: int
     """On a GPU the most that are of use."""
 
@@ -59,12 +60,15 @@ class GpuSpec(msgspec.Struct, frozen=True):
     """Decode steps are captured and replayed."""
     is_shared: bool = False
     """Another worker computes on it, too."""
+    exports_pool: bool = False
+    """Workers on other GPUs write blocks into its pool."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
     """What one process exports by CUDA IPC and another maps; opaque to everybody else."""
 
     weights: bytes
+    """Empty: the pool alone is shared."""
     pool: bytes
     num_blocks: int
     seal: bytes
@@ -101,6 +105,16 @@ class MapShared(msgspec.Struct, tag=True, frozen=True):
     """After Go, for a worker that maps: where its weights and its pool are. Answered by Ready."""
 
     memory: SharedMemory
+
+
+class MapPool(msgspec.Struct, tag=True, frozen=True):
+    """Where another worker's pool is that this one copies to: after Go, and in its every new life.
+
+    Without memory that life is over: let go of it, which is answered by Unmapped.
+    """
+
+    pool: str
+    memory: SharedMemory | None
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
@@ -235,8 +249,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     capture_ms: float = 0.0
     graph_bytes: int = 0
     """Device memory that the graphs took."""
-    copy_bytes_per_s: float | None = None
-    """Of blocks to another pool and back, found unchanged; None: it copies none."""
+    probes: dict[str, float] = {}
+    """By other pool that it copies to or from: bytes a second of blocks that went there and back,
+    and were found unchanged."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -293,6 +308,12 @@ class Copied(msgspec.Struct, tag=True, frozen=True):
     """Why the rest could not be copied."""
 
 
+class Unmapped(msgspec.Struct, tag=True, frozen=True):
+    """Nothing of this worker reaches the memory of a pool any more that MapPool has told of."""
+
+    pool: str
+
+
 class CoresUsed(msgspec.Struct, tag=True, frozen=True):
     """Every later step runs on these cores, and nothing of this worker on any other."""
 
@@ -323,7 +344,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | MapShared | Admit | Extend | Release | Copy | UseCores | Rehearse
+Command = Setup | Go | MapShared | MapPool | Admit | Extend | Release | Copy | UseCores | Rehearse
 Report = (
     LoadingProgress
     | WeightsLoaded
@@ -331,6 +352,7 @@ Report = (
     | Ready
     | Stepped
     | Copied
+    | Unmapped
     | CoresUsed
     | Rehearsed
     | Failed

@@ -39,6 +39,9 @@ READY_S = 60.0
 class Daemon:
     """`penstock serve` as an operator would start it."""
 
+    program = ("-m", "appliance.cli")
+    ready_s = READY_S
+
     def __init__(
         self, folder: Path, *args: str, model: Path | None = None, env=None, preexec_fn=None
     ) -> None:
@@ -46,7 +49,7 @@ class Daemon:
         self.folder = folder
         self.socket = folder / "p.sock"
         self.stderr_path = folder / "stderr.txt"
-        command = [sys.executable, "-m", "appliance.cli", "serve", "--socket", str(self.socket)]
+        command = [sys.executable, *self.program, "serve", "--socket", str(self.socket)]
         command += ["--state-dir", str(folder / "state")]
         if model is not None:
             command += ["--model", str(model)]
@@ -72,8 +75,8 @@ class Daemon:
         return self.stderr_path.read_text(errors="replace")
 
     def wait_ready(self) -> Daemon:
-        self.wait_for(self.is_listening, READY_S)
-        self.wait_for(lambda: self.get_status("/ready") == 200, READY_S)
+        self.wait_for(self.is_listening, self.ready_s)
+        self.wait_for(lambda: self.get_status("/ready") == 200, self.ready_s)
         return self
 
     @property

@@ -110,7 +110,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
     specs = setup.other_pools
     others = {s.name: map_pool(s, config, setup.block_size, setup.dtype) for s in specs}
-    copy_bytes_per_s = min((probe(pool, other) for other in others.values()), default=None)
+    probes = {name: probe(pool, other) for name, other in others.items()}
     transformer = Transformer(
         config, weights, setup.dtype, setup.max_model_len, setup.block_size, ways
     )
@@ -123,7 +123,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    channel.send(Ready(transformer.attention_backend, copy_bytes_per_s=copy_bytes_per_s))
+    channel.send(Ready(transformer.attention_backend, probes=probes))
     worker.run()
 
 
@@ -147,6 +147,7 @@ def _serve_on_gpu(
         eos_token_ids=checkpoint.config.eos_token_ids,
         max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
         device=device,
+        map_pool=started.map_pool,
     )
     channel.send(started.ready)
     worker.run()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ from threading import Thread
 import torch
 
 from engine.errors import ChannelClosed, WorkerFailed
-from engine.messages import Copied, Copy
+from engine.messages import Copied, Copy, Unmapped
 from engine.workers.device import Device
 from engine.workers.running import Running
 
@@ -49,6 +50,14 @@ class _Job:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A pool in another worker's memory that is to be mapped, or let go of."""
+
+    pool: str
+    map: Callable[[], torch.Tensor] | None
+
+
 class Copier:
     """All copies of one worker.
 
@@ -63,16 +72,16 @@ class Copier:
         self,
         pools: Mapping[str, torch.Tensor],
         block_size: int,
-        send: Callable[[Copied], None],
+        send: Callable[[Copied | Unmapped], None],
         device: Device | None = None,
     ) -> None:
-        self._pools = pools
+        self._pools = dict(pools)
         self._block_size = block_size
         self._send = send
         self._device = device
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
         """By seq_id and generation."""
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | _Mapping] = SimpleQueue()
         self._thread: Thread | None = None
 
     def take(self, copy: Copy, running: Running | None) -> None:
@@ -111,24 +120,49 @@ class Copier:
         else:
             del self._waiting[key]
 
+    def remap(self, pool: str, map_pool: Callable[[], torch.Tensor] | None) -> None:
+        """Go on with a pool's new memory, or let go of the old, after the copies taken before.
+
+        Those that are taken while it is not there fail.
+        """
+        self._put(_Mapping(pool, map_pool))
+
     def drop(self, running: Running) -> None:
         """A sequence has ended: what is not filled is not needed."""
         for each in self._waiting.pop((running.seq_id, running.generation), []):
             self._start(each.copy, [], is_last=True)
 
     def _start(self, copy: Copy, pairs: list[tuple[int, int]], *, is_last: bool) -> None:
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="copies", daemon=True)
-            self._thread.start()
         for first in range(0, max(len(pairs), 1), REPORTED_PAIRS):
             part = pairs[first : first + REPORTED_PAIRS]
             is_end = first + REPORTED_PAIRS >= len(pairs)
-            self._jobs.put(_Job(copy, part, is_last and is_end))
+            self._put(_Job(copy, part, is_last and is_end))
+
+    def _put(self, job: _Job | _Mapping) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="copies", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
 
     def _run(self) -> None:
         with contextlib.suppress(ChannelClosed):  # then the loop ends, too
             while True:
-                self._send(self._done(self._jobs.get()))
+                job = self._jobs.get()
+                if isinstance(job, _Job):
+                    self._send(self._done(job))
+                else:
+                    self._remap(job)
+
+    def _remap(self, mapping: _Mapping) -> None:
+        self._pools.pop(mapping.pool, None)  # with the last reference the mapping is closed
+        if mapping.map is None:
+            self._send(Unmapped(mapping.pool))
+            return
+        try:
+            with contextlib.nullcontext() if self._device is None else self._device.beside():
+                self._pools[mapping.pool] = mapping.map()
+        except Exception:  # noqa: BLE001  # copies fail, which the daemon hears of
+            traceback.print_exc()
 
     def _done(self, job: _Job) -> Copied:
         """Copy, and what there is to say about it."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -27,9 +28,11 @@ from engine.messages import (
     CoresUsed,
     Extend,
     Extension,
+    MapPool,
     Rehearse,
     Release,
     SequenceStep,
+    SharedMemory,
     Stepped,
     UseCores,
 )
@@ -65,6 +68,7 @@ class Worker:
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
         device: Device | None = None,
+        map_pool: Callable[[SharedMemory], torch.Tensor] | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
@@ -72,6 +76,7 @@ class Worker:
         self._copier = Copier(pools, runner.block_size, channel.send, device)
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_step_tokens
+        self._map_pool = map_pool
         self._use_cores = use_cores
         self._is_parked = False
         self._running: dict[int, Running] = {}
@@ -236,6 +241,10 @@ class Worker:
             case Copy(behind=behind):
                 filling = None if behind is None else self._running.get(behind.seq_id)
                 self._copier.take(command, filling)
+            case MapPool(pool, memory):
+                assert self._map_pool is not None, "on cores pools are mapped at start"
+                opened = None if memory is None else partial(self._map_pool, memory)
+                self._copier.remap(pool, opened)
             case Rehearse():
                 self._channel.send(rehearse(self._runner, command))
             case UseCores(cpus):

@@ -1,5 +1,6 @@
 """A worker's start on a GPU: weights, profile, pool, graphs, and what two workers share.
 
+Workers on GPUs of their own export their pools to those that write blocks into them.
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
 an admit with the same block ids, and the weights are read once and lie there once. Where they have
 a ring instead, each has weights and a pool of its own, and blocks go by way of the host.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,11 +27,13 @@ from engine.errors import WorkerFailed
 from engine.messages import (
     Go,
     GpuSpec,
+    MapPool,
     MapShared,
     PoolMade,
     Ready,
     Setup,
     SharedMemory,
+    Unmapped,
     WeightsLoaded,
 )
 from engine.model.transformer import Transformer
@@ -59,6 +63,8 @@ class Started:
     runner: Runner
     pools: dict[str, torch.Tensor]
     """By name: its own, and those that it copies to or from."""
+    map_pool: Callable[[SharedMemory], torch.Tensor]
+    """For pools of other workers that are made anew."""
     ready: Ready
 
 
@@ -89,13 +95,22 @@ def start(
         memory = _pool_memory(num_blocks, setup, transformer)
         pool = _as_pool(memory, num_blocks, setup, transformer)
         exported = None
-        if gpu.shares == "exports":
+        if gpu.shares == "exports" or gpu.exports_pool:
             seal = _sealed(memory)
-            exported = SharedMemory(device.export(arena), device.export(memory), num_blocks, seal)
+            weights_at = device.export(arena) if gpu.shares == "exports" else b""
+            exported = SharedMemory(weights_at, device.export(memory), num_blocks, seal)
         channel.send(PoolMade(num_blocks, exported))
-    others = {s.name: map_pool(s, config, block_size, setup.dtype) for s in setup.other_pools}
+    on_host = [spec for spec in setup.other_pools if spec.fd is not None]
+    others = {spec.name: map_pool(spec, config, block_size, setup.dtype) for spec in on_host}
     for other in others.values():
         device.pin(other)
+
+    def map_exported(exported: SharedMemory) -> torch.Tensor:
+        return _mapped_pool(device.map(exported.pool), exported, setup, gpu, transformer)
+
+    exported_by = {spec.name for spec in setup.other_pools if spec.fd is None}
+    for name, told in _told_of(channel, exported_by).items():
+        others[name] = map_exported(told)
     before, graphs = device.memory(), None
     if has_graphs:
         longest = setup.max_model_len
@@ -113,9 +128,22 @@ def start(
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
-        copy_bytes_per_s=min((probe(pool, each, device) for each in others.values()), default=None),
+        probes={name: probe(pool, other, device) for name, other in others.items()},
     )
-    return Started(runner, {setup.pool.name: pool, **others}, ready)
+    return Started(runner, {setup.pool.name: pool, **others}, map_exported, ready)
+
+
+def _told_of(channel: WorkerChannel, pools: Collection[str]) -> dict[str, SharedMemory]:
+    """Where other workers' pools are, when all of them have been made."""
+    told: dict[str, SharedMemory] = {}
+    while told.keys() != set(pools):
+        command = channel.expect(MapPool)
+        if command.memory is not None:
+            told[command.pool] = command.memory
+        else:  # that worker has died, and starts again when nobody holds its memory
+            told.pop(command.pool, None)
+            channel.send(Unmapped(command.pool))
+    return told
 
 
 def _weights(

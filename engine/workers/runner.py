@@ -259,7 +259,8 @@ class Runner:
 
     def clear(self, block_ids: list[int]) -> None:
         """Forget what is in some blocks of the pool; their memory is there from now on."""
-        self._pool[block_ids] = 0
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
+        self._pool.index_fill_(0, ids, 0)
 
     def warm_up(self, max_step_tokens: int, max_model_len: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow.

@@ -9,8 +9,8 @@ import pytest
 
 from appliance import supervisor as supervisor_file
 from appliance.placement import WorkerPlan
-from appliance.supervisor import Supervisor, weights_progress
-from appliance.worker_state import WorkerState
+from appliance.supervisor import Supervisor
+from appliance.worker_state import WorkerState, weights_progress
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 from tests.daemons import is_alive
 

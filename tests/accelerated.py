@@ -1,0 +1,51 @@
+"""penstock on a machine with GPUs that is made up: real processes on the tests' accelerator.
+
+How many there are, and whether they reach each other's memory, is in the environment.
+"""
+
+import itertools
+import os
+import sys
+
+from appliance import boot, placing, supervisor
+from appliance.cli.main import main
+from appliance.devices.inventory import GpuLink, Inventory, read_nodes
+from appliance.devices.listing import Gpu
+from appliance.placement import available_cores, available_memory_bytes
+from tests.daemons import Daemon
+
+NUM_GPUS, REACH = "ACCELERATED_GPUS", "ACCELERATED_REACH"
+
+
+def inventory():
+    """Of the machine that is made up, with the cores and the memory of this one."""
+    gpus = tuple(
+        Gpu(f"gpu{i}", "Accelerator", f"GPU-{i}", 24 << 30, (9, 0), cuda_index=i, node=0)
+        for i in range(int(os.environ[NUM_GPUS]))
+    )
+    reach = os.environ[REACH] == "1"
+    links = tuple(
+        GpuLink(a.name, b.name, 18 * reach, level=40, can_reach=reach)
+        for a, b in itertools.combinations(gpus, 2)
+    )
+    return Inventory(gpus, links, read_nodes(available_cores()), available_memory_bytes())
+
+
+class AcceleratedDaemon(Daemon):
+    """Of so many GPUs."""
+
+    program = ("-m", "tests.accelerated")
+    ready_s = 240.0
+    """Its workers compute on cores what GPUs would, and there may be eight."""
+
+    def __init__(self, folder, num_gpus, *args, reach=True, **options):
+        env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach))}
+        super().__init__(folder, *args, env=env, **options)
+
+
+if __name__ == "__main__":
+    boot.this_inventory = placing.this_inventory = inventory
+    boot.installed_torch = lambda: "2.11.0+cu130"
+    worker = (sys.executable, "-m", "tests.accelerated_worker")
+    supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker
+    main()
