@@ -1,13 +1,16 @@
 """Blocks between pools, and the try at start."""
 
+from queue import Queue
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
+from engine.messages import Copy, Unmapped
 from engine.workers import copying
-from engine.workers.copying import copy_blocks, probe
+from engine.workers.copying import Copier, copy_blocks, probe
 from tests.accelerator import DEVICE, FakeDevice
 
 SHAPE = (2, 2, 4, 1, 8)
@@ -67,3 +70,27 @@ def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
     monkeypatch.setattr(copying, "copy_blocks", lossy)
     with pytest.raises(WorkerFailed, match="not what was sent"):
         probe(*pool_and_ring())
+
+
+def test_a_pool_that_is_mapped_anew_takes_what_comes_after_and_nothing_before():
+    old, new, own = (torch.zeros(3, 1, 2, 4, 1, 4) for _ in range(3))
+    own[1], own[2] = 1, 2
+    sent = Queue()
+    copier = Copier({"own": own, "decode": old}, 4, sent.put)
+
+    def copy(number, pairs):
+        copier.take(Copy(number, "own", "decode", pairs, None), None)
+        return sent.get(timeout=60)
+
+    assert copy(1, [(1, 1)]).error is None
+    copier.remap("decode", None)
+    assert sent.get(timeout=60) == Unmapped("decode")
+    failed = copy(2, [(1, 2)])
+    assert (failed.num_pairs, failed.is_last) == (0, True)
+    assert failed.error
+    copier.remap("decode", lambda: new)
+    assert copy(3, [(2, 2)]).error is None
+    assert torch.equal(old[1], own[1])
+    assert not old[2].any()
+    assert not new[1].any()
+    assert torch.equal(new[2], own[2])
