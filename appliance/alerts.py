@@ -60,6 +60,12 @@ THRESHOLDS = (
     Threshold("slo.missed", signals.late_ratio, 0.01, 0.10, "the {} target is kept again", 60),
     Threshold("requests.failing", signals.failed_ratio, 0.001, 0.01, "no request fails any more"),
     Threshold("decode.stall", signals.decode_slowdown, 0.75, None, "decoding goes on as usual", 5),
+    Threshold(
+        "link.down", signals.link_down, 1, None, "the link from {} is up again", is_state=True
+    ),
+    Threshold(
+        "link.slow", signals.link_slowdown, 0.5, None, "the link from {} is as it was at start", 5
+    ),
     Threshold("log.rows_lost", signals.log_rows_lost, None, 1, "the request log loses no rows now"),
     Threshold("device.power", signals.device_power_ratio, 0.95, None, "{} draws less power", 10),
     Threshold("device.temperature", signals.device_temperature_c, 85, 95, "{} is cooler again", 10),

@@ -118,6 +118,7 @@ class Frames:
             energy=self.energy.frame(),
             host=telemetry.host(),
             handoff=telemetry.handoff(states, router, elapsed_s),
+            links=telemetry.links(router, elapsed_s),
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)

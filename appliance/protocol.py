@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from appliance.link_frame import LinkFrame as LinkFrame
 from appliance.pool_frame import HolderFrame as HolderFrame
 from appliance.pool_frame import OwnerFrame as OwnerFrame
 from appliance.pool_frame import PoolFrame as PoolFrame
@@ -385,6 +386,8 @@ class Frame(msgspec.Struct):
     handoff: HandoffFrame | None = None
     energy: EnergyFrame | None = None
     swaps: SwapsFrame | None = None
+    links: list[LinkFrame] = []
+    """Between pools that blocks are copied between."""
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

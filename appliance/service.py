@@ -302,9 +302,11 @@ class Service:
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""
+        state = self._supervisor.workers[worker]
+        if state.ready is not None:
+            self._router.copies.links.probed(worker, state.ready.probes)
         self._router.worker_ready(worker, time.monotonic_ns())
-        pid = self._supervisor.workers[worker].pid
-        self.event("info", "worker.ready", f"worker {worker} is ready (pid {pid})")
+        self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
 
     def worker_died(self, worker: str, about: str) -> None:

@@ -150,6 +150,26 @@ def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(1 - rate / usual, about)
 
 
+def link_down(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Links between devices that were taken down."""
+    for link in frame.links:
+        if link.down is not None:
+            name = f"{link.from_pool} to {link.to_pool}"
+            about = f"the link from {name} is down, its blocks go by {link.transport}: {link.down}"
+            yield Signal(1, about, name)
+
+
+def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
+    """How far a link between devices has fallen below what it did at start."""
+    for link in frame.links:
+        probe, rate = link.probe_bytes_per_s, link.copy_bytes_per_s
+        if link.has_detour and link.down is None and probe and rate is not None:
+            name = f"{link.from_pool} to {link.to_pool}"
+            rates = f"{rate / 1e9:.3g} GB/s, and {probe / 1e9:.3g} at start"
+            about = f"the link from {name} copies {rates}"
+            yield Signal(1 - rate / probe, about, name)
+
+
 def worker_stuck(frame: Frame, past: Past) -> Iterator[Signal]:
     """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
     for worker in frame.workers:

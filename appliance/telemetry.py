@@ -16,6 +16,7 @@ import psutil
 
 from appliance.histograms import Histograms
 from appliance.latency import stages
+from appliance.link_frame import LinkFrame
 from appliance.protocol import (
     MAX_FRAME_EVENTS,
     EventFrame,
@@ -74,6 +75,8 @@ class Telemetry:
         """When each worker last ended a step, or had nothing to do."""
         self._handoffs = (0, 0)
         """Their number and bytes, as of the last frame."""
+        self._link_bytes: dict[tuple[str, str], int] = {}
+        """By pools, likewise."""
         self._processes: dict[int, psutil.Process] = {}
         self._daemon = psutil.Process()
 
@@ -143,6 +146,26 @@ class Telemetry:
             probe_bytes_per_s=min(probed, default=None),
             num_failed=counters.failed_handoffs,
         )
+
+    def links(self, router: Router, elapsed_s: float) -> list[LinkFrame]:
+        """Every link that blocks are copied over, since the last call."""
+        frames = []
+        for state in router.copies.links.states.values():
+            link = state.link
+            pools = link.from_pool, link.to_pool
+            before, self._link_bytes[pools] = self._link_bytes.get(pools, 0), state.num_bytes
+            frames.append(
+                LinkFrame(
+                    *pools,
+                    state.in_force.transport,
+                    state.probe_bytes_per_s,
+                    state.copy_bytes_per_s,
+                    (state.num_bytes - before) / elapsed_s,
+                    state.down,
+                    link.detour is not None,
+                )
+            )
+        return frames
 
     def workers(
         self, states: list[WorkerState], router: Router, now_ns: int, elapsed_s: float

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from engine.blocks import CommandKey, Ledger
 from engine.errors import InvariantViolated
+from engine.links import Links
 from engine.messages import Behind, Command, Copied, Copy
-from engine.places import Hop, Link
+from engine.places import Hop, Link, Places
 from engine.sequence import Moving, On, Sequence
 
 Send = Callable[[str, Command], None]
@@ -61,12 +62,13 @@ class Copies:
 
     Args:
         ledger: of all pools.
-        passing_pools: those that have slots for blocks between two hops.
+        places: their links, and which of them have slots for blocks between two hops.
     """
 
-    def __init__(self, ledger: Ledger, passing_pools: Collection[str]) -> None:
+    def __init__(self, ledger: Ledger, places: Places) -> None:
+        self.links = Links(places)
         self._ledger = ledger
-        self._passing_pools = passing_pools
+        self._passing_pools = places.passing_pools()
         self._transfers: dict[int, _Transfer] = {}
         self._open: dict[int, _Open] = {}
         self._last_id = 0
@@ -154,6 +156,7 @@ class Copies:
             raise InvariantViolated(f"copy {report.copy_id} was not told", where=worker)
         done, copy.pairs = copy.pairs[: report.num_pairs], copy.pairs[report.num_pairs :]
         key, transfer = _key(report.copy_id), copy.transfer
+        self.links.copied(copy.hop, report)
         self._answer(key, copy.hop, done)
         if done:
             pools = copy.hop.from_pool, copy.hop.to_pool

@@ -67,6 +67,8 @@ class Link:
     """`alias`, `peer` or `shm`."""
     hops: tuple[Hop, ...]
     """None for `alias`, which is one pool."""
+    detour: Link | None = None
+    """By which blocks go instead when it is down; None: there is no other way."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ class Places:
 
     def copied_by(self, worker: str) -> list[str]:
         """Pools other than its own that a worker copies blocks to or from."""
-        hops = [hop for link in self.links for hop in link.hops if hop.worker == worker]
+        ways = [*self.links, *(link.detour for link in self.links if link.detour is not None)]
+        hops = [hop for link in ways for hop in link.hops if hop.worker == worker]
         names = dict.fromkeys(name for hop in hops for name in (hop.from_pool, hop.to_pool))
         return [name for name in names if name != self.pool_of(worker)]
 
@@ -197,9 +200,11 @@ def make_places(
     pools = [Pool(name, "device", at, 0) for name, at in homes.items()]
     pairs = [(p, d) for p in prefill for d in decode if p != d]
     by_pair = dict.fromkeys(pairs, transport) if isinstance(transport, str) else transport
-    if "shm" in by_pair.values() and not is_shared:
-        pools.append(Pool(RING, "dram", None, 0))
     links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], by_pair[p, d]) for p, d in pairs)
+    if not is_shared:
+        links = dict.fromkeys(_with_detour(link, in_workers) for link in links)
+    if any("shm" in (link.transport, link.detour and link.detour.transport) for link in links):
+        pools.append(Pool(RING, "dram", None, 0))
     return Places(workers, tuple(pools), tuple(links))
 
 
@@ -210,3 +215,13 @@ def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str
     elif transport == "shm":
         hops = (Hop(source, from_pool, RING), Hop(target, RING, to_pool))
     return Link(from_pool, to_pool, transport, hops)
+
+
+def _with_detour(link: Link, in_workers: Collection[str]) -> Link:
+    """From one device's memory into another's there is a second way, through the host's."""
+    source = link.hops[0].worker
+    is_between_devices = source in in_workers and link.to_pool in in_workers
+    if link.transport != "peer" or not is_between_devices:
+        return link
+    detour = _link(source, link.to_pool, link.from_pool, link.to_pool, "shm")
+    return replace(link, detour=detour)

@@ -86,7 +86,7 @@ class Recovery:
         self._keep(sequence, needed, here, num_computed)
         sequence.legs = legs
         if len(legs) > 1:
-            copies.begin(sequence, self._places.link(legs[0].worker, legs[1].worker))
+            copies.begin(sequence, copies.links.between(legs[0].worker, legs[1].worker))
         sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
         return True
 

@@ -255,7 +255,7 @@ class Roles:
         self, num_tokens: int, hits: Mapping[str, int], pairs: list[Pair]
     ) -> dict[Pair, float]:
         """What copying a prompt's blocks takes, where that is known; nothing within one pool."""
-        links = {pair: self.places.link(*pair) for pair in pairs if pair.moves}
+        links = {pair: self._copies.links.between(*pair) for pair in pairs if pair.moves}
         known = {
             pair: self._copies.expected_ms(link, num_tokens - hits.get(link.to_pool, 0))
             for pair, link in links.items()

@@ -64,7 +64,7 @@ class Router:
         self.places = places
         self.ledger = ledger
         self.ways = Ways(places, ledger)
-        self.copies = Copies(ledger, places.passing_pools())
+        self.copies = Copies(ledger, places)
         cores = cores or dict.fromkeys(places.names, ())
         self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
         self.counters = Counters()
@@ -279,7 +279,7 @@ class Router:
         sequence.legs, sequence.route_reason = legs, choice.words
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(legs) > 1:
-            self.copies.begin(sequence, self.places.link(legs[0].worker, legs[1].worker))
+            self.copies.begin(sequence, self.copies.links.between(legs[0].worker, legs[1].worker))
         if isinstance(sequence.where, Waiting):
             self.queue.take(sequence, now_ns)
         self._admit(sequence, legs[0], now_ns)
@@ -384,7 +384,7 @@ class Router:
         assert isinstance(sequence.where, On)
         source = sequence.where.leg
         target = sequence.legs[sequence.legs.index(source) + 1]
-        sequence.transport = self.places.link(source.worker, target.worker).transport
+        sequence.transport = self.copies.links.between(source.worker, target.worker).transport
         pool = self.ledger.pools[self.places.pool_of(target.worker)]
         sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
         self.counters.handoffs += 1

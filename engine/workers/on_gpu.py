@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 
 from engine.channel import WorkerChannel
 from engine.checkpoint import Checkpoint, arena_layout
-from engine.config import DTYPE_BYTES
+from engine.config import DTYPE_BYTES, ModelConfig
 from engine.errors import WorkerFailed
 from engine.messages import (
     Go,
@@ -100,17 +101,11 @@ def start(
             weights_at = device.export(arena) if gpu.shares == "exports" else b""
             exported = SharedMemory(weights_at, device.export(memory), num_blocks, seal)
         channel.send(PoolMade(num_blocks, exported))
-    on_host = [spec for spec in setup.other_pools if spec.fd is not None]
-    others = {spec.name: map_pool(spec, config, block_size, setup.dtype) for spec in on_host}
-    for other in others.values():
-        device.pin(other)
 
     def map_exported(exported: SharedMemory) -> torch.Tensor:
         return _mapped_pool(device.map(exported.pool), exported, setup, gpu, transformer)
 
-    exported_by = {spec.name for spec in setup.other_pools if spec.fd is None}
-    for name, told in _told_of(channel, exported_by).items():
-        others[name] = map_exported(told)
+    others, unmapped = _other_pools(channel, setup, config, device, map_exported)
     before, graphs = device.memory(), None
     if has_graphs:
         longest = setup.max_model_len
@@ -128,9 +123,52 @@ def start(
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
-        probes={name: probe(pool, other, device) for name, other in others.items()},
+        probes=dict.fromkeys(unmapped, 0.0) | _probes(pool, others, setup, device),
     )
     return Started(runner, {setup.pool.name: pool, **others}, map_exported, ready)
+
+
+def _other_pools(
+    channel: WorkerChannel,
+    setup: Setup,
+    config: ModelConfig,
+    device: Device,
+    map_exported: Callable[[SharedMemory], torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Pools that it copies to or from, in the host and on other GPUs; and those not mapped."""
+    pools, unmapped = {}, []
+    for spec in setup.other_pools:
+        if spec.fd is not None:
+            pools[spec.name] = map_pool(spec, config, setup.block_size, setup.dtype)
+            device.pin(pools[spec.name])
+    for name, told in _told_of(channel, _on_gpus(setup)).items():
+        try:
+            pools[name] = map_exported(told)
+        except Exception:  # noqa: BLE001  # whatever it is, blocks go by way of the host
+            traceback.print_exc()
+            unmapped.append(name)
+    return pools, unmapped
+
+
+def _on_gpus(setup: Setup) -> set[str]:
+    """Other workers' pools that are not in the host's memory."""
+    return {spec.name for spec in setup.other_pools if spec.fd is None}
+
+
+def _probes(
+    pool: torch.Tensor, others: dict[str, torch.Tensor], setup: Setup, device: Device
+) -> dict[str, float]:
+    """Bytes a second by pool; 0 if what came back from another GPU is not what was sent to it."""
+    rates = {}
+    for name, other in others.items():
+        try:
+            rates[name] = probe(pool, other, device)
+        except WorkerFailed:
+            if name not in _on_gpus(setup):  # there is no other way
+                raise
+            traceback.print_exc()
+            rates[name] = 0.0
+    return rates
 
 
 def _told_of(channel: WorkerChannel, pools: Collection[str]) -> dict[str, SharedMemory]:

@@ -21,7 +21,7 @@ class Machine:
         places = make_places(["prefill"], ["decode"], transport, buses=buses)
         places = places.with_pools({pool.name: num_blocks for pool in places.pools})
         self.ledger = Ledger(places.books(16))
-        copies = Copies(self.ledger, places.passing_pools())
+        copies = Copies(self.ledger, places)
         self.roles = Roles(places, cores, "elastic", copies, 512, send)
         for name in cores:
             self.roles.worker_ready(name)

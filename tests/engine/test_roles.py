@@ -25,7 +25,7 @@ class Machine:
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        copies = Copies(Ledger(places.books(16)), places.passing_pools())
+        copies = Copies(Ledger(places.books(16)), places)
         self.roles = Roles(places, cores, roles, copies, 512, send)
         for name in cores:
             self.roles.worker_ready(name)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.protocol import Frame, HolderFrame, SwapsFrame, WayFrame
+from appliance.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
@@ -23,6 +23,7 @@ INTERNAL = {
     "requests.computed_tokens": "as a share while it is prefilled",
     "devices.parent": "places a slice under its GPU",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
+    "links.has_detour": "decides whether it is an alert when it is slow",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""
@@ -55,6 +56,7 @@ def rich() -> Frame:
             prefix_cache_hits=400,
         ),
         swaps=SwapsFrame(["small"], "small", 3, 2, 2100.0),
+        links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True)],
         devices=[device],
         requests=[request],
         num_requests=1,

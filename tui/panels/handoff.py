@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from appliance.protocol import Frame, HandoffFrame, PoolFrame, RequestFrame, WayFrame
+from appliance.protocol import Frame, HandoffFrame, LinkFrame, PoolFrame, RequestFrame, WayFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar
@@ -20,7 +20,9 @@ from tui.view import View, pool_counts
 _LABEL_WIDTH = 16
 _COUNT_WIDTH = 8
 _ROUTE_WIDTH = 8
+_RATE_WIDTH = 14
 _RING = "ring"
+_MAX_LINKS = 8
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "cheapest": "meets the targets at the least cost",
@@ -80,8 +82,39 @@ def _path(frame: Frame, width: int) -> list[Line]:
     handoff = frame.handoff
     transport = (handoff.transport if handoff else None) or frame.transport or fmt.ABSENT
     lines = [rule("PATH", width), [Span(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
+    lines += _links(frame, width)
     ring = next((pool for pool in frame.pools if pool.name == _RING), None)
     return lines if ring is None else [*lines, _ring(ring, width)]
+
+
+def _links(frame: Frame, width: int) -> list[Line]:
+    """A row for each link, those that are down and those that carry most first."""
+    links = sorted(frame.links, key=lambda link: (link.down is None, -link.bytes_per_s))
+    names = {id(link): f"{link.from_pool} → {link.to_pool}" for link in links}
+    name_width = max((len(name) for name in names.values()), default=0) + 2
+    lines = [_link(link, fmt.pad(names[id(link)], name_width)) for link in links[:_MAX_LINKS]]
+    if len(links) > _MAX_LINKS:
+        lines.append([Span(f"and {len(links) - _MAX_LINKS} more links", Tone.MUTED)])
+    return lines
+
+
+def _link(link: LinkFrame, name: str) -> Line:
+    carried = fmt.pad(f"{fmt.size(link.bytes_per_s)}/s", _RATE_WIDTH)
+    copies = fmt.pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
+    probe = f"at start {_per_s(link.probe_bytes_per_s)}"
+    down = [] if link.down is None else [Span(f"  ▲ down: {link.down}", Tone.WARN)]
+    return [
+        Span(name, Tone.MUTED),
+        Span(fmt.pad(link.transport, 6)),
+        Span(carried, Tone.STRONG),
+        Span(copies),
+        Span(probe, Tone.MUTED),
+        *down,
+    ]
+
+
+def _per_s(rate: float | None) -> str:
+    return fmt.ABSENT if rate is None else f"{fmt.size(rate)}/s"
 
 
 def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
