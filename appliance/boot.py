@@ -259,6 +259,7 @@ def _setups(
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
+            node=plan.node,
             other_pools=[specs[name] for name in places.copied_by(plan.name)],
         )
         workers.append((plan, setup))
@@ -266,9 +267,15 @@ def _setups(
 
 
 def _weights(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
-    """Converted weights for the workers on cores, who share one arena; none: files are mapped."""
-    names = [plan.name for plan in placement.workers if plan.gpu is None]
-    if not names:
+    """Converted weights for the workers on cores; none: files are mapped.
+
+    Those of one NUMA node share an arena; where there are several nodes each has one.
+    """
+    by_node: dict[int | None, list[str]] = {}
+    for plan in placement.workers:
+        if plan.gpu is None:
+            by_node.setdefault(plan.node, []).append(plan.name)
+    if not by_node:
         return {}
     layout: WeightsLayout | PanelsLayout | None = packed_layout(checkpoint, dtype)
     ways = None
@@ -276,25 +283,28 @@ def _weights(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[s
         layout = None
     if layout is None:
         layout = _layout(checkpoint, dtype)
+    if layout is None and len(by_node) > 1:
+        layout = arena_layout(checkpoint, dtype)  # of files that are mapped there is one copy
     if not checkpoint.is_plain:
-        made = layout or arena_layout(checkpoint, dtype)
-        log.info("%s", _in_memory(checkpoint, made, dtype))
+        log.info("%s", _in_memory(checkpoint, layout or arena_layout(checkpoint, dtype), dtype))
     if layout is None:
         return {}
-    fd = _memfd("penstock-weights", layout.num_bytes)
-    return {
-        name: WeightsSpec(
-            fd,
-            layout.num_bytes,
-            index,
-            len(names),
-            is_filled=False,
-            is_packed=ways is not None or isinstance(layout, PanelsLayout),
-            way_starts=[] if ways is None else list(ways.starts),
-            ways=[] if ways is None else list(ways.ways),
-        )
-        for index, name in enumerate(names)
-    }
+    found = {}
+    for node, names in by_node.items():
+        at = "" if node is None else f"-node{node}"
+        fd = _memfd(f"penstock-weights{at}", layout.num_bytes)
+        for index, name in enumerate(names):
+            found[name] = WeightsSpec(
+                fd,
+                layout.num_bytes,
+                index,
+                len(names),
+                is_filled=False,
+                is_packed=ways is not None or isinstance(layout, PanelsLayout),
+                way_starts=[] if ways is None else list(ways.starts),
+                ways=[] if ways is None else list(ways.ways),
+            )
+    return found
 
 
 def _layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | PanelsLayout | None:

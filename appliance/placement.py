@@ -142,8 +142,8 @@ def place(
 ) -> Placement:
     """Choose workers, cores, pools and the model length.
 
-    Workers on several NUMA nodes have a pool each, and blocks are copied between them (`peer`),
-    unless another transport is asked for.
+    Workers on several NUMA nodes have a pool and weights each, and blocks are copied between
+    them (`peer`), unless another transport is asked for.
 
     Raises:
         ConfigError: the KV memory does not hold a single useful sequence.
@@ -224,7 +224,7 @@ def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> 
 def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
     if node_of:
         each = ", ".join(f"{name} on node {node}" for name, node in node_of.items())
-        yield f"{len(set(node_of.values()))} NUMA nodes: a worker and a pool for each ({each})"
+        yield f"{len(set(node_of.values()))} NUMA nodes: weights and pool are near to each ({each})"
     elif len(nodes) > 1:
         yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
     if places.transport == "alias" and not places.is_colocated:

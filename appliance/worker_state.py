@@ -98,11 +98,12 @@ class WorkerState:
 
     @property
     def about(self) -> list[str]:
-        """What its start has found on a GPU, a line for each."""
+        """What its start has found, a line for each."""
         ready = self.ready
         lines: list[str] = []
         if ready is None:
             return lines
+        lines += ready.notes
         if ready.sharing == "time-sliced":
             lines.append("time-sliced: MPS does not run, so the workers on its GPU take turns")
         if ready.max_step_tokens is not None:

@@ -93,6 +93,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Tokens of the longest request."""
     gpu: GpuSpec | None = None
     """None: it computes on its cores."""
+    node: int | None = None
+    """The NUMA node that its pool and its weights are to be on; None: wherever they are touched."""
     other_pools: list[PoolSpec] = []
     """That it copies blocks to or from: other workers', or the ring."""
 
@@ -249,6 +251,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     capture_ms: float = 0.0
     graph_bytes: int = 0
     """Device memory that the graphs took."""
+    notes: list[str] = []
+    """What is not as it was to be, in words."""
     probes: dict[str, float] = {}
     """By other pool that it copies to or from: bytes a second of blocks that went there and back,
     and were found unchanged."""

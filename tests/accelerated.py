@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 
-from appliance import boot, placing, supervisor
+from appliance import boot, placing, spread, supervisor
 from appliance.cli.main import main
 from appliance.devices.inventory import GpuLink, Inventory, read_nodes
 from appliance.devices.listing import Gpu
@@ -46,6 +46,7 @@ class AcceleratedDaemon(Daemon):
 if __name__ == "__main__":
     boot.this_inventory = placing.this_inventory = inventory
     boot.installed_torch = lambda: "2.11.0+cu130"
+    spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     worker = (sys.executable, "-m", "tests.accelerated_worker")
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker
     main()

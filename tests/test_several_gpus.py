@@ -107,7 +107,7 @@ def test_a_worker_that_dies_under_load_changes_no_answer(
     pid = daemon.worker_pid(name)
     with ThreadPoolExecutor(12) as pool:
         answers = under_load(daemon, pool)
-        daemon.wait_for(lambda: any(r["state"] == "decoding" for r in daemon.requests()), 60)
+        daemon.wait_for(lambda: any(r.get("phase") == "decoding" for r in daemon.requests()), 60)
         os.kill(pid, signal.SIGKILL)
         daemon.wait_for(lambda: not is_alive(pid))
         assert [each.result() for each in answers] == alone * 2

@@ -19,8 +19,8 @@ import torch
 from engine.checkpoint import (
     Checkpoint,
     WeightsLayout,
+    arena_layout,
     packed_layout,
-    weights_layout,
 )
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
@@ -196,8 +196,8 @@ def _map_file(path: Path, end: int) -> torch.Tensor:
 
 
 def _arena_views(checkpoint: Checkpoint, dtype: str, arena: mmap.mmap) -> dict[str, torch.Tensor]:
-    layout = weights_layout(checkpoint, dtype)
-    if layout is None or len(arena) < layout.num_bytes:
+    layout = arena_layout(checkpoint, dtype)
+    if len(arena) < layout.num_bytes:
         raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout}")
     return layout_views(layout, dtype, torch.frombuffer(arena, dtype=torch.uint8))
 
