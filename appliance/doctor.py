@@ -55,7 +55,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     else:
         yield _open_files(found.max_connections)
         if found.devices != "cpu":
-            yield from gpu_findings(GpuHost.of_machine(), _weights_bytes(found))
+            yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(found))
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
@@ -73,14 +73,15 @@ def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
 
 
-def _weights_bytes(found: config.ServeConfig) -> int | None:
-    """Of the model; None where it cannot be read, which its own check says."""
+def _model_bytes(found: config.ServeConfig) -> tuple[int | None, int | None]:
+    """Of weights and of a position's KV; None where it cannot be read, which its own check says."""
     from appliance.boot import model_folder  # half of a second
 
     try:
-        return Checkpoint.open(model_folder(found.model)).num_bytes
+        checkpoint = Checkpoint.open(model_folder(found.model))
     except (PenstockError, OSError):
-        return None
+        return None, None
+    return checkpoint.num_bytes, checkpoint.config.kv_block_bytes(1, "bfloat16")
 
 
 def _bad(check: str, error: PenstockError) -> Finding:

@@ -78,7 +78,7 @@ class Frames:
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
-        gpus = {w.name: w.gpu.name for w in plan.placement.workers if w.gpu is not None}
+        gpus = {w.name: w.gpu.board for w in plan.placement.workers if w.gpu is not None}
         self.energy = Energy(num_machine_cores(), gpus)
         self._devices = devices
         self._record = record

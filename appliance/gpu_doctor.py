@@ -9,17 +9,18 @@ Never: makes a CUDA context, changes anything.
 from __future__ import annotations
 
 import itertools
-import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from appliance.devices.inventory import mps_runs
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.finding import Finding
-from appliance.gpu_placement import WORKER_BYTES, choose_gpus, installed_torch
+from appliance.gpu_placement import PREFILL_PERCENT, WORKER_BYTES, choose_gpus, installed_torch
+from appliance.mig_layouts import layouts, memory_to_divide
 from engine.installed import flash_attn_fault, triton_fault
 
 _RING_BYTES = 1 << 30
@@ -55,7 +56,6 @@ class GpuHost:
         nvml = open_nvml()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         cuda = None if nvml is None else nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
-        pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
         gpus = list_gpus(nvml)
         return cls(
             gpus,
@@ -67,7 +67,7 @@ class GpuHost:
             flash_attn_fault=flash_attn_fault() if gpus else None,
             has_uvm=_UVM.exists(),
             memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-            has_mps=(pipe / "control").exists(),
+            has_mps=mps_runs(),
             parted=[] if nvml is None else _parted(nvml),
         )
 
@@ -103,12 +103,15 @@ def _parted(nvml: Nvml) -> list[tuple[str, str]]:
     ]
 
 
-def gpu_findings(host: GpuHost, weights_bytes: int | None = None) -> Iterator[Finding]:
+def gpu_findings(
+    host: GpuHost, weights_bytes: int | None = None, kv_token_bytes: int | None = None
+) -> Iterator[Finding]:
     """Everything about GPUs, in the order in which a first run would meet it.
 
     Args:
         host: the machine.
         weights_bytes: of the model to be served, as stored; None: it is not known.
+        kv_token_bytes: of its KV, likewise.
     """
     if not host.gpus:
         yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
@@ -131,6 +134,21 @@ def gpu_findings(host: GpuHost, weights_bytes: int | None = None) -> Iterator[Fi
     yield from _memory(gpu, weights_bytes)
     yield _memlock(host)
     yield from _sharing(host, gpu)
+    yield from _layouts(host, weights_bytes, kv_token_bytes)
+
+
+def _layouts(
+    host: GpuHost, weights_bytes: int | None, kv_token_bytes: int | None
+) -> Iterator[Finding]:
+    """What MIG could make of a GPU here, for this model."""
+    memory = memory_to_divide(host.gpus)
+    if memory is None or not weights_bytes or not kv_token_bytes:
+        return
+    found = list(layouts(memory, weights_bytes, kv_token_bytes))
+    fitting = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if is_of_use)
+    others = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if not is_of_use)
+    suits = f"this model suits {fitting}" if fitting else "no two instances would hold this model"
+    yield Finding("mig layouts", "ok", f"{suits}{f' (not {others})' if others else ''}")
 
 
 def _driver(host: GpuHost) -> Finding:
@@ -218,7 +236,11 @@ def _memlock(host: GpuHost) -> Finding:
 
 def _sharing(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
     if host.has_mps:
-        yield Finding("mps", "ok", "MPS runs: two workers on a GPU compute at the same time")
+        found = (
+            "MPS runs: two workers on a GPU compute at the same time, the one that prefills on "
+            f"{PREFILL_PERCENT} % of its processors"
+        )
+        yield Finding("mps", "ok", found)
     else:
         yield Finding(
             "mps", "ok", "MPS does not run: with --roles static two workers on a GPU take turns",

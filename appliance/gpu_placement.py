@@ -29,6 +29,9 @@ from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.places import COLOCATED, DECODE, PREFILL, Places, make_places
 
+PREFILL_PERCENT = 70
+"""Of a GPU's processors for the worker that prefills, where MPS lets two compute at once: its
+products gain little from the rest, and the short kernels of decoding find room at any time."""
 WORKER_BYTES = 4 << 30
 """That a worker may need beside weights and pool: its context, libraries, steps and graphs."""
 
@@ -153,6 +156,7 @@ def place_on_gpu(
     kv_memory_bytes: int | None,
     max_model_len: int | None,
     cores: list[int],
+    has_mps: bool = False,
 ) -> Placement:
     """One worker, or two that share the GPU's memory; blocks are counted when they are made.
 
@@ -184,7 +188,14 @@ def place_on_gpu(
     workers = [WorkerPlan(COLOCATED, tuple(cores), places.pool_of(places.names[0]), gpu)]
     if has_two:
         workers = [
-            WorkerPlan(name, tuple(own), places.pool_of(name), gpu, None if is_copied else shares)
+            WorkerPlan(
+                name,
+                tuple(own),
+                places.pool_of(name),
+                gpu,
+                None if is_copied else shares,
+                mps_percent=PREFILL_PERCENT if has_mps and name == PREFILL else None,
+            )
             for name, own, shares in zip(
                 places.names, split_cores(cores), ("maps", "exports"), strict=True
             )
@@ -196,14 +207,17 @@ def place_on_gpu(
         max_model_len=wanted_len,
         max_step_tokens=GPU_STEP_TOKENS,
         block_size=block_size,
-        reasons=(_why(gpu, has_two=has_two, is_copied=is_copied),),
+        reasons=(_why(gpu, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
     )
 
 
-def _why(gpu: Gpu, *, has_two: bool, is_copied: bool) -> str:
+def _why(gpu: Gpu, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:
     if not has_two:
         return (
             f"one worker on {gpu.name}: two processes on a GPU take turns; --roles static makes two"
         )
     how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
-    return f"two workers on {gpu.name} were asked for, and {how}"
+    turns = "they take turns, for MPS does not run"
+    if has_mps:
+        turns = f"by MPS they compute at once, prefill on {PREFILL_PERCENT} % of the processors"
+    return f"two workers on {gpu.name} were asked for, and {how}; {turns}"

@@ -52,6 +52,8 @@ class WorkerPlan:
     """As GpuSpec has it."""
     node: int | None = None
     """The NUMA node that its pool and weights are to be on; None: wherever."""
+    mps_percent: int | None = None
+    """Of the GPU's processors, at most; None: all, or it does not share them."""
 
     @property
     def device(self) -> str:

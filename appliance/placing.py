@@ -167,6 +167,7 @@ class Placing:
             kv_memory_bytes=config.kv_memory_bytes,
             max_model_len=config.max_model_len,
             cores=list(self._inventory.cores_near(gpu)),
+            has_mps=self._inventory.has_mps,
         )
 
     def _on_several(self, gpus: list[Gpu], shape: Shape) -> tuple[Placement, str | None]:

@@ -163,6 +163,8 @@ class Supervisor:
         gpu = worker.setup.gpu
         if gpu is not None and gpu.uuid.startswith("MIG-"):
             env["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of instances CUDA sees one, which is named so
+        if worker.plan.mps_percent is not None:
+            env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(worker.plan.mps_percent)
         ours, theirs = socket.socketpair()
         command = [*self._program, "--channel-fd", str(theirs.fileno())]
         command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own

@@ -28,11 +28,10 @@ def on_one(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[l
         daemon.stop()
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 def test_two_nodes_are_two_places(
-    dtype: str, tiny_llama: Path, tmp_path: Path, on_one: list[list[int]]
+    tiny_llama: Path, tmp_path: Path, on_one: list[list[int]]
 ) -> None:
-    daemon = TwoNodes(tmp_path, "--roles", "static", "--dtype", dtype, model=tiny_llama)
+    daemon = TwoNodes(tmp_path, "--roles", "static", model=tiny_llama)
     try:
         daemon.wait_ready()
         # weights of files that would be mapped are copied, too: an arena for each node

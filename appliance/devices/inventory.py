@@ -88,6 +88,8 @@ class Inventory:
     nodes: tuple[Node, ...] = (Node(0, (0,)),)
     memory_bytes: int = 0
     """Of the host, that can be used."""
+    has_mps: bool = False
+    """The control daemon of MPS runs: processes on one GPU compute at the same time."""
 
     @property
     def cores(self) -> list[int]:
@@ -131,7 +133,13 @@ def read_inventory(
     nvml = nvml or open_nvml()
     gpus = list_gpus(nvml, visible)
     links = () if nvml is None else _links(nvml, [gpu for gpu in gpus if not gpu.is_instance])
-    return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes)
+    return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes, mps_runs())
+
+
+def mps_runs() -> bool:
+    """True if the control daemon of MPS has its pipe where clients look for it."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return (Path(folder) / "control").exists()
 
 
 def read_nodes(cores: Iterable[int], root: Path = NODES) -> tuple[Node, ...]:

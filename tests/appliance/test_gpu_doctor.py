@@ -122,6 +122,15 @@ def test_an_instance_and_mps_are_named() -> None:
     assert "at the same time" in found["mps"]
 
 
+def test_mig_layouts_are_explained_by_what_the_model_needs() -> None:
+    found = {f.check: f.found for f in gpu_findings(GOOD, 16 * GIB, 1 << 17)}
+    assert "this model suits 2 x 3g.40gb" in found["mig layouts"]
+    assert "7 x 1g.10gb" in found["mig layouts"].partition("(not ")[2]
+    large = {f.check: f.found for f in gpu_findings(GOOD, 60 * GIB, 1 << 17)}
+    assert large["mig layouts"].startswith("no two instances")
+    assert "mig layouts" not in {f.check for f in gpu_findings(GOOD)}
+
+
 def test_gpus_that_cannot_reach_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml(h100(), a100_divided())
     nvml = Nvml(library)

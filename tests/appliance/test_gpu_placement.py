@@ -6,8 +6,9 @@ import pytest
 
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
-from appliance.gpu_placement import GPU_STEP_TOKENS, choose_gpus, name_gpus, place_on_gpu
+from appliance.gpu_placement import PREFILL_PERCENT, choose_gpus, name_gpus, place_on_gpu
 from appliance.placement import BLOCK_SIZE
+from appliance.spread import GPU_STEP_TOKENS
 from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint, choose_dtype
 from engine.errors import ConfigError
@@ -163,6 +164,13 @@ def test_two_workers_that_copy_have_pools_of_their_own_and_a_ring(checkpoint, ro
     num_blocks = sum(pool.num_blocks for pool in placement.places.pools)
     num_bytes = num_blocks * placement.block_bytes
     assert num_bytes + 2 * checkpoint.num_bytes <= GPUS[0].memory_bytes
+
+
+def test_by_mps_the_one_that_prefills_leaves_processors_to_the_other(checkpoint):
+    workers = place(checkpoint, roles="static", has_mps=True).workers
+    assert [worker.mps_percent for worker in workers] == [PREFILL_PERCENT, None]
+    assert [w.mps_percent for w in place(checkpoint, roles="static").workers] == [None, None]
+    assert "compute at once" in place(checkpoint, roles="static", has_mps=True).reasons[0]
 
 
 def test_one_worker_copies_nothing(checkpoint):

@@ -56,7 +56,11 @@ def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
     readings = _readings(device)
     known = [(label, text) for label, text in readings if text != fmt.ABSENT]
     unknown = [label for label, text in readings if text == fmt.ABSENT]
-    lines = [[mark, *head], *facts(width, known, indent=_INDENT)]
+    lines = [[mark, *head]]
+    workers = [w.name for w in frame.workers if w.device.partition(",")[0] == device.name]
+    if workers:
+        lines.append([Span(" " * _INDENT), Span("runs ", Tone.MUTED), Span(", ".join(workers))])
+    lines += facts(width, known, indent=_INDENT)
     if unknown and device.parent is None:
         text = f"not reported: {', '.join(unknown)}"
         lines.append([Span(" " * _INDENT), Span(text, Tone.MUTED)])
