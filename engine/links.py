@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from engine.messages import Copied
 from engine.places import Hop, Link, Places
+from engine.sequence import Leg
 
 MAX_STRIKES = 8
 """In a row: copies that failed, or that came to less than half of what the try at start did."""
@@ -67,6 +68,15 @@ class Links:
         link = self._places.link(source, target)
         state = self.states.get((link.from_pool, link.to_pool))
         return link if state is None else state.in_force
+
+    def named(self, legs: tuple[Leg, ...]) -> str:
+        """Who runs a sequence and how its blocks go, where there are several of a role to tell."""
+        if len(self._places.workers) <= 2:
+            return ""
+        if len(legs) == 1:
+            return f"; at {legs[0].worker}"
+        source, target = legs[0].worker, legs[1].worker
+        return f"; {source} to {target} by {self.between(source, target).transport}"
 
     def probed(self, worker: str, rates: dict[str, float]) -> None:
         """A worker has started and tried what it copies over; a rate of 0 is a try that failed."""

@@ -276,7 +276,7 @@ class Router:
         if not fits or not prefixes.reserve(sequence, legs, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)
-        sequence.legs, sequence.route_reason = legs, choice.words
+        sequence.legs, sequence.route_reason = legs, choice.words + self.copies.links.named(legs)
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(legs) > 1:
             self.copies.begin(sequence, self.copies.links.between(legs[0].worker, legs[1].worker))

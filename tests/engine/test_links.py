@@ -5,6 +5,7 @@ import pytest
 from engine.links import MAX_STRIKES, Links
 from engine.messages import Copied
 from engine.places import make_places
+from engine.sequence import Leg
 
 ROLES = (["p0", "p1"], ["decode"])
 FAST, SLOW = 1000, 3000
@@ -93,3 +94,12 @@ def test_rates_and_bytes_are_those_of_copies_that_were_made(links, places):
     make(links, places, 1, error="lost")
     assert state.num_bytes == 101_000
     assert state.copy_bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
+def test_legs_are_named_where_there_are_several_workers_of_a_role(links):
+    legs = (Leg("p0", 1), Leg("decode", 9))
+    assert links.named(legs) == "; p0 to decode by peer"
+    assert links.named(legs[1:]) == "; at decode"
+    links.probed("p0", {"decode": 0.0})
+    assert links.named(legs) == "; p0 to decode by shm"
+    assert Links(make_places(["p0"], ["decode"], "peer")).named(legs) == ""
