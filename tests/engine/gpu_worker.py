@@ -87,6 +87,7 @@ class GpuWorker:
             eos_token_ids=(),
             max_step_tokens=self.started.ready.max_step_tokens,
             device=self.device,
+            map_pool=self.started.map_pool,
         )
 
     def run(self, *commands):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,11 @@ from engine.messages import (
     Copy,
     Go,
     GpuSpec,
+    MapPool,
     MapShared,
     PoolMade,
     PoolSpec,
+    Unmapped,
     WeightsLoaded,
 )
 from engine.model.weights import load_weights
@@ -28,6 +31,7 @@ from engine.workers.streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
+from tests.engine.worker_harness import reports_in
 
 GIB = 1 << 30
 
@@ -215,6 +219,52 @@ def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
         rest = [t for e in decode.run(moved) for t in e.token_ids]
         assert [token, *rest] == expected
     os.close(fd)
+
+
+@contextlib.contextmanager
+def peers(checkpoint, is_broken=False):
+    """Two workers with devices of their own, of which one writes into the other's pool."""
+    exported = []
+    devices = [FakeDevice(exported) for _ in range(2)]
+    there = PoolSpec("decode", None, 64)
+    prefill = GpuWorker(checkpoint, "prefill", devices[0], GpuSpec("GPU-0"), other=there)
+    decode = GpuWorker(checkpoint, "decode", devices[1], GpuSpec("GPU-1", exports_pool=True))
+    with contextlib.closing(prefill), contextlib.closing(decode):
+        for worker in (prefill, decode):
+            worker.report(WeightsLoaded)
+            worker.send(Go())
+        assert prefill.report(PoolMade).memory is None
+        memory = decode.report(PoolMade).memory
+        if is_broken:
+            memory = msgspec.structs.replace(memory, seal=b"another's")
+        prefill.send(MapPool("decode", None))  # it has died and come back meanwhile
+        assert prefill.report(Unmapped).pool == "decode"
+        prefill.send(MapPool("decode", memory))
+        for worker in (prefill, decode):
+            worker.loop()
+        yield prefill, decode
+
+
+def test_blocks_are_written_into_the_pool_of_another_device(checkpoint, expected):
+    with peers(checkpoint) as (prefill, decode):
+        assert prefill.started.ready.probes["decode"] > 0
+        assert decode.started.ready.probes == {}
+        moved = admit(seq_id=2)
+        pairs = list(zip([1, 2], moved.block_table, strict=False))
+        first = prefill.run(admit(until=1), Copy(1, "kv", "decode", pairs, Behind(1, 1, 0)))
+        assert prefill.copied() == (1, 2)
+        token, computed = first[-1].token_ids[0], first[-1].num_computed_tokens
+        entries = decode.run(admit([token], computed, seq_id=2))
+        assert [token, *(t for e in entries for t in e.token_ids)] == expected
+        prefill.run(MapPool("decode", None))
+        prefill.sockets[0].settimeout(60)
+        assert reports_in(prefill.sockets[0], at_least=1) == [Unmapped("decode")]
+
+
+def test_a_pool_that_cannot_be_mapped_is_a_link_that_failed_and_the_worker_starts(checkpoint):
+    with peers(checkpoint, is_broken=True) as (prefill, _):
+        assert prefill.started.ready.probes == {"decode": 0.0}
+        assert prefill.started.pools.keys() == {"kv"}
 
 
 @given(
