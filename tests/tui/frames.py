@@ -19,6 +19,7 @@ from appliance.protocol import (
     HandoffFrame,
     HostFrame,
     LatencyFrame,
+    LinkFrame,
     OwnerFrame,
     PoolFrame,
     QueueFrame,
@@ -273,6 +274,43 @@ def two_by_three() -> Frame:
         pools=[pool(w.name, active=30 * w.cpus[0]) for w in (prefill, *decode)],
         handoff=HandoffFrame("peer", 1, 2.0, 1e6, 9.7e9),
     )
+
+
+def eight_gpus() -> Frame:
+    """Three GPUs that prefill and five that decode, every pair linked; one link is down."""
+    names = [*(f"prefill{i}" for i in range(3)), *(f"decode{i}" for i in range(5))]
+    rates = [{"prefill_tokens_per_s": 41e3}, {"decode_tokens_per_s": 2400.0}]
+    workers = [
+        worker(name, device=f"gpu{i}", cpus=[], cpus_used=[], pid=4100 + i,
+               step_ms_p50=(212.0, 9.4)[i > 2], step_ms_max=(388.0, 13.1)[i > 2],
+               busy_ratio=0.97 - 0.06 * i, batch_size_mean=(None, 20.0 + i)[i > 2],
+               **rates[i > 2])
+        for i, name in enumerate(names)
+    ]  # fmt: skip
+    devices = [
+        DeviceFrame(f"gpu{i}", "gpu", 655.0 - 40 * i, 700.0, 68.0 - i, 1980.0, 0.97 - 0.06 * i,
+                    (110 + i) * GIB, 140 * GIB, model="H200", power_source="energy counter")
+        for i in range(8)
+    ]  # fmt: skip
+    links = [
+        LinkFrame(p, d, "peer", 3.7e11, 3.5e11, 2e9 - 1e8 * i - 3e7 * j, has_detour=True)
+        for i, p in enumerate(names[:3])
+        for j, d in enumerate(names[3:])
+    ]
+    why = "8 copies in a row failed or were slow: copies come to 41 GB/s"
+    links[7] = msgspec.structs.replace(links[7], transport="shm", down=why, copy_bytes_per_s=2.1e10)
+    return busy(
+        model_note=None,
+        dtype="bfloat16",
+        transport="peer",
+        workers=workers,
+        pools=[pool(name, active=40 * i) for i, name in enumerate(names)],
+        devices=devices,
+        links=links,
+        handoff=HandoffFrame("peer", 3, 41.0, 2.1e10, 3.7e11),
+        alerts=[alert("link.down", message=f"the link from prefill1 to decode2 is down: {why}",
+                      subject="prefill1 to decode2")],
+    )  # fmt: skip
 
 
 def three_pools() -> Frame:

@@ -39,6 +39,7 @@ def views() -> Mapping[str, View]:
         "colocated": frames.view_of(frames.colocated()),
         "three-pools": frames.view_of(frames.three_pools()),
         "two-by-three": frames.view_of(frames.two_by_three()),
+        "eight-gpus": frames.view_of(frames.eight_gpus()),
         "no-gpu": frames.view_of(frames.no_gpu()),
         "mig": frames.view_of(frames.mig()),
     }
@@ -57,6 +58,7 @@ MATRIX = (
 SMALL, LARGE, HUGE, TINY = (80, 24), (120, 40), (200, 60), (39, 9)
 OTHERS = [(name, SMALL, False) for name in ("never-connected", "colocated", "three-pools")]
 OTHERS += [("two-by-three", size, False) for size in (SMALL, LARGE, HUGE)]
+OTHERS += [("eight-gpus", size, False) for size in (SMALL, LARGE)]
 OTHERS += [("disconnected", size, False) for size in (SMALL, LARGE, HUGE, TINY)]
 OTHERS += [("busy", size, False) for size in [(100, 30), (60, 16), (40, 10)]]
 OTHERS += [("three-pools", size, True) for size in (SMALL, LARGE)]
@@ -104,6 +106,11 @@ async def test_every_other_page(size):
         show(console, views()["mig"])
         await pilot.pause()
         check(f"page-power-mig-{width}x{height}", grid(console))
+        show(console, views()["eight-gpus"])
+        for page in ("power", "handoff"):
+            console.main.go_to(page)
+            await pilot.pause()
+            check(f"page-{page}-eight-gpus-{width}x{height}", grid(console))
 
 
 @pytest.mark.parametrize("width", [80, 120])
