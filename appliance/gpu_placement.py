@@ -187,19 +187,7 @@ def place_on_gpu(
     places = places.with_pools(pool_counts(places, num_blocks, block_bytes))
     workers = [WorkerPlan(COLOCATED, tuple(cores), places.pool_of(places.names[0]), gpu)]
     if has_two:
-        workers = [
-            WorkerPlan(
-                name,
-                tuple(own),
-                places.pool_of(name),
-                gpu,
-                None if is_copied else shares,
-                mps_percent=PREFILL_PERCENT if has_mps and name == PREFILL else None,
-            )
-            for name, own, shares in zip(
-                places.names, split_cores(cores), ("maps", "exports"), strict=True
-            )
-        ]
+        workers = _two(places, gpu, cores, is_copied=is_copied, has_mps=has_mps)
     return Placement(
         places=places,
         workers=tuple(workers),
@@ -209,6 +197,25 @@ def place_on_gpu(
         block_size=block_size,
         reasons=(_why(gpu, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
     )
+
+
+def _two(
+    places: Places, gpu: Gpu, cores: list[int], *, is_copied: bool, has_mps: bool
+) -> list[WorkerPlan]:
+    """Both workers on one GPU."""
+    return [
+        WorkerPlan(
+            name,
+            tuple(own),
+            places.pool_of(name),
+            gpu,
+            None if is_copied else shares,
+            mps_percent=PREFILL_PERCENT if has_mps and name == PREFILL else None,
+        )
+        for name, own, shares in zip(
+            places.names, split_cores(cores), ("maps", "exports"), strict=True
+        )
+    ]
 
 
 def _why(gpu: Gpu, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:

@@ -26,8 +26,6 @@ from engine.errors import ChannelClosed, PenstockError
 from engine.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, WeightsLoaded
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.checkpoint import Checkpoint
     from engine.workers.grammars import Grammars
 
@@ -73,8 +71,6 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
-    import torch
-
     from engine.checkpoint import Checkpoint
     from engine.kernels.ways import Ways
     from engine.matcher import GrammarTokenizer
@@ -86,7 +82,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
-    from engine.workers.numa import node_of
+    from engine.workers.numa import Near
     from engine.workers.runner import Runner
 
     use_cores(setup.cpus)
@@ -99,11 +95,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     )
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars)
-    arena, share = None, None
-    notes: list[str] = []
+    arena, share, near = None, None, Near(setup.node)
     if setup.weights is not None:
         arena = mmap.mmap(setup.weights.fd, setup.weights.num_bytes, mmap.MAP_SHARED)
-        notes += _near(torch.frombuffer(arena, dtype=torch.uint8), setup)
+        near.prefer(arena)
         if not setup.weights.is_filled:
             share = (setup.weights.share_index, setup.weights.share_count)
     spec, ways = setup.weights, None
@@ -115,7 +110,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
-    notes += _near(pool, setup)
+    near.prefer(pool)
     specs = setup.other_pools
     others = {s.name: map_pool(s, config, setup.block_size, setup.dtype) for s in specs}
     probes = {name: probe(pool, other) for name, other in others.items()}
@@ -131,19 +126,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    if setup.node is not None and (found := node_of(pool)) not in (setup.node, None):
-        notes.append(f"its pool is on NUMA node {found}, not {setup.node}")
-    notes = list(dict.fromkeys(notes))
-    channel.send(Ready(transformer.attention_backend, notes=notes, probes=probes))
+    channel.send(Ready(transformer.attention_backend, notes=near.notes(pool), probes=probes))
     worker.run()
-
-
-def _near(memory: torch.Tensor, setup: Setup) -> list[str]:
-    """Have memory on the worker's NUMA node; why it is not, if so."""
-    from engine.workers.numa import prefer_node
-
-    about = None if setup.node is None else prefer_node(memory, setup.node)
-    return [] if about is None else [about]
 
 
 def _serve_on_gpu(

@@ -8,6 +8,7 @@ Never: moves a page that is there already.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 
@@ -69,3 +70,32 @@ def node_of(memory: torch.Tensor) -> int | None:
         ctypes.c_ulong(_NODE_OF_ADDRESS),
     )
     return None if failed else found.value
+
+
+class Near:
+    """What a worker's memory is to be near, and what came of it.
+
+    Args:
+        node: where its weights and its pool are to be; None: wherever they are touched.
+    """
+
+    def __init__(self, node: int | None) -> None:
+        self._node = node
+        self._refusals: list[str] = []
+
+    def prefer(self, memory: torch.Tensor | mmap.mmap) -> None:
+        """Ask for a mapping's pages, before anybody has touched them."""
+        if self._node is None:
+            return
+        if isinstance(memory, mmap.mmap):
+            memory = torch.frombuffer(memory, dtype=torch.uint8)
+        refusal = prefer_node(memory, self._node)
+        if refusal is not None and refusal not in self._refusals:
+            self._refusals.append(refusal)
+
+    def notes(self, pool: torch.Tensor) -> list[str]:
+        """What is not as it was to be, by where a pool is that has been touched."""
+        found = None if self._node is None else node_of(pool)
+        if found is None or found == self._node:
+            return self._refusals
+        return [*self._refusals, f"its pool is on NUMA node {found}, not {self._node}"]
