@@ -303,8 +303,7 @@ class Service:
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
-        if state.ready is not None:
-            self._router.copies.links.probed(worker, state.ready.probes)
+        self._router.copies.links.probed(worker, state.probes)
         self._router.worker_ready(worker, time.monotonic_ns())
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
@@ -386,10 +385,9 @@ class Service:
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> Standing:
-        reason = self.not_ready_reason()
         self._totals.has_prefix_cache = self.hasher is not None
-        live, lost = list(self._live.values()), self._log.rows_lost
-        return Standing(reason or self.degraded_reason(), live, self._totals, lost, self.swaps)
+        live, reason = list(self._live.values()), self.not_ready_reason() or self.degraded_reason()
+        return Standing(reason, live, self._totals, self._log.rows_lost, self.swaps)
 
     def _check_when_idle(self) -> None:
         if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:

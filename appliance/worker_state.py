@@ -88,7 +88,12 @@ class WorkerState:
     @property
     def copy_bytes_per_s(self) -> float | None:
         """Of blocks to another pool and back, when it started; of several pools the slowest."""
-        return None if self.ready is None else min(self.ready.probes.values(), default=None)
+        return min(self.probes.values(), default=None)
+
+    @property
+    def probes(self) -> dict[str, float]:
+        """By other pool: bytes a second when it started; 0: it cannot be reached."""
+        return {} if self.ready is None else self.ready.probes
 
     @property
     def device(self) -> str:

@@ -11,6 +11,7 @@ Never: copies; chooses a pair of workers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.messages import Copied
@@ -78,7 +79,7 @@ class Links:
         source, target = legs[0].worker, legs[1].worker
         return f"; {source} to {target} by {self.between(source, target).transport}"
 
-    def probed(self, worker: str, rates: dict[str, float]) -> None:
+    def probed(self, worker: str, rates: Mapping[str, float]) -> None:
         """A worker has started and tried what it copies over; a rate of 0 is a try that failed."""
         for state in self.states.values():
             hops = [hop for hop in state.link.hops if hop.worker == worker]
