@@ -153,7 +153,8 @@ class ReplyShape:
     def _chunk(self, choice: Json, sequence: Sequence, num_tokens: int) -> Json:
         chunk = self._object("chat.completion.chunk", [choice])
         if self.ask.has_running_usage:
-            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens, None)}
+            num_cached = None if sequence.prefix is None else sequence.num_cached_tokens
+            return chunk | {"usage": usage(sequence.num_prompt_tokens, num_tokens, num_cached)}
         # Asked for usage, clients find the key in every chunk, null until the last.
         return chunk | {"usage": None} if self.ask.include_usage else chunk
 
