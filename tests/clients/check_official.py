@@ -10,7 +10,7 @@ from tests.clients.doors import http_library
 
 openai = pytest.importorskip("openai")
 
-QUESTION = {"role": "user", "content": "What is the capital of France?"}
+QUESTION = {"role": "user", "content": "What is the capital city of Germany?"}
 WEATHER = {"role": "user", "content": "What is the weather in Paris?"}
 PARAMETERS = {
     "type": "object",
@@ -68,7 +68,7 @@ def chat(client, stream, **fields):
 
 def test_a_chat_of_openais(of_openai, stream):
     text, calls, reason = chat(of_openai, stream, messages=[QUESTION])
-    assert "Paris" in text
+    assert "Berlin" in text
     assert (calls, reason) == ([], "stop")
 
 
@@ -116,8 +116,8 @@ def respond(client, stream, **fields):
 
 
 def test_a_response_and_one_that_goes_on_from_it(of_openai, stream):
-    first = respond(of_openai, stream, input="What is the capital of France?")
-    assert "Paris" in first.output_text
+    first = respond(of_openai, stream, input="What is the capital city of Germany?")
+    assert "Berlin" in first.output_text
     second = respond(of_openai, stream, input="Say it again.", previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.output_text
@@ -164,7 +164,7 @@ def test_a_message_of_anthropics(of_anthropic, stream):
     fields = {"messages": [QUESTION], "system": "You are a helpful assistant."}
     reply = message(of_anthropic, stream, **fields)
     (block,) = reply.content
-    assert "Paris" in block.text
+    assert "Berlin" in block.text
     assert reply.stop_reason == "end_turn"
     counted = of_anthropic.messages.count_tokens(model="any", **fields)
     usage = reply.usage
@@ -209,7 +209,7 @@ def test_a_chat_of_ollamas_and_what_it_says_of_the_model(of_ollama, stream):
     options = {"temperature": 0, "num_predict": 60}
     reply = of_ollama.chat(model.model, [QUESTION], stream=stream, options=options)
     parts = list(reply) if stream else [reply]
-    assert "Paris" in "".join(one.message.content or "" for one in parts)
+    assert "Berlin" in "".join(one.message.content or "" for one in parts)
     assert (parts[-1].done, parts[-1].done_reason) == (True, "stop")
 
 
@@ -217,7 +217,7 @@ def test_a_prompt_of_ollamas(of_ollama, stream):
     options = {"temperature": 0, "num_predict": 60}
     prompt = QUESTION["content"]
     reply = of_ollama.generate("any", prompt, stream=stream, options=options)
-    assert "Paris" in "".join(one.response for one in (reply if stream else [reply]))
+    assert "Berlin" in "".join(one.response for one in (reply if stream else [reply]))
 
 
 def test_tools_of_ollamas_are_offered_and_a_result_is_answered(of_ollama, stream):
