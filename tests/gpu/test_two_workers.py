@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from appliance.devices.listing import Gpu
-from appliance.gpu_placement import GPU_STEP_TOKENS
+from appliance.spread import GPU_STEP_TOKENS
 from appliance.placement import WorkerPlan
 from appliance.supervisor import Supervisor
 from engine.messages import (
