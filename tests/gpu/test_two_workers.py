@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from appliance.devices.listing import Gpu
-from appliance.spread import GPU_STEP_TOKENS
 from appliance.placement import WorkerPlan
+from appliance.spread import GPU_STEP_TOKENS
 from appliance.supervisor import Supervisor
 from engine.messages import (
     Copied,
