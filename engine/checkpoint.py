@@ -65,7 +65,7 @@ class Checkpoint:
         source, paths = _weight_files(folder)
         for path in paths:
             _, tensors = read_header(path)
-            found.update((_named(tensor.name, config), tensor) for tensor in tensors)
+            found.update((tensor.name, tensor) for tensor in _named(tensors, config.family.base))
         expected = {}
         for name, shape in expected_shapes(config):
             names = config.family.experts
@@ -141,12 +141,16 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
         yield f"{prefix}lm_head.weight", (config.vocab_size, hidden)
 
 
-def _named(name: str, config: ModelConfig) -> str:
-    """A tensor's name as the family has it."""
-    base = config.family.base
-    if base is None or not name.startswith(base):
-        return name
-    return f"model.{name.removeprefix(base)}"
+def _named(tensors: list[TensorInfo], base: str | None) -> list[TensorInfo]:
+    """The same by the names that the family has for them."""
+    if base is None:
+        return tensors
+    return [
+        replace(tensor, name=f"model.{tensor.name.removeprefix(base)}")
+        if tensor.name.startswith(base)
+        else tensor
+        for tensor in tensors
+    ]
 
 
 def _norm_shapes(config: ModelConfig, prefix: str, place: str) -> Iterator[_NamedShape]:

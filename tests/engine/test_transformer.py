@@ -1,10 +1,12 @@
 """The model computes what transformers computes, however its work is cut into steps."""
 
+import json
 import math
 import mmap
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import Checkpoint, weights_layout
 from engine.config import ModelConfig
@@ -347,6 +349,22 @@ def test_the_language_model_of_a_seeing_checkpoint_is_exact(tmp_path, family):
     generator = torch.Generator().manual_seed(9)
     pool, ids = Pool(model, 16, generator), random_ids(generator, 150)
     assert_same_predictions(pool.step([(ids, 0, pool.table(150))]), oracle_logits(oracle, ids))
+
+
+def test_gemma_4s_language_model_is_found_among_the_parts_of_one_that_sees(tmp_path):
+    folder = make_checkpoint(tmp_path, "gemma4_text")
+    oracle = load_oracle(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": text}))
+    ids = random_ids(torch.Generator().manual_seed(14), 60)
+    pool = Pool(load(folder), 16, torch.Generator().manual_seed(15))
+    assert_same_predictions(pool.step([(ids, 0, pool.table(60))]), oracle_logits(oracle, ids))
 
 
 def test_experts_as_gpt_oss_publishes_them_are_exact(tmp_path):
