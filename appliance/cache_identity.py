@@ -49,9 +49,16 @@ class PromptHasher:
         self._hasher = hasher
         self._isolates_users = isolates_users
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the key and the model: 32 bytes, by which blocks on disk are known as its own."""
+        return self._hasher.fingerprint
+
     def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
         """Of a prompt, which only such find that have the same salt; from any thread."""
-        return self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
+        chain = self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
+        chain.is_secret = bool(salt)
+        return chain
 
 
 def make_hasher(config: ServeConfig, plan: Plan) -> PromptHasher | None:

@@ -49,6 +49,8 @@ class ServeConfig:
     kv_memory_bytes: int | None = None
     prefix_cache: bool = True
     cache_isolation: str = "none"
+    ssd_cache: int | str = "auto"
+    ssd_dir: Path | None = None
     listen: tuple[str, int] | None = None
     api_keys: Path | None = None
     operators: tuple[str, ...] = DEFAULT_OPERATORS
@@ -84,6 +86,11 @@ class ServeConfig:
                 where="transport",
                 hint="leave out --transport, or --roles",
             )
+
+    @property
+    def ssd_folder(self) -> Path:
+        """Where blocks are kept on disk."""
+        return self.ssd_dir or self.state_dir / "kv"
 
     @property
     def log_path(self) -> Path:

@@ -29,7 +29,7 @@ from appliance.folders import prepare_directories
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
-from appliance.journal import Formatter
+from appliance.journal import Formatter, has_terminal
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
@@ -38,6 +38,7 @@ from appliance.open_files import raise_limit
 from appliance.rehearsing import Rehearsing
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
+from appliance.ssd_cache import SsdCache
 from appliance.stacks import wait_for_signal
 from appliance.supervisor import Supervisor
 from appliance.swapping import Swapping
@@ -100,15 +101,6 @@ def _log_limits(config: ServeConfig) -> Limits:
     return Limits(config.log_keep_days, config.log_max_bytes)
 
 
-def _has_terminal() -> bool:
-    """Whether the process has a controlling terminal that is still there."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
-
-
 class _Daemon:
     """One run; built in the order in which it starts."""
 
@@ -129,7 +121,7 @@ class _Daemon:
         self._inherited = inherited
         """Listeners of a socket unit: they and who waits in them outlive us."""
         self._num_signals = 0
-        self._has_terminal = _has_terminal()
+        self._has_terminal = has_terminal()
         self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -195,6 +187,7 @@ class _Daemon:
             transport=plan.placement.places.transport,
         )
         self._start_workers(plan)
+        self._ssd = SsdCache(self._config, lambda *event: self._service.event(*event))
         self._service = Service(
             plan,
             self._router,
@@ -202,6 +195,7 @@ class _Daemon:
             Tokenizer.from_folder(plan.checkpoint.folder),
             self._request_log,
             keeps_text=self._config.log_text,
+            ssd=self._ssd,
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         if self._config.models:
@@ -237,6 +231,7 @@ class _Daemon:
         """End them, and give back what they shared."""
         if not self._has_workers:
             return
+        await self._ssd.close()
         await self._supervisor.stop()
         self._has_workers = False
         for fd in self._plan.inherited_fds:
@@ -279,12 +274,15 @@ class _Daemon:
             self._service.abort_all()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
+        else:
+            await self._ssd.flush()
         stop_now.cancel()
 
     async def _load(self) -> str | None:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
         await asyncio.gather(self._supervisor.run(), self._service.rekey(self._config, self._plan))
+        await self._ssd.open(self._plan, self._service.hasher, self._router)
         about = await self._rehearsing.run(self._service.model.max_model_len)
         self._service.availability.is_rehearsing = False
         return about
@@ -295,7 +293,7 @@ class _Daemon:
 
     def _on_hangup(self) -> None:
         """SIGHUP: end with the terminal if that is what is gone, else read the settings again."""
-        if self._has_terminal and not _has_terminal():
+        if self._has_terminal and not has_terminal():
             self._on_signal()
         else:
             self._reload()

@@ -59,6 +59,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
+        yield _looked_at("ssd", lambda: _ssd(found))
     yield _daemon(client)
 
 
@@ -185,6 +186,20 @@ def _log(path: Path) -> Finding:
     return Finding("log", "ok", f"{path}: sound, {rows['requests']:,} requests")
 
 
+def _ssd(found: config.ServeConfig) -> Finding:
+    from appliance.ssd_cache import allowance  # half of a second
+    from engine.tiers.files import slab_bytes
+
+    folder, hint = found.ssd_folder, "give it a size with --ssd-cache, or another disk: --ssd-dir"
+    allowed = allowance(folder, found.ssd_cache)
+    if isinstance(allowed, str):
+        if found.ssd_cache == "off":
+            return Finding("ssd", "ok", "no SSD cache, as the settings say")
+        return Finding("ssd", "note", f"no SSD cache: {allowed}", hint)
+    used = f"{slab_bytes(folder) / 2**30:.1f} of {allowed.cap_bytes / 2**30:.1f} GiB used"
+    return Finding("ssd", "ok", f"{folder}: {used}")
+
+
 def _daemon(client: Callable[[], Client]) -> Finding:
     try:
         state = client().get("/v1/penstock/state")
@@ -192,6 +207,10 @@ def _daemon(client: Callable[[], Client]) -> Finding:
         return Finding("daemon", "note", str(error), error.hint)
     workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
+    ssd = state.get("ssd") or {}
+    if ssd.get("state") == "down":
+        about = f"{found}; its SSD cache is down: {ssd['reason']}"
+        return Finding("daemon", "note", about, "the disk is slow or fails; see the kernel log")
     if state["state"] != "ready":
         found = f"{found}; {state['state_reason']}"
         return Finding("daemon", "note", found, "penstock events says more")

@@ -35,6 +35,7 @@ from appliance.protocol import (
 )
 from appliance.request import ModelInfo, Request
 from appliance.roles import roles_frame
+from appliance.ssd_cache import SsdCache
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
@@ -71,6 +72,7 @@ class Frames:
         telemetry: Telemetry,
         devices: Devices,
         record: Callable[[Frame], None],
+        ssd: SsdCache | None = None,
     ) -> None:
         self._plan = plan
         self.model = model
@@ -82,6 +84,7 @@ class Frames:
         self.energy = Energy(num_machine_cores(), gpus)
         self._devices = devices
         self._record = record
+        self._ssd = ssd
         self._alerts = Alerts()
         self._usual = Usual()
         self._started_ns = time.monotonic_ns()
@@ -183,6 +186,7 @@ class Frames:
             "num_requests": len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
             "swaps": swaps,
+            "ssd": None if self._ssd is None else self._ssd.frame(),
             **roles_frame(router),
         }
 

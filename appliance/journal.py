@@ -62,3 +62,12 @@ def _priority(level: int) -> int:
     if level >= logging.WARNING:
         return _WARNING
     return _INFO if level >= logging.INFO else _DEBUG
+
+
+def has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from appliance.link_frame import LinkFrame as LinkFrame
 from appliance.pool_frame import HolderFrame as HolderFrame
 from appliance.pool_frame import OwnerFrame as OwnerFrame
 from appliance.pool_frame import PoolFrame as PoolFrame
+from appliance.ssd_frame import SsdFrame
 
 FRAME_VERSION = 1
 PHASES = ("queued", "prefilling", "handing_off", "paused", "decoding", "finished")
@@ -357,7 +358,6 @@ class Frame(msgspec.Struct):
     dtype: str
     """Empty while the model is being downloaded."""
     max_model_len: int | None
-    """None while the model is being downloaded."""
     roles: str
     """`elastic`, `static` or `colocated`; can change while it runs."""
     transport: str | None
@@ -375,7 +375,6 @@ class Frame(msgspec.Struct):
     num_requests: int
     """Live requests, also those beyond MAX_FRAME_REQUESTS."""
     events: list[EventFrame]
-    """The newest, oldest first."""
     slo_ttft_ms: int | None = None
     """Targets of elastic roles; None: relative to what the machine does undisturbed."""
     slo_itl_ms: int | None = None
@@ -388,6 +387,7 @@ class Frame(msgspec.Struct):
     swaps: SwapsFrame | None = None
     links: list[LinkFrame] = []
     """Between pools that blocks are copied between."""
+    ssd: SsdFrame | None = None
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

@@ -29,6 +29,7 @@ from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
+from appliance.ssd_cache import SsdCache
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
@@ -58,6 +59,7 @@ class Service:
         *,
         keeps_text: bool,
         devices: Devices | None = None,
+        ssd: SsdCache | None = None,
     ) -> None:
         self._router, self._supervisor = router, supervisor
         self._tokenizer, self._log = tokenizer, request_log
@@ -72,7 +74,7 @@ class Service:
         self._telemetry = Telemetry(model.max_model_len)
         devices = devices or Devices.of_machine()
         self._frames = Frames(
-            plan, model, router, supervisor, self._telemetry, devices, request_log.frame
+            plan, model, router, supervisor, self._telemetry, devices, request_log.frame, ssd
         )
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -48,6 +48,20 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
+def a_size_or(*words: str) -> Callable[[object], int | str]:
+    """A size, or one of some words."""
+
+    def parse(value: object) -> int | str:
+        if value in words:
+            return str(value)
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {' or '.join(words)}") from error
+
+    return parse
+
+
 def a_duration(value: object) -> float:
     """`90s`, `2m`, `1h`, `500ms` or plain seconds, in seconds."""
     match = _DURATION.fullmatch(str(value).strip())

@@ -14,6 +14,7 @@ from appliance.setting_kinds import (
     a_duration,
     a_flag,
     a_path,
+    a_size_or,
     an_address,
     at_least,
     names,
@@ -94,6 +95,10 @@ SETTINGS: Mapping[str, Setting] = {
         "whose prompts share what is kept: none sets nobody apart; user lets nobody find out, by "
         "the time of a first token, what another user has asked",
     ),
+    "ssd_cache": Setting(
+        a_size_or("auto", "off"), "most KV to keep on disk across restarts, as 20GiB; or auto, off"
+    ),
+    "ssd_dir": Setting(a_path, "folder for that; by default kv in the state folder"),
     "socket": Setting(a_path, "the Unix socket to listen on"),
     "state_dir": Setting(a_path, "folder for the request log"),
     "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),

@@ -39,6 +39,8 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
             text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
+        elif router.prefixes.tier is not None and router.prefixes.tier.is_loading(sequence.seq_id):
+            text = f"blocks of its prompt from the SSD; {_by_now(sequence, now_ns)}"
         elif not router.ways.fits(sequence, spare):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
         else:

@@ -20,6 +20,8 @@ from engine.blocks import BlockState, Ledger
 from engine.counters import Counters
 from engine.places import PREFILL, Places
 from engine.sequence import Leg, On, Sequence
+from engine.tiers.loads import Wanted
+from engine.tiers.ssd import SsdTier
 
 
 class PrefixCache:
@@ -40,6 +42,8 @@ class PrefixCache:
         self._counters = counters
         self._max_step_tokens = max_step_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
+        self.tier: SsdTier | None = None
+        """Blocks on disk; None: there are none."""
 
     # Before a sequence is placed
 
@@ -92,6 +96,8 @@ class PrefixCache:
         chain = sequence.prefix
         if chain is None or not chain.hashes:
             return False
+        if self._is_restored(sequence):
+            return True
         others = [
             o for o in ahead.sequences if o.prefix and o.prefix.hashes[:1] == chain.hashes[:1]
         ]
@@ -101,6 +107,24 @@ class PrefixCache:
         until = self.tokens_until(sequence, hits, ahead)
         alone = min(map(until, self._places.playing(PREFILL)))
         return any(self._is_worth_it(sequence, other, hits, ahead, alone) for other in others)
+
+    def _is_restored(self, sequence: Sequence) -> bool:
+        """True while blocks of its prompt come from disk to where it would be computed."""
+        if self.tier is None or sequence.prefix is None or sequence.prefix.is_secret:
+            return False
+        if not self.tier.has_decided(sequence.seq_id):
+            hits, pools = self.hits(sequence), self._ledger.pools
+            names = {self._places.pool_of(worker) for worker in self._places.playing(PREFILL)}
+            pool = max(sorted(names), key=lambda name: (hits.get(name, 0), pools[name].num_free))
+            most = self._most(sequence, pools[pool].block_size)
+            chain, owner = sequence.prefix, sequence.owner
+            self.tier.decide(Wanted(sequence.seq_id, pool, chain, most, owner))
+        return self.tier.is_loading(sequence.seq_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, and waits for nothing."""
+        if self.tier is not None:
+            self.tier.forget(sequence.seq_id)
 
     def _is_worth_it(
         self,
@@ -152,6 +176,11 @@ class PrefixCache:
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
+            if self.tier is not None:
+                self.tier.forget(sequence.seq_id)
+                if not sequence.prefix.is_secret:
+                    num_found = len(found.get(books.name, ()))
+                    self.tier.found(sequence.prefix.hashes[:num_found])
         return True
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
@@ -205,6 +234,8 @@ class PrefixCache:
             chain.grow(sequence.tokens_between(chain.num_tokens, num_full * size))
         self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
         sequence.num_published_blocks = num_full
+        if self.tier is not None and not chain.is_secret:
+            self.tier.computed(chain.hashes[first:num_full])
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
 
     def _most(self, sequence: Sequence, block_size: int) -> int:

@@ -38,6 +38,11 @@ class PrefixHasher:
         self._extra = blake2b(extra).digest()
         self._block = blake2b(digest_size=HASH_BYTES, key=key, person=b"block")
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the key and all that blocks depend on beside tokens: 32 bytes."""
+        return blake2b(self._extra, digest_size=32, key=self._key, person=b"kept").digest()
+
     def root(self, *salts: str) -> Hash:
         """What the chains of all prompts with these salts begin with; of others no hash is alike.
 
@@ -80,7 +85,7 @@ class PrefixChain:
         root: what the chain begins with.
     """
 
-    __slots__ = ("_hasher", "hashes", "root", "took_ns")
+    __slots__ = ("_hasher", "hashes", "is_secret", "root", "took_ns")
 
     def __init__(self, hasher: PrefixHasher, root: Hash) -> None:
         self._hasher = hasher
@@ -88,6 +93,8 @@ class PrefixChain:
         self.hashes: list[Hash] = []
         self.took_ns = 0
         """To hash the prompt; of a copy 0."""
+        self.is_secret = False
+        """A client's secret is in its root: its blocks never reach a disk."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -123,5 +130,6 @@ class PrefixChain:
     def copy(self) -> PrefixChain:
         """One that can grow on its own, as each of several answers to one prompt does."""
         twin = PrefixChain(self._hasher, self.root)
+        twin.is_secret = self.is_secret
         twin.hashes = list(self.hashes)
         return twin

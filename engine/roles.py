@@ -246,6 +246,17 @@ class Roles:
         ]
         return max((known_ms for known_ms in every if known_ms is not None), default=None)
 
+    def prompt_ms(self, worker: str, num_tokens: int, num_before: int) -> float | None:
+        """The least that so many tokens of a prompt might take after so many; None: unknown.
+
+        A guess, where steps of such a size have not been measured.
+        """
+        size = min(num_tokens, self._max_step_tokens)
+        load = StepLoad(size, size * (num_before + num_tokens / 2))
+        every = [times.guess_ms(load) for (name, _), times in self._times.items() if name == worker]
+        known = [step_ms * num_tokens / size for step_ms in every if step_ms is not None]
+        return min(known, default=None)
+
     def _num_cores(self, worker: str) -> int:
         """On which it computes now."""
         cores = self.cores

@@ -104,6 +104,7 @@ class Router:
         sequence.stamps.finish(now_ns)
         self.queue.forget(sequence)
         self.growth.forget(sequence)
+        self.prefixes.forget(sequence)
         self.roles.outcomes.forget(sequence.seq_id)
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
@@ -271,8 +272,7 @@ class Router:
         if not self.ways.has_capacity(sequence, legs):  # with its output it is too long to move
             legs = legs_of(sequence, Pair(choice.pair.decode, choice.pair.decode))
         needed = self.ways.needs(sequence, legs)
-        fits = all(count <= room[name] for name, count in needed.items())
-        fits &= legs[0].worker in open_workers
+        fits = legs[0].worker in open_workers and all(n <= room[name] for name, n in needed.items())
         if not fits or not prefixes.reserve(sequence, legs, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)

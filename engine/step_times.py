@@ -174,7 +174,7 @@ class StepTimes:
 
     def observe(self, load: StepLoad, elapsed_ms: float) -> None:
         """Take in a step that was made."""
-        expected_ms = self._value_ms(load)
+        expected_ms = self.guess_ms(load)
         error = None
         if expected_ms is not None:
             error = math.log(max(elapsed_ms, _MIN_MS) / expected_ms)
@@ -194,13 +194,13 @@ class StepTimes:
         ):
             if size and not (ground.covers(size, depth) and ground.is_reliable(size)):
                 return None
-        return self._value_ms(load)
+        return self.guess_ms(load)
 
     def num_prompt_steps(self, size: int) -> int:
         """Steps that it has made with prompt tokens of a class of sizes."""
         return self._prefill_ground.num_steps[size]
 
-    def _value_ms(self, load: StepLoad) -> float | None:
+    def guess_ms(self, load: StepLoad) -> float | None:
         """By the fit, wherever it may lie; None while too few steps of its kind have been seen."""
         if load.num_prefill_tokens:
             if self._prefill.num_steps < MIN_STEPS:

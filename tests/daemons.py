@@ -51,6 +51,8 @@ class Daemon:
         self.stderr_path = folder / "stderr.txt"
         command = [sys.executable, *self.program, "serve", "--socket", str(self.socket)]
         command += ["--state-dir", str(folder / "state")]
+        if "--ssd-cache" not in args:
+            command += ["--ssd-cache", "off"]  # but where it is what is tested
         if model is not None:
             command += ["--model", str(model)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}

@@ -27,6 +27,7 @@ DIRECTIONS = {
     "tui/": (
         "tui",
         "appliance.protocol",
+        "appliance.ssd_frame",
         "appliance.recording",
         "appliance.client",
         "appliance.config",

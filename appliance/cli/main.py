@@ -44,6 +44,7 @@ VERBS: Mapping[str, str] = {
     "record": "record",
     "bench": "bench",
     "models": "models",
+    "cache": "cache",
     "db": "db",
     "config": "settings",
     "keys": "control",

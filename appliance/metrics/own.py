@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.metrics.family import Family, counter, gauge, histogram
 from appliance.protocol import DeviceFrame, Frame, WayFrame
+from appliance.ssd_frame import SsdFrame
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
@@ -25,6 +26,7 @@ def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
     yield from _latency(frame, histograms)
     yield from _workers(frame)
     yield from _kv(frame)
+    yield from _ssd(frame.ssd)
     yield from _energy(frame)
     yield from _devices(frame.devices)
 
@@ -224,6 +226,41 @@ def _kv(frame: Frame) -> Iterator[Family]:
             "What the transport carried when it was probed at start.",
             handoff.probe_bytes_per_s,
         )
+
+
+def _ssd(ssd: SsdFrame | None) -> Iterator[Family]:
+    """The SSD cache; nothing where there is none."""
+    if ssd is None or ssd.state not in ("on", "down"):
+        return
+    yield gauge("penstock_ssd_up", "1 unless its disk cannot be relied on.", ssd.state == "on")
+    yield gauge("penstock_ssd_bytes", "Of the blocks on disk.", ssd.num_bytes)
+    yield gauge("penstock_ssd_limit_bytes", "That its cap has room for.", ssd.max_bytes)
+    yield gauge("penstock_ssd_waiting_sequences", "For blocks from the disk.", ssd.waiting)
+    counts = {
+        "stored": ssd.stored_blocks,
+        "loaded": ssd.loaded_blocks,
+        "evicted": ssd.evicted_blocks,
+        "expired": ssd.expired_blocks,
+        "damaged": ssd.damaged_blocks,
+        "not_stored": ssd.failed_stores,
+    }
+    yield counter(
+        "penstock_ssd_blocks_total",
+        "By what became of them.",
+        [({"outcome": outcome}, count) for outcome, count in counts.items()],
+    )
+    decided = {"loaded": ssd.loads, "declined": ssd.declined_loads}
+    yield counter(
+        "penstock_ssd_decisions_total",
+        "Prompts with blocks on disk, by whether loading was predicted to beat computing.",
+        [({"decision": decision}, count) for decision, count in decided.items()],
+    )
+    yield counter("penstock_ssd_loaded_tokens_total", "Not computed.", ssd.loaded_tokens)
+    yield counter("penstock_ssd_late_loads_total", "Given up at a deadline.", ssd.missed_deadlines)
+    yield counter("penstock_ssd_load_seconds_total", "Waited for loads.", ssd.load_ms / 1e3)
+    about = "That loads took longer than computing was predicted to."
+    yield counter("penstock_ssd_regret_seconds_total", about, ssd.regret_ms / 1e3)
+    yield gauge("penstock_ssd_read_bytes_per_second", "Of loads.", ssd.read_bytes_per_s)
 
 
 def _energy(frame: Frame) -> Iterator[Family]:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from appliance.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
+from appliance.ssd_frame import SsdFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
@@ -24,6 +25,7 @@ INTERNAL = {
     "devices.parent": "places a slice under its GPU",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "links.has_detour": "decides whether it is an alert when it is slow",
+    "ssd.reason": "shown where the state is not `on`",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""
@@ -60,6 +62,7 @@ def rich() -> Frame:
         devices=[device],
         requests=[request],
         num_requests=1,
+        ssd=SsdFrame("on", "", "/var/kv", 70, 7 << 20, 9 << 30, loads=3, load_ms=50.0),
         state="draining",
         state_reason="x",
     )

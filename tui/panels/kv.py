@@ -21,6 +21,7 @@ from tui.lines import (
     sparkline,
     state_bar,
 )
+from tui.panels import ssd
 from tui.panels.gauges import kv, used_spans
 from tui.view import View, pool_counts
 
@@ -36,7 +37,7 @@ _TALL = 32
 """From this height on a map has more rows."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
-NOT_BUILT = "not built in: tiers in DRAM or on SSD"
+NOT_BUILT = "not built in: a tier in DRAM"
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -54,6 +55,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             *_owners(frame, width),
             *_holders(frame, width),
             *_prefix_cache(frame, width),
+            *ssd.lines(frame, width),
             _absent(),
         ]
     rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
@@ -67,6 +69,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             [*_owners(frame, right), *_holders(frame, right), *_prefix_cache(frame, right)],
             left,
         ),
+        *ssd.lines(frame, width),
         _absent(),
     ]
 

@@ -1,0 +1,48 @@
+"""What console and CLI are told of the SSD cache.
+
+Owns: its part of a frame.
+Invariant: counts are since the daemon started; None is not reported.
+Never: imports the engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SsdFrame(msgspec.Struct):
+    """The cache on disk, and what it has earned."""
+
+    state: str
+    """`on`, `opening`, `off`, or `down` while the disk cannot be relied on."""
+    reason: str
+    """Why it is not on; empty if it is."""
+    folder: str
+    blocks: int = 0
+    num_bytes: int = 0
+    """Of these blocks."""
+    max_bytes: int = 0
+    """Of all blocks that its cap has room for."""
+    waiting: int = 0
+    """Prompts that wait for blocks from the disk now."""
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    loaded_tokens: int = 0
+    loads: int = 0
+    """Prompts that have waited for blocks, in vain or not."""
+    declined_loads: int = 0
+    """Where computing was predicted to take less."""
+    load_ms: float = 0.0
+    """What those prompts have waited, all together."""
+    compute_ms: float = 0.0
+    """What computing the same was predicted to take."""
+    regret_ms: float = 0.0
+    """What loads took beyond that."""
+    missed_deadlines: int = 0
+    evicted_blocks: int = 0
+    expired_blocks: int = 0
+    damaged_blocks: int = 0
+    """Found out by their checksums, dropped, and computed again."""
+    failed_stores: int = 0
+    read_bytes_per_s: float | None = None
+    """What loads get from the disk; None: it is not on."""

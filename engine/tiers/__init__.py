@@ -1,0 +1,1 @@
+"""KV beyond the pools: blocks kept on an SSD, across restarts."""

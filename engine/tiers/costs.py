@@ -1,0 +1,75 @@
+"""What a load from disk costs, against computing the same again; and what came of it.
+
+Owns: the rate at which blocks come from the disk, learnt from every load, and the sums of what was
+predicted and of what it took.
+Invariant: a load is worth it only where it is predicted to take less than computing would; regret
+is the time that loads took beyond what computing was predicted to.
+Never: reads a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_NEWEST_SHARE = 0.3
+"""That the newest load has in the rate."""
+OVERHEAD_MS = 2.0
+"""Of a load, however small: threads that wake up, and the loop."""
+MIN_DEADLINE_MS = 200.0
+DEADLINE_RATIO = 4.0
+"""A load is given up after so many times what was predicted of it."""
+
+
+@dataclass(slots=True)
+class Costs:
+    """Of one disk.
+
+    Args:
+        bytes_per_s: at which it reads, as a probe found.
+    """
+
+    bytes_per_s: float
+    num_loads: int = 0
+    """That were worth it, as predicted, and have been done or given up."""
+    num_declined: int = 0
+    """Where computing was predicted to take less."""
+    load_ms: float = 0.0
+    """What all loads took together."""
+    compute_ms: float = 0.0
+    """What computing the same was predicted to take."""
+    regret_ms: float = 0.0
+
+    def predict_ms(self, num_bytes: int) -> float:
+        """Until so many bytes are there."""
+        return OVERHEAD_MS + num_bytes / self.bytes_per_s * 1e3
+
+    def deadline_ms(self, load_ms: float) -> float:
+        """After which a load that was predicted to take so long is given up."""
+        return max(DEADLINE_RATIO * load_ms, MIN_DEADLINE_MS)
+
+    def is_worth_it(self, load_ms: float, compute_ms: float | None) -> bool:
+        """Whether to load, by both predictions; where computing was never measured, it is tried."""
+        if compute_ms is None or load_ms < compute_ms:
+            return True
+        self.num_declined += 1
+        return False
+
+    def loaded(self, num_bytes: int, elapsed_ms: float, compute_ms: float | None) -> None:
+        """A load is over, or was given up.
+
+        Args:
+            num_bytes: that are there.
+            elapsed_ms: that somebody waited for them.
+            compute_ms: predicted for what was to be loaded; None: unknown.
+        """
+        self.num_loads += 1
+        self.load_ms += elapsed_ms
+        if num_bytes and elapsed_ms > 0:
+            rate = num_bytes / max(elapsed_ms - OVERHEAD_MS, elapsed_ms / 4) * 1e3
+            self.bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * self.bytes_per_s
+        else:  # nothing came in that time: it is slower than that
+            self.bytes_per_s *= 1 - _NEWEST_SHARE
+        if compute_ms is not None:
+            # what did not come has to be computed after all
+            self.compute_ms += compute_ms
+            self.regret_ms += max(elapsed_ms - (compute_ms if num_bytes else 0.0), 0.0)

@@ -1,0 +1,276 @@
+"""Which block lies in which place on disk, and which place is given to the next.
+
+Owns: the index of all records, the free places, and who reads or writes which. Pure: files are
+slabs', which is told what to do with the places named here.
+Invariants: a place has at most one record; nobody is given a place that somebody reads or writes;
+a record can be found from when it is written to when it is dropped, and no longer. Deleting has
+two phases: out of the index at once, given to another when its last reader is done.
+Never: reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.errors import InvariantViolated
+from engine.tiers.records import RecordHead
+
+HIGH_WATERMARK = 0.95
+"""When more of all places than this are taken, and no more can be made..."""
+LOW_WATERMARK = 0.90
+"""...the least recently used go, until no more than this are."""
+
+
+class Place(NamedTuple):
+    """A record's: its slab, and its number in it."""
+
+    slab: int
+    record: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A record that is there, or being written."""
+
+    block_hash: bytes
+    place: Place
+    number: int
+    stored_at_s: int
+    num_readers: int = 0
+    is_written: bool = False
+    is_dropped: bool = False
+    """Out of the index: its place is free when nobody reads it any more."""
+
+
+class SlabIndex:
+    """All places and records.
+
+    Args:
+        max_age_s: records older than this expire; None: none does.
+    """
+
+    def __init__(self, max_age_s: int | None = None) -> None:
+        self.max_age_s = max_age_s
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        """By hash, the least recently used first."""
+        self._busy: dict[Place, Entry] = {}
+        """Being read or written, also those that are dropped."""
+        self._free: deque[Place] = deque()
+        self._residue: dict[Place, int] = {}
+        """Free places with old bytes in them, and when those were stored."""
+        self._slabs: dict[int, int] = {}
+        """Places by slab."""
+        self._last_number = 0
+        self.num_evicted = self.num_expired = self.num_damaged = 0
+
+    def __len__(self) -> int:
+        return sum(entry.is_written for entry in self._entries.values())
+
+    @property
+    def num_places(self) -> int:
+        """Of all slabs."""
+        return sum(self._slabs.values())
+
+    @property
+    def num_free(self) -> int:
+        """Places that the next records get."""
+        return len(self._free)
+
+    # Slabs
+
+    def add_slab(
+        self, slab: int, num_records: int, found: Iterable[tuple[int, RecordHead]] = ()
+    ) -> None:
+        """A slab is there.
+
+        Args:
+            slab: its number.
+            num_records: places in it.
+            found: records that it has, by their number in it.
+        """
+        self._slabs[slab] = num_records
+        heads = dict(found)
+        for index in range(num_records):
+            place, head = Place(slab, index), heads.get(index)
+            if head is None:
+                self._free.append(place)
+            else:
+                self._adopt(place, head)
+
+    def _adopt(self, place: Place, head: RecordHead) -> None:
+        """A record from before the start; of two of one block, the newer."""
+        self._last_number = max(self._last_number, head.number)
+        other = self._entries.get(head.block_hash)
+        if other is not None and other.number > head.number:
+            self._free.append(place)
+            self._residue[place] = head.stored_at_s
+            return
+        if other is not None:
+            self.drop(other.block_hash)
+        entry = Entry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
+        self._entries[head.block_hash] = entry
+
+    def order_by_age(self) -> None:
+        """After all slabs have been added: what was stored last is taken for used last."""
+        ordered = sorted(self._entries.values(), key=lambda entry: entry.number)
+        self._entries = OrderedDict((entry.block_hash, entry) for entry in ordered)
+
+    def remove_slab(self, slab: int) -> None:
+        """A slab is gone, with all that was in it."""
+        self._slabs.pop(slab, None)
+        for entry in [e for e in self._entries.values() if e.place.slab == slab]:
+            self.drop(entry.block_hash)
+        self._free = deque(place for place in self._free if place.slab != slab)
+        self._residue = {p: at for p, at in self._residue.items() if p.slab != slab}
+
+    # What is there
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """True if it could be loaded."""
+        entry = self._entries.get(block_hash)
+        return entry is not None and entry.is_written
+
+    def is_known(self, block_hash: bytes) -> bool:
+        """True if it is there, or on its way there."""
+        return block_hash in self._entries
+
+    def num_leading(self, hashes: Iterable[bytes]) -> int:
+        """How many of a chain's blocks are there, from the first on without a gap."""
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in self:
+                break
+            count += 1
+        return count
+
+    def touch(self, hashes: list[bytes]) -> None:
+        """A chain is of use: its tail is forgotten before its head."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._entries:
+                self._entries.move_to_end(block_hash)
+
+    # Reading and writing
+
+    def begin_store(self, block_hash: bytes, now_s: int) -> Entry | None:
+        """A place to write a block to; None: it is known, or no place is free."""
+        if block_hash in self._entries or not self._free:
+            return None
+        place = self._free.popleft()
+        self._last_number += 1
+        entry = Entry(block_hash, place, self._last_number, now_s)
+        self._residue.pop(place, None)
+        self._entries[block_hash] = self._busy[place] = entry
+        return entry
+
+    def end_store(self, entry: Entry, *, is_written: bool) -> None:
+        """It has been written, or has not."""
+        del self._busy[entry.place]
+        if entry.is_dropped:
+            self._release(entry)
+        elif is_written:
+            entry.is_written = True
+        else:
+            self.drop(entry.block_hash)
+
+    def begin_load(self, block_hash: bytes) -> Entry | None:
+        """Where to read a block; None: it is not there. The place stays until end_load()."""
+        entry = self._entries.get(block_hash)
+        if entry is None or not entry.is_written:
+            return None
+        entry.num_readers += 1
+        self._busy[entry.place] = entry
+        return entry
+
+    def end_load(self, entry: Entry, *, is_sound: bool = True) -> None:
+        """Nobody reads it for this load any more; what is damaged is dropped, and counted."""
+        if not is_sound and not entry.is_dropped:
+            self.num_damaged += 1
+            self.drop(entry.block_hash)
+        entry.num_readers -= 1
+        if not entry.num_readers:
+            del self._busy[entry.place]
+            if entry.is_dropped:
+                self._release(entry)
+
+    # Deleting
+
+    def drop(self, block_hash: bytes) -> None:
+        """Out of the index now; its place is free when nobody reads or writes it any more."""
+        entry = self._entries.pop(block_hash)
+        entry.is_dropped = True
+        if entry.place not in self._busy:
+            self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.place.slab in self._slabs:
+            self._free.append(entry.place)
+            self._residue[entry.place] = entry.stored_at_s
+
+    def evict(self, num_places: int) -> int:
+        """Drop the least recently used if more of so many places are taken than may be; how many.
+
+        Args:
+            num_places: that there are, or could be made.
+        """
+        taken = len(self._entries)
+        if taken <= HIGH_WATERMARK * num_places:
+            return 0
+        excess = taken - int(LOW_WATERMARK * num_places)
+        idle = (e.block_hash for e in self._entries.values() if e.place not in self._busy)
+        victims = [block_hash for block_hash, _ in zip(idle, range(excess), strict=False)]
+        for block_hash in victims:
+            self.drop(block_hash)
+        self.num_evicted += len(victims)
+        return len(victims)
+
+    def expire(self, now_s: int) -> list[Place]:
+        """Drop records that are too old; free places whose bytes are, which are to be erased.
+
+        Each is returned once, and given to nobody before erased() says that it is done.
+        """
+        if self.max_age_s is None:
+            return []
+        oldest_s = now_s - self.max_age_s
+        old = [e.block_hash for e in self._entries.values() if e.stored_at_s < oldest_s]
+        for block_hash in old:
+            self.drop(block_hash)
+        self.num_expired += len(old)
+        return self._take_residue(oldest_s)
+
+    def clear(self) -> list[Place]:
+        """Drop everything; the free places with bytes in them, as expire() returns them."""
+        for block_hash in list(self._entries):
+            self.drop(block_hash)
+        return self._take_residue(None)
+
+    def _take_residue(self, older_than_s: int | None) -> list[Place]:
+        places = {p for p, at in self._residue.items() if older_than_s is None or at < older_than_s}
+        for place in places:
+            del self._residue[place]
+        self._free = deque(place for place in self._free if place not in places)
+        return sorted(places)
+
+    def erased(self, places: Iterable[Place]) -> None:
+        """Nothing of what was in these is left: they are free."""
+        self._free.extend(place for place in places if place.slab in self._slabs)
+
+    def not_erased(self, places: Iterable[Place]) -> None:
+        """They could not be erased: they are free, and to be erased as long as nobody has them."""
+        there = [place for place in places if place.slab in self._slabs]
+        self._free.extend(there)
+        self._residue.update(dict.fromkeys(there, 0))
+
+    def check_invariants(self, being_erased: Iterable[Place] = ()) -> None:
+        """Raise InvariantViolated unless every place is once in use, free, or being erased."""
+        seen: list[Place] = [entry.place for entry in self._entries.values()]
+        seen += [place for place, e in self._busy.items() if e.is_dropped]
+        seen += [*self._free, *being_erased]
+        seen = [place for place in seen if place.slab in self._slabs]
+        if len(set(seen)) != len(seen) or len(seen) != self.num_places:
+            raise InvariantViolated(
+                f"{self.num_places} places, {len(set(seen))} of {len(seen)} accounted for",
+                where="ssd",
+            )

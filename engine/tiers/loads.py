@@ -1,0 +1,205 @@
+"""Blocks on their way from the disk to pools, and the queued prompts that wait for them.
+
+A prompt whose next blocks are on disk waits until they are in a pool, where loading them is
+predicted to take less than computing them. There they are cached like any others, and admission
+finds them. It waits no longer than a deadline.
+Owns: loads under way.
+Invariants: what is loaded, and what is before it in its chain, is named by an open command until
+the thread is done with it; at most an eighth of a pool is being loaded; each block is loaded once,
+however many wait for it; what is published was read with the right checksums.
+Never: waits; ends or admits a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.messages import Copy
+from engine.prefix_hashes import Hash, PrefixChain
+from engine.tiers.context import TIER, Context
+from engine.tiers.costs import Costs
+from engine.tiers.disk import CopyJob
+
+POOL_SHARE = 8
+"""A pool has at most this part of its blocks waiting for loads."""
+JOB_BYTES = 8 << 20
+"""A load is cut into jobs of about so much, so that several threads work at it."""
+
+PredictMs = Callable[[str, int, int], float | None]
+"""For computing so many tokens of a prompt after so many, with blocks in a pool; None: unknown."""
+
+
+class Wanted(NamedTuple):
+    """A queued prompt's blocks."""
+
+    seq_id: int
+    pool: str
+    """Where it would be computed."""
+    chain: PrefixChain
+    num_useful: int
+    """Blocks that a hit may have: not the one of the prompt's last token."""
+    user: str
+    """Whose they will count as."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What one prompt waits for."""
+
+    wanted: Wanted
+    num_bytes: int
+    load_ms: float
+    compute_ms: float | None
+    began_ns: int
+    jobs: set[CopyJob] = field(default_factory=set)
+    num_loaded: int = 0
+
+
+class _Target(NamedTuple):
+    """A block that is being filled."""
+
+    block_id: int
+    block_hash: Hash
+    parent: Hash
+    user: str
+
+
+class Loads:
+    """All loads.
+
+    Args:
+        context: of the tier.
+        costs: what loading takes.
+        predict_ms: what computing takes.
+        ended: called when a prompt waits no longer: whether all has come in time.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        costs: Costs,
+        predict_ms: PredictMs,
+        ended: Callable[[bool], None],
+    ) -> None:
+        self._context = context
+        self._costs = costs
+        self._predict_ms = predict_ms
+        self._ended = ended
+        self._loads: dict[int, _Load] = {}
+        """By seq_id."""
+        self._jobs: dict[tuple[str, Hash], CopyJob] = {}
+        """By pool and block."""
+        self._targets: dict[CopyJob, list[_Target]] = {}
+
+    def __contains__(self, seq_id: int) -> bool:
+        """True while a sequence waits for the disk."""
+        return seq_id in self._loads
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, wanted: Wanted) -> None:
+        """Load what is worth it of a prompt's blocks."""
+        context, (seq_id, pool, chain, num_useful, _) = self._context, wanted
+        hashes, books = chain.hashes[:num_useful], context.ledger.pools[pool]
+        here = books.index.blocks(hashes)
+        first = len(here)
+        end = first + self._num_coming(pool, hashes[first:])
+        fresh = [i for i in range(first, end) if (pool, hashes[i]) not in self._jobs]
+        num_under_way = sum(name == pool for name, _ in self._jobs)
+        # what is here already is not to be evicted for what is loaded
+        room = max(min(books.capacity // POOL_SHARE - num_under_way, books.num_free - first), 0)
+        if len(fresh) > room:
+            end, fresh = fresh[room], fresh[:room]
+        if end == first:
+            return
+        num_bytes = (end - first) * context.block_bytes
+        load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
+        size = books.block_size
+        compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
+        if not self._costs.is_worth_it(load_ms, compute_ms):
+            return
+        load = _Load(wanted, num_bytes, load_ms, compute_ms, context.now_ns())
+        keys = [(pool, block_hash) for block_hash in hashes[first:end]]
+        load.jobs.update(self._jobs[key] for key in keys if key in self._jobs)
+        load.jobs.update(self._begin_jobs(wanted, here, fresh))
+        context.index.touch(hashes[:end])
+        self._loads[seq_id] = load
+        context.later(self._costs.deadline_ms(load_ms) / 1e3, lambda: self._is_due(load))
+
+    def _num_coming(self, pool: str, hashes: list[Hash]) -> int:
+        """Of a chain's blocks, those on disk or on their way from it, without a gap."""
+        for number, block_hash in enumerate(hashes):
+            if block_hash not in self._context.index and (pool, block_hash) not in self._jobs:
+                return number
+        return len(hashes)
+
+    def _begin_jobs(self, wanted: Wanted, here: list[int], places: list[int]) -> list[CopyJob]:
+        """Take blocks for these places of a chain, and have the disk fill them."""
+        context, chain, jobs = self._context, wanted.chain, []
+        ledger, pool = context.ledger, wanted.pool
+        size = max(JOB_BYTES // context.block_bytes, 1)
+        parts = [places[i : i + size] for i in range(0, len(places), size)]
+        copy_ids = [next(context.numbers) for _ in parts]
+        for copy_id in copy_ids:  # before any block is taken: what is here must not be
+            ledger.open_command(("load", copy_id, 0), TIER, {pool: here})
+        for copy_id, part in zip(copy_ids, parts, strict=True):
+            block_ids = ledger.pools[pool].take(len(part))
+            ledger.extend_command(("load", copy_id, 0), {pool: block_ids})
+            found = [context.index.begin_load(chain.hashes[i]) for i in part]
+            entries = [entry for entry in found if entry is not None]
+            copy = Copy(copy_id, TIER, pool, list(enumerate(block_ids)), None)
+            job = CopyJob(copy=copy, entries=entries)
+            self._targets[job] = [
+                _Target(block_id, chain.hashes[i], chain.parent(i), wanted.user)
+                for i, block_id in zip(part, block_ids, strict=True)
+            ]
+            self._jobs.update({(pool, chain.hashes[i]): job for i in part})
+            jobs.append(job)
+            context.disk.begin(job)
+        return jobs
+
+    def done(self, job: CopyJob) -> None:
+        """A thread is done with a load's blocks: what is there can be found from now on."""
+        context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
+        books = context.ledger.pools[pool]
+        for target in targets[: job.num_done]:
+            books.index.publish(target.block_id, target.block_hash, target.parent, target.user)
+        context.ledger.close_command(("load", job.copy.copy_id, 0))
+        for number, (target, entry) in enumerate(zip(targets, job.entries, strict=True)):
+            del self._jobs[pool, target.block_hash]
+            context.index.end_load(entry, is_sound=not (job.is_damaged and number == job.num_done))
+        context.counts.loaded_blocks += job.num_done
+        context.counts.loaded_tokens += job.num_done * books.block_size
+        for load in [load for load in self._loads.values() if job in load.jobs]:
+            load.jobs.discard(job)
+            load.num_loaded += job.num_done
+            if not load.jobs:
+                self._end(load, is_in_time=True)
+
+    def forget(self, seq_id: int) -> None:
+        """It was admitted, or has ended: it waits for nothing."""
+        load = self._loads.pop(seq_id, None)
+        if load is not None:
+            self._void_unneeded(load.jobs)
+
+    def _is_due(self, load: _Load) -> None:
+        """Its deadline has come."""
+        if self._loads.get(load.wanted.seq_id) is load:
+            self._context.counts.missed_deadlines += 1
+            self._end(load, is_in_time=False)
+
+    def _end(self, load: _Load, *, is_in_time: bool) -> None:
+        del self._loads[load.wanted.seq_id]
+        elapsed_ms = (self._context.now_ns() - load.began_ns) / 1e6
+        num_bytes = min(load.num_loaded * self._context.block_bytes, load.num_bytes)
+        self._costs.loaded(num_bytes, elapsed_ms, load.compute_ms)
+        self._void_unneeded(load.jobs)
+        self._ended(is_in_time)
+
+    def _void_unneeded(self, jobs: Iterable[CopyJob]) -> None:
+        needed = {job for load in self._loads.values() for job in load.jobs}
+        for job in jobs:
+            job.is_void |= job not in needed

@@ -1,0 +1,162 @@
+"""Blocks on their way from pools to the disk.
+
+A block is stored when it is used a second time: most prompts are never seen again. What was used
+once is remembered, and stored when the daemon ends.
+Owns: which blocks are to be stored, and those that are being stored.
+Invariants: what is being stored is named by an open command until the thread is done with it; a
+few blocks at a time are. What nobody has said may be stored never is.
+Never: waits; evicts a block of a pool, or keeps one from being evicted before it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from engine.messages import Copy
+from engine.prefix_hashes import Hash
+from engine.tiers.context import TIER, Context
+from engine.tiers.disk import CopyJob, GrowJob
+
+STORED_AT_ONCE = 4
+"""Blocks under way to the disk: those cannot be evicted meanwhile."""
+PAUSE_S = 60.0
+"""After the disk has refused to take something."""
+MAX_REMEMBERED = 1 << 16
+"""Blocks that are to be stored, and as many that may be."""
+
+
+class Stores:
+    """All stores.
+
+    Args:
+        context: of the tier.
+        max_places: blocks that the cap has room for.
+    """
+
+    def __init__(self, context: Context, max_places: int) -> None:
+        self.max_places = max_places
+        self.is_off = False
+        """The disk cannot be relied on."""
+        self._context = context
+        self._under_way: set[CopyJob] = set()
+        self._wanted: OrderedDict[Hash, None] = OrderedDict()
+        """To be stored, the oldest first."""
+        self._warm: OrderedDict[Hash, None] = OrderedDict()
+        """Used once; the newest last."""
+        self._grows = False
+        self._is_full = False
+        """No slab can be made."""
+        self._paused_until_ns = 0
+
+    def used_again(self, hashes: Iterable[Hash]) -> None:
+        """Blocks that were found in a pool."""
+        for block_hash in hashes:
+            self._warm.pop(block_hash, None)
+            if not self._context.index.is_known(block_hash):
+                self._wanted[block_hash] = None
+        _shorten(self._wanted)
+        self.pump()
+
+    def used(self, hashes: Iterable[Hash]) -> None:
+        """Blocks that were computed, which might be of use again."""
+        for block_hash in hashes:
+            self._warm[block_hash] = None
+            self._warm.move_to_end(block_hash)
+        _shorten(self._warm)
+
+    def pump(self) -> None:
+        """Store what is to be, as much at once as may be."""
+        context = self._context
+        while self._can_store and self._wanted and len(self._under_way) < STORED_AT_ONCE:
+            block_hash = next(iter(self._wanted))
+            found = self._find(block_hash)
+            if found is None or context.index.is_known(block_hash):
+                del self._wanted[block_hash]
+                continue
+            context.index.evict(self.max_places)
+            entry = context.index.begin_store(block_hash, context.now_s())
+            if entry is None:
+                self._grow()
+                return
+            del self._wanted[block_hash]
+            (pool, block_id), copy_id = found, next(context.numbers)
+            job = CopyJob(copy=Copy(copy_id, pool, TIER, [(block_id, 0)], None), entries=[entry])
+            context.ledger.open_command(("store", copy_id, 0), TIER, {pool: [block_id]})
+            self._under_way.add(job)
+            context.disk.begin(job)
+
+    @property
+    def _can_store(self) -> bool:
+        return not self.is_off and self._context.now_ns() >= self._paused_until_ns
+
+    def _find(self, block_hash: Hash) -> tuple[str, int] | None:
+        for name in self._context.pools:
+            if blocks := self._context.ledger.pools[name].index.blocks([block_hash]):
+                return name, blocks[0]
+        return None
+
+    def _grow(self) -> None:
+        if self._is_full:
+            self._wanted.clear()  # every place is being written or read, or there is none
+        elif not self._grows:
+            self._grows = True
+            self._context.disk.begin(GrowJob())
+
+    def grown(self, job: GrowJob) -> None:
+        """There is another slab, or none can be made."""
+        self._grows = False
+        if job.made is not None:
+            self._context.index.add_slab(job.made.number, job.made.num_records)
+        elif job.error is not None:
+            self.refused(job.error)
+        else:
+            self._is_full = True
+            self.max_places = self._context.index.num_places
+
+    def made_room(self, max_places: int) -> None:
+        """Somebody may have given the disk more room since it was full."""
+        self._is_full, self.max_places = False, max_places
+
+    def done(self, job: CopyJob) -> None:
+        """A thread has stored a block, or could not."""
+        context = self._context
+        self._under_way.discard(job)
+        context.ledger.close_command(("store", job.copy.copy_id, 0))
+        for number, entry in enumerate(job.entries):
+            context.index.end_store(entry, is_written=number < job.num_done)
+        context.counts.stored_blocks += job.num_done
+        if job.error is not None:
+            context.counts.failed_stores += 1
+            self.refused(job.error)
+
+    def refused(self, error: str) -> None:
+        """The disk does not take what it is given: not so fast again."""
+        context = self._context
+        if self._can_store:
+            about = f"the disk takes no blocks: {error}; tried again in {PAUSE_S:.0f} s"
+            context.tell("warning", "ssd.refused", about)
+        self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)
+        context.later(PAUSE_S, self.pump)
+
+    def flush(self) -> None:
+        """Store what is warm, the newest first: the daemon is about to end."""
+        self._context.disk.write_share = 1.0
+        self._wanted.update(dict.fromkeys(reversed(self._warm)))
+        self._warm.clear()
+        self.pump()
+
+    def forget(self) -> None:
+        """Nothing of what was said so far is to be stored."""
+        self._wanted.clear()
+        self._warm.clear()
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that are being stored, or are to be and can be."""
+        return len(self._under_way) + (len(self._wanted) if self._can_store else 0)
+
+
+def _shorten(hashes: OrderedDict[Hash, None]) -> None:
+    while len(hashes) > MAX_REMEMBERED:
+        hashes.popitem(last=False)

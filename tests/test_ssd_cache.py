@@ -1,0 +1,105 @@
+"""Blocks on disk outlive the daemon, however it ends; what comes back gives the same tokens."""
+
+import pytest
+
+from tests.daemons import ARMS, Daemon
+from tests.test_exactness import assert_same, make_served, prompts
+
+CACHE = ("--ssd-cache", "64MiB")
+LENGTHS = [130, 513, 700]
+NUM_BLOCKS = sum((length - 1) // 64 for length in LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    return make_served(tmp_path_factory, "llama")
+
+
+def start(folder, model, *settings):
+    daemon = Daemon(folder, *CACHE, *settings, model=model).wait_ready()
+    daemon.wait_for(lambda: daemon.state()["ssd"]["state"] == "on")
+    return daemon
+
+
+def ask(daemon, prompt):
+    reply = daemon.complete(prompt, max_tokens=12, ignore_eos=True)
+    return reply["choices"][0]["token_ids"]
+
+
+def ssd(daemon):
+    return daemon.state()["ssd"]
+
+
+def store(daemon, asked, *, times=2):
+    """Ask for prompts so often; twice is enough to have them stored."""
+    for prompt in asked:
+        for _ in range(times):
+            ask(daemon, prompt)
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_after_kill_minus_nine_stored_prompts_come_from_disk_with_the_same_tokens(
+    arm, served, tmp_path
+):
+    model, oracle = served
+    asked = prompts(LENGTHS)
+    daemon = start(tmp_path, model, *ARMS[arm])
+    store(daemon, asked)
+    daemon.wait_for(lambda: ssd(daemon)["stored_blocks"] >= NUM_BLOCKS)
+    daemon.kill()
+    daemon = start(tmp_path, model, *ARMS[arm])
+    for prompt in asked:
+        assert_same(prompt, ask(daemon, prompt), oracle, 12)
+    if "elastic" in ARMS[arm]:  # there computing has been timed, and may be predicted to be faster
+        assert ssd(daemon)["loads"] + ssd(daemon)["declined_loads"] == len(asked)
+    else:
+        assert ssd(daemon)["loaded_blocks"] == NUM_BLOCKS
+    assert daemon.stop() == 0
+
+
+def test_a_daemon_that_ends_stores_what_it_has_computed(served, tmp_path):
+    model, oracle = served
+    asked = prompts(LENGTHS)
+    daemon = start(tmp_path, model, *ARMS["alias"])
+    store(daemon, asked, times=1)
+    assert ssd(daemon)["stored_blocks"] == 0
+    assert daemon.stop() == 0
+    daemon = start(tmp_path, model, *ARMS["alias"])
+    for prompt in asked:
+        assert_same(prompt, ask(daemon, prompt), oracle, 12)
+    assert ssd(daemon)["loaded_blocks"] == NUM_BLOCKS
+    assert daemon.stop() == 0
+
+
+def test_damage_and_another_layout_are_found_out_and_computed_again(served, tmp_path):
+    model, oracle = served
+    asked = prompts(LENGTHS)
+    daemon = start(tmp_path, model, *ARMS["alias"])
+    store(daemon, asked, times=1)
+    assert daemon.stop() == 0
+    (slab,) = (tmp_path / "state" / "kv").glob("slab-*.kv")
+    data = bytearray(slab.read_bytes())
+    for at in range(4096 + 1000, len(data), 4096):
+        data[at] ^= 1  # in every block, for none is smaller
+    slab.write_bytes(data)
+    daemon = start(tmp_path, model, *ARMS["alias"])
+    for prompt in asked:
+        assert_same(prompt, ask(daemon, prompt), oracle, 12)
+    assert ssd(daemon)["loaded_blocks"] == 0
+    assert ssd(daemon)["damaged_blocks"] >= len(asked)
+    assert "ssd.damaged" in {event["code"] for event in daemon.fresh_state()["events"]}
+    assert daemon.stop() == 0
+    daemon = start(tmp_path, model, *ARMS["alias"], "--dtype", "bfloat16")
+    assert ssd(daemon)["blocks"] == 0
+    assert "ssd.reclaimed" in {event["code"] for event in daemon.fresh_state()["events"]}
+    assert daemon.stop() == 0
+
+
+def test_salted_prompts_do_not_reach_the_disk(served, tmp_path):
+    model, _ = served
+    daemon = start(tmp_path, model, *ARMS["alias"])
+    for prompt in prompts(LENGTHS):
+        for _ in range(2):
+            daemon.complete(prompt, max_tokens=4, cache_salt="a secret")
+    assert daemon.stop() == 0
+    assert not list((tmp_path / "state" / "kv").glob("slab-*.kv"))
