@@ -62,6 +62,7 @@ def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_
         yield _Cause(swap_wait_ms, text, None)
     for stage, phase, usual_ms, text in (
         ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
+        ("restore", "", None, "restore: it waited {} for its prefix from the disk"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: its KV was on the way for {}"),
         ("paused", "", None, "pause: {} without KV blocks, which others needed"),
         ("decode_wait", "", usual.decode_wait_ms, "wait: {} to its first step of decoding"),
@@ -89,7 +90,7 @@ def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
     value_ms: float | None = getattr(frame, f"{stage}_ms")
     if value_ms is not None or frame.phase != phase:
         return value_ms
-    before = (frame.tokenize_ms, frame.queue_ms, frame.prefill_ms)
+    before = (frame.tokenize_ms, frame.queue_ms, frame.restore_ms, frame.prefill_ms)
     return max(0.0, frame.age_ms - sum(value or 0.0 for value in before))
 
 

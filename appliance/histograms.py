@@ -36,7 +36,10 @@ NUM_SEQUENCES: Edges = (1, 2, 5, 10, 20)
 STAGE_S: Edges = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Ours: from a handoff in shared memory to a long prompt on a CPU."""
 FINE_GAP_S: Edges = (0.001, 0.0025, 0.005, *GAP_S)
-STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
+STAGES = (
+    *("tokenize", "queue", "restore", "prefill"),
+    *("handoff", "decode_wait", "decode", "paused"),
+)
 
 
 def token_edges(max_model_len: int) -> Edges:
@@ -103,7 +106,8 @@ class Histograms:
         if reason in (FinishReason.ABORT, FinishReason.ERROR) or cut.e2e_ms is None:
             return
         self.e2e_s.observe(cut.e2e_ms / 1e3)
-        waited_ms = (cut.tokenize_ms or 0.0) + (cut.queue_ms or 0.0) + (cut.paused_ms or 0.0)
+        before = (cut.tokenize_ms, cut.queue_ms, cut.restore_ms, cut.paused_ms)
+        waited_ms = sum(value_ms or 0.0 for value_ms in before)
         self.running_s.observe((cut.e2e_ms - waited_ms) / 1e3)
         for stage, histogram in self.stage_s.items():
             if (value_ms := getattr(cut, f"{stage}_ms")) is not None:

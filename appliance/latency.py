@@ -29,11 +29,14 @@ _STAGES = (
 class Stages:
     """Where the time of one sequence went; None is a stage not reached.
 
-    ttft = tokenize + queue + prefill; e2e = ttft + handoff + decode_wait + decode + paused.
+    ttft = tokenize + queue + restore + prefill;
+    e2e = ttft + handoff + decode_wait + decode + paused.
     """
 
     tokenize_ms: float | None = None
     queue_ms: float | None = None
+    restore_ms: float | None = None
+    """In the queue, for blocks of its prompt from the disk. None: it did not wait for any."""
     prefill_ms: float | None = None
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
@@ -89,6 +92,9 @@ def stages(stamps: Stamps, num_output_tokens: int) -> Stages:
         if "decode_ms" in cut:  # in which all pauses lie
             cut["paused_ms"] = min(cut["paused_ms"], cut["decode_ms"])
             cut["decode_ms"] -= cut["paused_ms"]
+    if stamps.restored_ns is not None and "queue_ms" in cut:  # in which all of it lies
+        cut["restore_ms"] = min(stamps.restored_ns / 1e6, cut["queue_ms"])
+        cut["queue_ms"] -= cut["restore_ms"]
     if stamps.first_token_ns is not None:
         cut |= _token_gaps(stamps, stamps.first_token_ns, num_output_tokens)
     return Stages(**cut)

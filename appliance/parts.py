@@ -134,6 +134,7 @@ def request_frame(
     else:
         shown = max(request.sequences, key=lambda s: s.stamps.finished_ns or 0)
     cut = stages(shown.stamps, shown.num_output_tokens)
+    moved = [s.handoff_bytes for s in request.sequences if s.transport]
     end_ns = shown.stamps.finished_ns if request.is_finished else now_ns
     return RequestFrame(
         id=request.request_id,
@@ -161,6 +162,7 @@ def request_frame(
         error=next((s.error for s in request.sequences if s.error), None),
         tokenize_ms=cut.tokenize_ms,
         queue_ms=cut.queue_ms,
+        restore_ms=cut.restore_ms,
         prefill_ms=cut.prefill_ms,
         ttft_ms=cut.ttft_ms,
         handoff_ms=cut.handoff_ms,
@@ -170,15 +172,13 @@ def request_frame(
         first_itl_ms=cut.first_itl_ms,
         tpot_ms=cut.tpot_ms,
         e2e_ms=cut.e2e_ms,
-        handoff_bytes=(
-            sum(s.handoff_bytes for s in request.sequences)
-            if any(s.transport for s in request.sequences)
-            else None
-        ),
+        handoff_bytes=sum(moved) if moved else None,
         preemptions=sum(s.num_preemptions for s in request.sequences),
+        restored_tokens=sum(s.num_restored_tokens for s in request.sequences),
         cancelled_by=request.cancelled_by,
         route=shown.route,
         route_reason=shown.route_reason,
+        restore_reason=shown.restore_reason,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

@@ -59,6 +59,8 @@ class RequestFrame(msgspec.Struct):
     error: str | None = None
     tokenize_ms: float | None = None
     queue_ms: float | None = None
+    restore_ms: float | None = None
+    """In the queue, for blocks of its prompt from the disk; None: it did not wait for any."""
     prefill_ms: float | None = None
     ttft_ms: float | None = None
     handoff_ms: float | None = None
@@ -85,6 +87,10 @@ class RequestFrame(msgspec.Struct):
     preemptions: int = 0
     cached_tokens: int | None = None
     """Of prompt_tokens, those found computed; None: the prefix cache is off."""
+    restore_reason: str | None = None
+    """What was decided about its blocks on disk, and what came of it; None: there were none."""
+    restored_tokens: int = 0
+    """Of cached_tokens, those that were loaded from the disk for it."""
     cancelled_by: str | None = None
     """Whose doing its end was; None unless somebody has cancelled it."""
 

@@ -19,7 +19,7 @@ from engine.ahead import Ahead
 from engine.blocks import BlockState, Ledger
 from engine.counters import Counters
 from engine.places import PREFILL, Places
-from engine.sequence import Leg, On, Sequence
+from engine.sequence import Leg, On, Paused, Sequence
 from engine.tiers.loads import Wanted
 from engine.tiers.ssd import SsdTier
 
@@ -96,7 +96,7 @@ class PrefixCache:
         chain = sequence.prefix
         if chain is None or not chain.hashes:
             return False
-        if self._is_restored(sequence):
+        if self.is_restored(sequence):
             return True
         others = [
             o for o in ahead.sequences if o.prefix and o.prefix.hashes[:1] == chain.hashes[:1]
@@ -108,8 +108,12 @@ class PrefixCache:
         alone = min(map(until, self._places.playing(PREFILL)))
         return any(self._is_worth_it(sequence, other, hits, ahead, alone) for other in others)
 
-    def _is_restored(self, sequence: Sequence) -> bool:
-        """True while blocks of its prompt come from disk to where it would be computed."""
+    def is_restored(self, sequence: Sequence) -> bool:
+        """True while blocks of it come from disk to where it would be computed.
+
+        Args:
+            sequence: has no blocks.
+        """
         if self.tier is None or sequence.prefix is None or sequence.prefix.is_secret:
             return False
         if not self.tier.has_decided(sequence.seq_id):
@@ -121,10 +125,30 @@ class PrefixCache:
             self.tier.decide(Wanted(sequence.seq_id, pool, chain, most, owner))
         return self.tier.is_loading(sequence.seq_id)
 
+    def comes_back(self, sequence: Sequence) -> bool:
+        """True while blocks that it had before a pause come from disk."""
+        return isinstance(sequence.where, Paused) and self.is_restored(sequence)
+
+    def take_away(self, sequence: Sequence) -> None:
+        """Others need its blocks; those that are full are stored first where that is cheaper."""
+        chain, computed_in = sequence.prefix, sequence.computed_in
+        if self.tier and chain and not chain.is_secret and computed_in:
+            pool, life = computed_in
+            books, hashes = self._ledger.pools[pool], chain.hashes[: sequence.num_published_blocks]
+            if life == books.life and len(books.index.blocks(hashes)) == len(hashes):
+                self.tier.preempted(pool, hashes)
+        self._ledger.release_all(sequence.seq_id)
+
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, and waits for nothing."""
-        if self.tier is not None:
-            self.tier.forget(sequence.seq_id)
+        """It has ended, or was placed, and waits for nothing."""
+        if self.tier is None or (restored := self.tier.forget(sequence.seq_id)) is None:
+            return
+        sequence.restore_reason = restored.words
+        if restored.elapsed_ns:
+            sequence.stamps.restored(restored.elapsed_ns)
+        if not sequence.legs:  # a prompt that comes for the first time
+            num_tokens = min(restored.num_tokens, sequence.num_cached_tokens)
+            sequence.num_restored_tokens = num_tokens
 
     def _is_worth_it(
         self,
@@ -176,11 +200,10 @@ class PrefixCache:
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
-            if self.tier is not None:
-                self.tier.forget(sequence.seq_id)
-                if not sequence.prefix.is_secret:
-                    num_found = len(found.get(books.name, ()))
-                    self.tier.found(sequence.prefix.hashes[:num_found])
+            if self.tier is not None and not sequence.prefix.is_secret:
+                num_found = len(found.get(books.name, ()))
+                self.tier.found(sequence.prefix.hashes[:num_found])
+        self.forget(sequence)
         return True
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:

@@ -263,7 +263,7 @@ class Router:
         open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         room = prefixes.room(sequence, hits, spare)
-        if not open_workers or not self.ways.fits(sequence, room):
+        if not open_workers or not self.ways.fits(sequence, room) or prefixes.comes_back(sequence):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
         candidates = self.ways.candidates(sequence, there, held, until, hits, room)
@@ -374,7 +374,7 @@ class Router:
         """Others need its blocks; what it has computed is computed again when it is admitted."""
         self.roles.outcomes.forget(sequence.seq_id)
         self.copies.forget(sequence)
-        self.ledger.release_all(sequence.seq_id)
+        self.prefixes.take_away(sequence)
         sequence.lose_blocks(now_ns)
         self.counters.preemptions += 1
         self.at.put(sequence, Paused())

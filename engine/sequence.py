@@ -158,6 +158,9 @@ class Stamps:
     finished_ns: int | None = None
     paused_ns: int | None = None
     """Not a point in time: how long all pauses together were, those that are over."""
+    restored_ns: int | None = None
+    """No point in time either: how long it waited in the queue for blocks from the disk; None: it
+    never did."""
     paused_at_ns: int | None = None
     """When the pause began that is not over; None: it is not paused."""
 
@@ -192,6 +195,11 @@ class Stamps:
         if self.paused_at_ns is None:
             self.paused_at_ns = now_ns
 
+    def restored(self, elapsed_ns: int) -> None:
+        """It has waited so long for the disk; after token 1 that is a part of its pause."""
+        if self.first_token_ns is None:
+            self.restored_ns = (self.restored_ns or 0) + elapsed_ns
+
     def finish(self, now_ns: int) -> None:
         """It has ended, perhaps in a pause."""
         self._go_on(now_ns)
@@ -221,6 +229,8 @@ class Sequence:
     num_cached_tokens: int = 0
     """Of its prompt, those found computed when it was first placed; before that, when the cache was
     last looked at."""
+    num_restored_tokens: int = 0
+    """Of those, the ones that were loaded from the disk for it."""
     num_published_blocks: int = 0
     """Of its table where it is computed, those that others have been able to find."""
     where: Where = QUEUED
@@ -230,6 +240,8 @@ class Sequence:
     """Grows with every admit; messages of older generations are dropped."""
     route_reason: str | None = None
     """Why these legs, in words; the first is one of engine.elastic's reasons."""
+    restore_reason: str | None = None
+    """What was decided about its blocks on disk, in words; None: there were none."""
     max_chunk_tokens: int | None = None
     """Of its prompt in one step; None: as many as a step takes."""
     output_token_ids: list[int] = field(default_factory=list)

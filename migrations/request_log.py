@@ -256,3 +256,30 @@ def m007_cached_tokens(db: Database) -> None:
         _WITH_PAUSES.replace("prompt_tokens,", "prompt_tokens, cached_tokens,"),
     ):
         db.conn.execute(statement)
+
+
+_QUEUE_US = """CASE
+    WHEN t_started_us IS NOT NULL THEN t_started_us - coalesce(t_tokenized_us, 0)
+    WHEN coalesce(t_first_token_us, t_attached_us, t_decode_started_us) IS NULL
+      THEN t_finished_us - t_tokenized_us
+  END"""
+
+
+@migration()
+def m008_restores(db: Database) -> None:
+    """Of a request's prompts, what was loaded from the disk, and how long it waited for that."""
+    with_cached = _WITH_PAUSES.replace("prompt_tokens,", "prompt_tokens, cached_tokens,")
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN restored_tokens INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE requests ADD COLUMN restored_us INTEGER",
+        "ALTER TABLE requests ADD COLUMN restore_reason TEXT",
+        "DROP VIEW v_requests",
+        with_cached.replace("cached_tokens,", "cached_tokens, restored_tokens,")
+        .replace("route_reason,", "route_reason, restore_reason,")
+        .replace(
+            f"{_QUEUE_US} / 1000.0 AS queue_ms",
+            f"max({_QUEUE_US} - coalesce(restored_us, 0), 0) / 1000.0 AS queue_ms,"
+            f" min(restored_us, {_QUEUE_US}) / 1000.0 AS restore_ms",
+        ),
+    ):
+        db.conn.execute(statement)

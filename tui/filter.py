@@ -43,6 +43,7 @@ NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType
         "blocks": lambda r: r.num_blocks,
         "age": lambda r: r.age_ms,
         "queue": lambda r: r.queue_ms,
+        "restore": lambda r: r.restore_ms,
         "prefill": lambda r: r.prefill_ms,
         "ttft": lambda r: r.ttft_ms,
         "handoff": lambda r: r.handoff_ms,

@@ -31,13 +31,18 @@ _FOLLOWS = (
 """Stamps in order, each with the stage that begins there where nothing else is known."""
 _KEPT = (
     "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
+    "restored_tokens",
 )  # fmt: skip
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
+    "restore_reason",
     "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
 
-_ADDED = {"preemptions": 0, "paused_us": None, "cached_tokens": None}
+_ADDED = {
+    "preemptions": 0, "paused_us": None, "cached_tokens": None,
+    "restored_us": None, "restored_tokens": 0, "restore_reason": None,
+}  # fmt: skip
 """Columns that a recording of an earlier release has not got, and what they say then."""
 
 
@@ -78,7 +83,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         route_reason=row["route_reason"] if route else None,
         is_estimated=phase != "queued",
         **{name: row[name] for name in _KEPT},
-        **_stages(row, now_us),
+        **_with_restore(_stages(row, now_us), row),
     )
 
 
@@ -113,7 +118,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         age_ms=(finished_us or 0) / 1000,
         preemptions=row["preemptions"],
         **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
-        **cut,
+        **_with_restore(cut, row),
     )
 
 
@@ -146,6 +151,14 @@ def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
         cut["ttft_ms"] = row["t_first_token_us"] / 1000
         if _is_past(row, "t_second_token_us", now_us):
             cut["first_itl_ms"] = (row["t_second_token_us"] - row["t_first_token_us"]) / 1000
+    return cut
+
+
+def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages with the wait for the disk taken out of the queue's, which is over."""
+    if (restored_us := row["restored_us"]) is not None and "queue_ms" in cut:
+        cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
+        cut["queue_ms"] -= cut["restore_ms"]
     return cut
 
 

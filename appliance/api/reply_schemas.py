@@ -171,13 +171,15 @@ _LOG: Json = {
         {"cursor": INTEGER, "id": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
         | dict.fromkeys(("received_at", "endpoint", "model"), STRING)
         | dict.fromkeys(("prompt_tokens", "completion_tokens", "num_sequences"), COUNT)
-        | dict.fromkeys(("http_status", "recoveries", "preemptions"), COUNT)
+        | dict.fromkeys(("http_status", "recoveries", "preemptions", "restored_tokens"), COUNT)
         | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
-        | dict.fromkeys(("route", "route_reason"), _TEXT_OR_NULL)
+        | dict.fromkeys(("route", "route_reason", "restore_reason"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
-        | dict.fromkeys(("temperature", "top_p", "tokenize_ms", "queue_ms", "prefill_ms"), _MS)
+        | dict.fromkeys(
+            ("temperature", "top_p", "tokenize_ms", "queue_ms", "restore_ms", "prefill_ms"), _MS
+        )
         | dict.fromkeys(("ttft_ms", "handoff_ms", "decode_wait_ms", "decode_ms"), _MS)
         | dict.fromkeys(("paused_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)
         | dict.fromkeys(("prefill_j", "decode_j"), _JOULES)

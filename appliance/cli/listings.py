@@ -54,6 +54,7 @@ LOG = (
     Column("WAIT", "decode_wait_ms", ms, is_wide=True),
     Column("DECODE", "decode_ms", ms, is_wide=True),
     Column("CACHED", "cached_tokens", count, is_wide=True),
+    Column("RESTORE", "restore_ms", ms, is_wide=True),
     Column("MOVED", "handoff_bytes", size, is_wide=True),
     Column("PAUSED", "paused_ms", ms, is_wide=True),
     Column("RECOVERIES", "recoveries", count, is_wide=True),

@@ -13,7 +13,9 @@ from appliance.cli.text import count, ms, printable, word
 def stats_line(frame: Row) -> str:
     """`penstock run --stats`, from the request as the daemon measured it."""
     parts = [f"in {count(frame.get('prompt_tokens'))} out {count(frame.get('output_tokens'))}"]
-    stages = ("tokenize", "queue", "prefill")
+    stages = ["tokenize", "queue", "prefill"]
+    if frame.get("restore_ms") is not None:
+        stages.insert(2, "restore")
     shares = " ".join(f"{stage} {ms(frame.get(f'{stage}_ms'))}" for stage in stages)
     parts.append(f"ttft {ms(frame.get('ttft_ms'))} ({shares})")
     later = ("handoff", "decode_wait", "decode", "paused", "first_itl", "tpot", "e2e")

@@ -11,7 +11,10 @@ from __future__ import annotations
 from appliance.cli.tables import Row
 from appliance.cli.text import count, joules, ms, size, word
 
-STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
+STAGES = (
+    *("tokenize", "queue", "restore", "prefill"),
+    *("handoff", "decode_wait", "decode", "paused"),
+)
 _LABEL_WIDTH = 12
 _NUMBER_WIDTH = 8
 
@@ -42,6 +45,8 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         facts.append(("preempted", _times(frame["preemptions"])))
     if frame.get("route"):
         facts.append(("route", _route(frame)))
+    if frame.get("restore_reason"):
+        facts.append(("restored", word(frame["restore_reason"])))
     if frame.get("waits_for"):
         facts.append(("waits", f"for {word(frame['waits_for'])}"))
     if frame.get("cancelled_by"):
@@ -105,8 +110,14 @@ def _energy(frame: Row) -> str:
 
 
 def _cached(frame: Row) -> str:
-    found = frame.get("cached_tokens")
-    return f" ({count(found)} of them found computed)" if found else ""
+    """From where the prompt came: the pool, the SSD, or computed."""
+    found, restored = frame.get("cached_tokens") or 0, frame.get("restored_tokens") or 0
+    parts = [(found - restored, "from the pool"), (restored, "from the SSD")]
+    said = [f"{count(number)} {where}" for number, where in parts if number]
+    if not said:
+        return ""
+    left = (frame.get("prompt_tokens") or 0) - found
+    return f" ({', '.join([*said, f'{count(left)} computed'])})"
 
 
 def _times(number: int) -> str:

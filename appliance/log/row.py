@@ -38,6 +38,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int
     prompt_tokens: int
     cached_tokens: int | None
+    restored_tokens: int
     completion_tokens: int
     max_tokens: int
     temperature: float
@@ -50,6 +51,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     transport: str | None
     route: str | None
     route_reason: str | None
+    restore_reason: str | None
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
@@ -64,6 +66,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     t_second_token_us: int | None
     t_last_token_us: int | None
     t_finished_us: int | None
+    restored_us: int | None
+    """That it waited in the queue for the disk."""
     paused_us: int | None
     """Of all its pauses together."""
     num_timed_tokens: int
@@ -98,6 +102,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             num_sequences=len(sequences),
             prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
             cached_tokens=request.cached_tokens,
+            restored_tokens=sum(sequence.num_restored_tokens for sequence in sequences),
             completion_tokens=sum(sequence.num_output_tokens for sequence in sequences),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -110,6 +115,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             transport=next((seq.transport for seq in sequences if seq.transport), None),
             route=slowest.route,
             route_reason=slowest.route_reason,
+            restore_reason=slowest.restore_reason,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
             handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
             recoveries=sum(sequence.num_recoveries for sequence in sequences),
@@ -118,6 +124,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             decode_j=request.decode_j,
             prompt=request.prompt_text if with_text else None,
             num_timed_tokens=slowest.num_output_tokens,
+            restored_us=_us(slowest.stamps.restored_ns),
             paused_us=_us(slowest.stamps.paused_ns),
             **_offsets(slowest),
         )
@@ -159,7 +166,7 @@ def _offsets(sequence: Sequence) -> dict[str, int | None]:
     stamps = in_order(sequence.stamps)
     offsets: dict[str, int | None] = {}
     for field in fields(stamps):
-        if field.name.startswith("paused"):
+        if field.name.startswith(("paused", "restored")):
             continue  # no points in time
         at_ns = getattr(stamps, field.name)
         column = f"t_{field.name.removesuffix('_ns')}_us"

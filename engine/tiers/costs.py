@@ -29,6 +29,8 @@ class Costs:
     """
 
     bytes_per_s: float
+    write_bytes_per_s: float | None = None
+    """At which a thread stores; None: it has not stored yet, and is taken to be as fast."""
     num_loads: int = 0
     """That were worth it, as predicted, and have been done or given up."""
     num_declined: int = 0
@@ -54,6 +56,17 @@ class Costs:
         self.num_declined += 1
         return False
 
+    def is_worth_storing(self, num_stored: int, num_loaded: int, compute_ms: float) -> bool:
+        """Whether to store so many bytes and load so many later, rather than to compute them."""
+        store_ms = num_stored / (self.write_bytes_per_s or self.bytes_per_s) * 1e3
+        return OVERHEAD_MS + store_ms + self.predict_ms(num_loaded) < compute_ms
+
+    def stored(self, num_bytes: int, elapsed_ms: float) -> None:
+        """A thread has stored so many bytes."""
+        rate = num_bytes / max(elapsed_ms, 1e-3) * 1e3
+        before = rate if self.write_bytes_per_s is None else self.write_bytes_per_s
+        self.write_bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * before
+
     def loaded(self, num_bytes: int, elapsed_ms: float, compute_ms: float | None) -> None:
         """A load is over, or was given up.
 
@@ -69,7 +82,11 @@ class Costs:
             self.bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * self.bytes_per_s
         else:  # nothing came in that time: it is slower than that
             self.bytes_per_s *= 1 - _NEWEST_SHARE
-        if compute_ms is not None:
-            # what did not come has to be computed after all
-            self.compute_ms += compute_ms
-            self.regret_ms += max(elapsed_ms - (compute_ms if num_bytes else 0.0), 0.0)
+        self.compute_ms += compute_ms or 0.0
+        self.regret_ms += self.regret_of(bool(num_bytes), elapsed_ms, compute_ms)
+
+    def regret_of(self, has_come: bool, elapsed_ms: float, compute_ms: float | None) -> float:
+        """What a load took beyond computing; what has not come is computed after all."""
+        if compute_ms is None:
+            return 0.0
+        return max(elapsed_ms - (compute_ms if has_come else 0.0), 0.0)

@@ -61,6 +61,8 @@ class CopyJob(Job):
     copy: Copy = field(kw_only=True)
     """One of its pools is a slab's: there the blocks are numbers of entries in the list."""
     entries: list[Entry] = field(kw_only=True)
+    is_urgent: bool = False
+    """Somebody waits for a store: it comes without a rest after it."""
     num_done: int = 0
     """Pairs, from the first on."""
     is_damaged: bool = False
@@ -168,7 +170,8 @@ class Disk:
             job.ended_ns = time.monotonic_ns()
             used_s = time.thread_time() - began_s
             self._report(job)
-            if queue is self._writes and self.write_share < 1:
+            is_urgent = isinstance(job, CopyJob) and job.is_urgent
+            if queue is self._writes and self.write_share < 1 and not is_urgent:
                 time.sleep(used_s * (1 / self.write_share - 1))
 
     def _do(self, job: Job, buffer: RecordBuffer) -> None:

@@ -44,15 +44,30 @@ class Wanted(NamedTuple):
     """Whose they will count as."""
 
 
+class Restored(NamedTuple):
+    """What was decided about a prompt whose blocks were on disk, and what came of it."""
+
+    num_tokens: int
+    """That were loaded."""
+    elapsed_ns: int
+    """That it has waited."""
+    words: str
+    """Decision, predictions, outcome, regret."""
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     """What one prompt waits for."""
 
     wanted: Wanted
-    num_bytes: int
+    num_blocks: int
+    predicted: str
+    """In words."""
     load_ms: float
     compute_ms: float | None
     began_ns: int
+    is_cut: bool
+    """More is on disk than may be loaded at once."""
     jobs: set[CopyJob] = field(default_factory=set)
     num_loaded: int = 0
 
@@ -73,7 +88,8 @@ class Loads:
         context: of the tier.
         costs: what loading takes.
         predict_ms: what computing takes.
-        ended: called when a prompt waits no longer: whether all has come in time.
+        ended: called when a prompt waits no longer: its seq_id, whether all has come in time, and
+            whether there is more.
     """
 
     def __init__(
@@ -81,7 +97,7 @@ class Loads:
         context: Context,
         costs: Costs,
         predict_ms: PredictMs,
-        ended: Callable[[bool], None],
+        ended: Callable[[int, bool, bool], None],
     ) -> None:
         self._context = context
         self._costs = costs
@@ -89,6 +105,8 @@ class Loads:
         self._ended = ended
         self._loads: dict[int, _Load] = {}
         """By seq_id."""
+        self._restored: dict[int, Restored] = {}
+        """By seq_id, of those that wait no longer and have not been told."""
         self._jobs: dict[tuple[str, Hash], CopyJob] = {}
         """By pool and block."""
         self._targets: dict[CopyJob, list[_Target]] = {}
@@ -111,7 +129,8 @@ class Loads:
         num_under_way = sum(name == pool for name, _ in self._jobs)
         # what is here already is not to be evicted for what is loaded
         room = max(min(books.capacity // POOL_SHARE - num_under_way, books.num_free - first), 0)
-        if len(fresh) > room:
+        is_cut = len(fresh) > room
+        if is_cut:
             end, fresh = fresh[room], fresh[:room]
         if end == first:
             return
@@ -119,9 +138,12 @@ class Loads:
         load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
         size = books.block_size
         compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
+        predicted = f"predicted {load_ms:.1f} ms, computing them {_ms(compute_ms)}"
         if not self._costs.is_worth_it(load_ms, compute_ms):
+            words = f"{end - first} blocks left on the SSD: {predicted}"
+            self._restored[seq_id] = _joined(self._restored.get(seq_id), Restored(0, 0, words))
             return
-        load = _Load(wanted, num_bytes, load_ms, compute_ms, context.now_ns())
+        load = _Load(wanted, end - first, predicted, load_ms, compute_ms, context.now_ns(), is_cut)
         keys = [(pool, block_hash) for block_hash in hashes[first:end]]
         load.jobs.update(self._jobs[key] for key in keys if key in self._jobs)
         load.jobs.update(self._begin_jobs(wanted, here, fresh))
@@ -179,11 +201,25 @@ class Loads:
             if not load.jobs:
                 self._end(load, is_in_time=True)
 
-    def forget(self, seq_id: int) -> None:
-        """It was admitted, or has ended: it waits for nothing."""
+    def forget(self, seq_id: int) -> Restored | None:
+        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
         load = self._loads.pop(seq_id, None)
         if load is not None:
             self._void_unneeded(load.jobs)
+        last = None if load is None else self._outcome(load)
+        before = self._restored.pop(seq_id, None)
+        return before if last is None else _joined(before, last)
+
+    def _outcome(self, load: _Load) -> Restored:
+        pool = self._context.ledger.pools[load.wanted.pool]
+        num_blocks = min(load.num_loaded, load.num_blocks)
+        elapsed_ns = self._context.now_ns() - load.began_ns
+        regret_ms = self._costs.regret_of(bool(num_blocks), elapsed_ns / 1e6, load.compute_ms)
+        words = (
+            f"{num_blocks} of {load.num_blocks} blocks from the SSD in {elapsed_ns / 1e6:.1f} ms:"
+            f" {load.predicted}; regret {regret_ms:.1f} ms"
+        )
+        return Restored(num_blocks * pool.block_size, elapsed_ns, words)
 
     def _is_due(self, load: _Load) -> None:
         """Its deadline has come."""
@@ -193,13 +229,28 @@ class Loads:
 
     def _end(self, load: _Load, *, is_in_time: bool) -> None:
         del self._loads[load.wanted.seq_id]
-        elapsed_ms = (self._context.now_ns() - load.began_ns) / 1e6
-        num_bytes = min(load.num_loaded * self._context.block_bytes, load.num_bytes)
-        self._costs.loaded(num_bytes, elapsed_ms, load.compute_ms)
+        seq_id, outcome = load.wanted.seq_id, self._outcome(load)
+        self._restored[seq_id] = _joined(self._restored.get(seq_id), outcome)
+        num_bytes = min(load.num_loaded, load.num_blocks) * self._context.block_bytes
+        self._costs.loaded(num_bytes, outcome.elapsed_ns / 1e6, load.compute_ms)
         self._void_unneeded(load.jobs)
-        self._ended(is_in_time)
+        has_more = load.is_cut and load.num_loaded >= load.num_blocks
+        self._ended(seq_id, is_in_time, has_more)
 
     def _void_unneeded(self, jobs: Iterable[CopyJob]) -> None:
         needed = {job for load in self._loads.values() for job in load.jobs}
         for job in jobs:
             job.is_void |= job not in needed
+
+
+def _joined(before: Restored | None, after: Restored) -> Restored:
+    """What was decided about one prompt several times."""
+    if before is None:
+        return after
+    elapsed_ns = before.elapsed_ns + after.elapsed_ns
+    words = f"{before.words}; {after.words}"
+    return Restored(before.num_tokens + after.num_tokens, elapsed_ns, words)
+
+
+def _ms(value_ms: float | None) -> str:
+    return "not known" if value_ms is None else f"{value_ms:.1f} ms"

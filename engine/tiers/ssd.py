@@ -10,6 +10,7 @@ Never: stores what was salted; serves a block whose checksum is wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -18,10 +19,12 @@ from engine.tiers.context import TIER, Context, Counts
 from engine.tiers.costs import Costs
 from engine.tiers.disk import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.tiers.index import SlabIndex
-from engine.tiers.loads import Loads, PredictMs, Wanted
+from engine.tiers.loads import Loads, PredictMs, Restored, Wanted
 from engine.tiers.stores import Stores
 
 MAX_MISSES = 3
+MAX_PARTS = 16
+"""That a prompt is loaded in at most, each as large as may be loaded at once."""
 PROBE_DEADLINE_S = 1.0
 PROBE_INTERVAL_S = 10.0
 
@@ -34,7 +37,7 @@ class SsdTier:
         max_places: blocks that the cap has room for.
         costs: what loading takes.
         predict_ms: what computing takes.
-        changed: called when a prompt waits no longer.
+        changed: called when a prompt waits no longer, or blocks of a pool can be taken again.
     """
 
     def __init__(
@@ -51,9 +54,12 @@ class SsdTier:
         self._context = context
         self._max_places = max_places
         self._changed = changed
+        self._predict_ms = predict_ms
         self._num_misses = 0
-        self._seen: set[int] = set()
-        """Queued sequences about which it has been decided."""
+        self._decisions: Counter[int] = Counter()
+        """By seq_id of those queued, how often it has been decided about them..."""
+        self._undecided: set[int] = set()
+        """...and those who have got a part, and may get more."""
         self._loads = Loads(context, costs, predict_ms, self._ended)
         self._stores = Stores(context, max_places)
 
@@ -86,11 +92,12 @@ class SsdTier:
 
     def has_decided(self, seq_id: int) -> bool:
         """True if it was asked about a queued sequence before."""
-        return seq_id in self._seen
+        return seq_id in self._decisions and seq_id not in self._undecided
 
     def decide(self, wanted: Wanted) -> None:
         """Load blocks of a queued prompt, if that is worth it."""
-        self._seen.add(wanted.seq_id)
+        self._decisions[wanted.seq_id] += 1
+        self._undecided.discard(wanted.seq_id)
         if self.reason is None and wanted.pool in self._context.pools:
             self._loads.begin(wanted)
 
@@ -98,10 +105,11 @@ class SsdTier:
         """True while a sequence waits for the disk."""
         return seq_id in self._loads
 
-    def forget(self, seq_id: int) -> None:
-        """It was admitted, or has ended: it waits for nothing."""
-        self._seen.discard(seq_id)
-        self._loads.forget(seq_id)
+    def forget(self, seq_id: int) -> Restored | None:
+        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        self._decisions.pop(seq_id, None)
+        self._undecided.discard(seq_id)
+        return self._loads.forget(seq_id)
 
     def found(self, hashes: list[Hash]) -> None:
         """A prompt has found blocks of its own in a pool: they are used a second time.
@@ -111,6 +119,26 @@ class SsdTier:
         """
         self.index.touch(hashes)
         self._stores.used_again(hashes)
+
+    def preempted(self, pool: str, hashes: list[Hash]) -> None:
+        """Blocks are about to be taken from a sequence that will need them again.
+
+        They are stored at once if that and loading them takes less than computing them.
+
+        Args:
+            pool: where they are.
+            hashes: of the blocks that its chain begins with, all of them in the pool; none salted.
+        """
+        context, index = self._context, self.index
+        missing = [block_hash for block_hash in hashes if not index.is_known(block_hash)]
+        if self.reason is not None or not missing or pool not in context.pools:
+            return
+        num_tokens, size = len(hashes) * context.ledger.pools[pool].block_size, context.block_bytes
+        compute_ms = self._predict_ms(pool, num_tokens, 0)
+        if compute_ms is None:
+            return
+        if self.costs.is_worth_storing(len(missing) * size, len(hashes) * size, compute_ms):
+            self._stores.store_now(pool, missing)
 
     def computed(self, hashes: list[Hash]) -> None:
         """Blocks are full, and can be found from now on; none of them is salted."""
@@ -125,6 +153,9 @@ class SsdTier:
                 self._loaded(job)
             case CopyJob():
                 self._stores.done(job)
+                if job.num_done:
+                    self.costs.stored(job.num_done * self._context.block_bytes, job.elapsed_ms)
+                self._changed()  # its blocks may be what somebody waits for
             case GrowJob():
                 self._stores.grown(job)
             case SweepJob():
@@ -165,7 +196,9 @@ class SsdTier:
             self._num_misses = 0
         self._loads.done(job)
 
-    def _ended(self, is_in_time: bool) -> None:
+    def _ended(self, seq_id: int, is_in_time: bool, has_more: bool) -> None:
+        if has_more and self._decisions[seq_id] < MAX_PARTS:
+            self._undecided.add(seq_id)
         if not is_in_time:
             self._missed("a block did not come in time")
         self._changed()

@@ -4,22 +4,26 @@ A block is stored when it is used a second time: most prompts are never seen aga
 once is remembered, and stored when the daemon ends.
 Owns: which blocks are to be stored, and those that are being stored.
 Invariants: what is being stored is named by an open command until the thread is done with it; a
-few blocks at a time are. What nobody has said may be stored never is.
+few blocks at a time are, and those of who was preempted. What nobody has said may be stored never
+is.
 Never: waits; evicts a block of a pool, or keeps one from being evicted before it is its turn.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from engine.messages import Copy
 from engine.prefix_hashes import Hash
 from engine.tiers.context import TIER, Context
 from engine.tiers.disk import CopyJob, GrowJob
+from engine.tiers.index import Entry
 
 STORED_AT_ONCE = 4
 """Blocks under way to the disk: those cannot be evicted meanwhile."""
+URGENT_BYTES = 4 << 20
+"""What others wait for is stored by jobs of about so much, and free after each."""
 PAUSE_S = 60.0
 """After the disk has refused to take something."""
 MAX_REMEMBERED = 1 << 16
@@ -58,6 +62,35 @@ class Stores:
         _shorten(self._wanted)
         self.pump()
 
+    def store_now(self, pool: str, hashes: Iterable[Hash]) -> None:
+        """Blocks that others are waiting for: each is theirs when it has been stored.
+
+        Those that there is no place for now are stored if they are still there when there is.
+        """
+        context, left = self._context, deque(hashes)
+        if not self._can_store:
+            return
+        per_job = max(URGENT_BYTES // context.block_bytes, 1)
+        while left:
+            context.index.evict(self.max_places)
+            entries: list[Entry] = []
+            block_ids: list[int] = []
+            while left and len(entries) < per_job:
+                blocks = context.ledger.pools[pool].index.blocks([left[0]])
+                entry = context.index.begin_store(left[0], context.now_s()) if blocks else None
+                if entry is None:
+                    break
+                left.popleft()
+                entries.append(entry)
+                block_ids.append(blocks[0])
+            if not entries:
+                break
+            self._begin(pool, block_ids, entries, is_urgent=True)
+        for block_hash in reversed(left):
+            self._wanted[block_hash] = None
+            self._wanted.move_to_end(block_hash, last=False)
+        self.pump()
+
     def used(self, hashes: Iterable[Hash]) -> None:
         """Blocks that were computed, which might be of use again."""
         for block_hash in hashes:
@@ -80,11 +113,20 @@ class Stores:
                 self._grow()
                 return
             del self._wanted[block_hash]
-            (pool, block_id), copy_id = found, next(context.numbers)
-            job = CopyJob(copy=Copy(copy_id, pool, TIER, [(block_id, 0)], None), entries=[entry])
-            context.ledger.open_command(("store", copy_id, 0), TIER, {pool: [block_id]})
-            self._under_way.add(job)
-            context.disk.begin(job)
+            pool, block_id = found
+            self._begin(pool, [block_id], [entry])
+
+    def _begin(
+        self, pool: str, block_ids: list[int], entries: list[Entry], *, is_urgent: bool = False
+    ) -> None:
+        context, copy_id = self._context, next(self._context.numbers)
+        pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
+        job = CopyJob(
+            copy=Copy(copy_id, pool, TIER, pairs, None), entries=entries, is_urgent=is_urgent
+        )
+        context.ledger.open_command(("store", copy_id, 0), TIER, {pool: block_ids})
+        self._under_way.add(job)
+        context.disk.begin(job)
 
     @property
     def _can_store(self) -> bool:

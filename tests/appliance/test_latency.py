@@ -11,7 +11,7 @@ from engine.sequence import Stamps
 
 MS = 1_000_000
 PARTS = (
-    *("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms"),
+    *("tokenize_ms", "queue_ms", "restore_ms", "prefill_ms", "handoff_ms"),
     *("decode_wait_ms", "decode_ms", "paused_ms"),
 )
 STAMPS = (
@@ -33,6 +33,7 @@ def finished_stamps(draw: st.DrawFn) -> Stamps:
     instants = st.integers(1_000, 10_000_000)
     stamps = {name: draw(st.none() | instants) for name in STAMPS}
     paused_ns = draw(st.none() | st.integers(0, 10_000_000))
+    stamps["restored_ns"] = draw(st.none() | st.integers(0, 10_000_000))
     return Stamps(1_000, **stamps, finished_ns=draw(instants), paused_ns=paused_ns)
 
 
@@ -49,12 +50,12 @@ def test_stages_add_up_to_e2e_whatever_was_reached(stamps: Stamps) -> None:
 
 
 @given(finished_stamps())
-def test_ttft_is_tokenize_and_queue_and_prefill(stamps: Stamps) -> None:
+def test_ttft_is_tokenize_and_queue_and_restore_and_prefill(stamps: Stamps) -> None:
     cut = stages(stamps, 1)
     if cut.ttft_ms is None:
         assert stamps.first_token_ns is None
     else:
-        first_parts = (cut.tokenize_ms, cut.queue_ms, cut.prefill_ms)
+        first_parts = (cut.tokenize_ms, cut.queue_ms, cut.restore_ms, cut.prefill_ms)
         assert cut.ttft_ms == pytest.approx(sum(part or 0.0 for part in first_parts))
 
 
@@ -84,6 +85,28 @@ def test_a_pause_before_the_first_token_is_time_in_the_queue() -> None:
     stamps.finish(12 * MS)
     cut = stages(stamps, 1)
     assert (cut.queue_ms, cut.prefill_ms, cut.paused_ms) == (8.0, 3.0, None)
+
+
+def test_the_wait_for_the_disk_is_no_time_in_the_queue() -> None:
+    stamps = stamps_at(tokenized=1, started=9, first_token=10, finished=12)
+    stamps.restored_ns = None
+    assert (stages(stamps, 1).queue_ms, stages(stamps, 1).restore_ms) == (8.0, None)
+    restoring = stamps_at(tokenized=1)
+    restoring.restored(2 * MS)
+    restoring.restored(3 * MS)
+    restoring.finish(9 * MS)  # a client that gave up
+    cut = stages(restoring, 0)
+    assert (cut.queue_ms, cut.restore_ms, cut.e2e_ms) == (3.0, 5.0, 9.0)
+
+
+def test_what_comes_from_disk_after_the_first_token_is_a_part_of_the_pause() -> None:
+    stamps = stamps_at(tokenized=1, started=3, first_token=10, decode_started=12)
+    stamps.pause(20 * MS)
+    stamps.restored(4 * MS)
+    stamps.token(26 * MS)
+    stamps.finish(27 * MS)
+    cut = stages(stamps, 2)
+    assert (cut.restore_ms, cut.paused_ms) == (None, 6.0)
 
 
 def test_a_pause_ends_the_wait_for_decode() -> None:

@@ -38,8 +38,9 @@ def rich() -> Frame:
         4e6, "energy counter", 540.0, 2619.0, ["thermal"], 0.3, 0.4, 0.6, 1e9, 2e9, 3e9, 4e9, 79,
     )  # fmt: skip
     request = msgspec.structs.replace(
-        frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode"
-    )
+        frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode",
+        restored_tokens=64, cached_tokens=128, restore_ms=3.0, restore_reason="x",
+    )  # fmt: skip
     frame = frames.kv_critical()
     frame.workers = [
         msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)

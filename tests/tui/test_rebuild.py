@@ -26,10 +26,13 @@ STAMPS = (
 )  # fmt: skip
 MEASURED = (
     "tokenize_ms", "queue_ms", "prefill_ms", "ttft_ms", "handoff_ms", "decode_wait_ms",
-    "decode_ms", "paused_ms", "first_itl_ms", "tpot_ms", "e2e_ms", "output_tokens",
-    "computed_tokens", "preemptions",
+    "decode_ms", "paused_ms", "restore_ms", "first_itl_ms", "tpot_ms", "e2e_ms", "output_tokens",
+    "computed_tokens", "preemptions", "restored_tokens",
 )  # fmt: skip
-STAGES = ("tokenize_ms", "queue_ms", "prefill_ms", "handoff_ms", "decode_wait_ms", "ttft_ms")
+STAGES = (
+    "tokenize_ms", "queue_ms", "restore_ms", "prefill_ms", "handoff_ms", "decode_wait_ms",
+    "ttft_ms",
+)  # fmt: skip
 
 
 def row(**columns: Any) -> dict[str, Any]:
@@ -109,6 +112,7 @@ def test_any_stamps_make_a_request_that_adds_up(
     one = sequence()
     at_ns = [None if offset is None else 7_000 + offset * US for offset in offsets_us]
     one.stamps = Stamps(7_000, *at_ns, finished_ns=7_000 + finished_us * US)
+    one.stamps.restored_ns = None if paused_us is None else paused_us // 2 * US
     one.stamps.paused_ns = None if paused_us is None else paused_us * US
     one.output_token_ids = [4] * num_tokens
     logged = msgspec.to_builtins(LogRow.from_request(request("cmpl-1", *[one] * num_sequences)))
@@ -137,6 +141,9 @@ def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: P
     rows = [request_row(f"cmpl-{n}", 0, num_timed_tokens=1, **cut) for n, cut in enumerate(cuts)]
     rows.append(request_row("cmpl-all", 0))
     rows.append(request_row("cmpl-paused", 0, paused_us=3_000, preemptions=2))
+    restored = {"restored_us": 40_000, "restored_tokens": 64, "cached_tokens": 128}
+    rows.append(request_row("cmpl-restored", 0, **restored))
+    rows.append(request_row("cmpl-given-up", 0, **restored, **dict.fromkeys(STAMPS[1:])))
     log = write_log(tmp_path / "requests.db", [], rows)
     with closing(sqlite3.connect(log.path)) as db:
         db.row_factory = sqlite3.Row

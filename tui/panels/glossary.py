@@ -30,7 +30,7 @@ _QUEUED = Entry(
     "router queue", "long and growing: more than the machine can do; see what limits it",
 )  # fmt: skip
 _TTFT = Entry(
-    "ttft", "time to first token: tokenize + queue + prefill",
+    "ttft", "time to first token: tokenize + queue + restore + prefill",
     "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
 )  # fmt: skip
 _USED = Entry(
@@ -63,6 +63,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "daemon's clock", "compare with the gap's quantiles"),
             Entry("blocks", "KV blocks held, for all tokens so far and some to come",
                   "the ledger", "ask for less at a time"),
+            Entry("restore", "in the queue until its prefix had come from the SSD",
+                  "daemon's clock", "only where computing was predicted to take longer"),
             Entry("paused", "its KV blocks went to others; it is computed again and goes on",
                   "the router, when the pool is full", "fewer at a time, more --kv-memory"),
             Entry("J", "energy of its share of the steps",

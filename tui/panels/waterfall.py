@@ -14,7 +14,10 @@ from tui.filter import energy_j
 from tui.lines import Line, Span, Tone, pairs, wrap
 from tui.panels.requests import phase_text
 
-_STAGES = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode", "paused")
+_STAGES = (
+    *("tokenize", "queue", "restore", "prefill"),
+    *("handoff", "decode_wait", "decode", "paused"),
+)
 _LABEL_WIDTH = 13
 _NUMBER_WIDTH = 10
 
@@ -79,6 +82,8 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
     if request.route:
         reason = f": {request.route_reason}" if request.route_reason else ""
         lines += wrap(f"route {request.route}{reason}", width)
+    if request.restore_reason:
+        lines += wrap(f"restored {request.restore_reason}", width)
     if request.waits_for:
         lines += wrap(f"waits for {request.waits_for}", width, 0, Tone.WARN)
     if request.preemptions:
@@ -93,7 +98,11 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
 
 def _input(request: RequestFrame) -> str:
     text = f"{fmt.count(request.prompt_tokens)} tok"
-    return f"{text}, {fmt.count(request.cached_tokens)} cached" if request.cached_tokens else text
+    if request.cached_tokens:
+        text += f", {fmt.count(request.cached_tokens)} cached"
+    if request.restored_tokens:
+        text += f" ({fmt.count(request.restored_tokens)} SSD)"
+    return text
 
 
 def _output(request: RequestFrame) -> str:

@@ -26,6 +26,7 @@ def kept(tier, *tokens):
     tier.compute(chain)
     tier.run()
     tier.forget_pool()
+    tier.num_changes = 0
     return chain
 
 
@@ -80,6 +81,25 @@ def test_a_prompt_waits_for_its_blocks_and_finds_them_cached(tier):
     assert (tier.ssd.counts.loaded_blocks, tier.ssd.counts.loaded_tokens) == (3, 12)
 
 
+def test_who_is_placed_is_told_what_it_has_waited_for(tier):
+    chain = kept(tier, 1, 2, 3)
+    tier.ask(chain)
+    tier.now_ns += 7
+    tier.run()
+    tier.now_ns += 100  # it waits for its turn
+    restored = tier.ssd.forget(1000)
+    assert restored[:2] == (12, 7)
+    predicted = "predicted 5.0 ms, computing them 1000000.0 ms; regret 0.0 ms"
+    assert restored.words == f"3 of 3 blocks from the SSD in 0.0 ms: {predicted}"
+    assert tier.ssd.forget(1000) is None
+
+
+def test_who_gives_up_is_told_what_it_has_waited_for(tier):
+    tier.ask(kept(tier, 1, 2, 3))
+    tier.now_ns += 5
+    assert tier.ssd.forget(1000)[:2] == (0, 5)
+
+
 def test_only_what_the_pool_lacks_is_loaded(tier):
     chain = kept(tier, 1, 2, 3)
     tier.compute(tier.chain(1))
@@ -95,6 +115,10 @@ def test_nothing_is_loaded_where_computing_takes_less(tier):
     assert not tier.ask(chain)
     assert not tier.disk.jobs
     assert tier.costs.num_declined == 1
+    restored = tier.ssd.forget(1000)
+    assert restored[:2] == (0, 0)
+    words = "3 blocks left on the SSD: predicted 5.0 ms, computing them 2.5 ms"
+    assert restored.words == words
 
 
 def test_nothing_is_loaded_that_is_not_on_disk_from_the_first_block_on(tier):

@@ -1,0 +1,205 @@
+"""The router with a tier below its pools, over fake workers whose KV is tokens.
+
+The disk is a dictionary of tokens by place, which does things some time later, in part, or fails.
+"""
+
+import random
+from collections import deque
+
+import pytest
+
+from engine.tiers.context import TIER, Context
+from engine.tiers.costs import Costs
+from engine.tiers.disk import CopyJob, GrowJob, ProbeJob, SweepJob
+from engine.tiers.index import SlabIndex
+from engine.tiers.records import SlabHead
+from engine.tiers.ssd import SsdTier
+from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.test_router import World, expected_tokens, walk
+
+ARMS = ["colocated", "alias", "elastic", "peer", "shm"]
+SLAB_RECORDS, NUM_SLABS = 16, 8
+
+
+class Disk:
+    def __init__(self, memory):
+        self.memory = memory
+        self.places = {}
+        self.jobs = deque()
+        self.write_share = 0.25
+        self.num_slabs = NUM_SLABS
+        self.breaks = False
+
+    def begin(self, job):
+        self.jobs.append(job)
+
+    def do(self, job):
+        if job.is_void or self.breaks:
+            job.error = "it is broken"
+            return
+        match job:
+            case CopyJob(copy=copy):
+                for (from_id, to_id), entry in zip(copy.pairs, job.entries, strict=True):
+                    for i in range(BLOCK_SIZE):
+                        if copy.from_pool == TIER:
+                            token = self.places[entry.place][i]
+                            self.memory[copy.to_pool, to_id, i] = token
+                        else:
+                            there = self.places.setdefault(entry.place, [None] * BLOCK_SIZE)
+                            there[i] = self.memory[copy.from_pool, from_id, i]
+                    job.num_done += 1
+            case GrowJob() if self.num_slabs:
+                self.num_slabs -= 1
+                job.made = SlabHead(self.num_slabs, 4096, SLAB_RECORDS, bytes(32))
+            case SweepJob():
+                job.num_done = len(job.places)
+            case ProbeJob():
+                job.bytes_per_s = 1e9
+
+
+class TieredWorld(World):
+    """A disk does at most so many jobs a tick."""
+
+    def __init__(self, arm, *, compute_ms=1e6, **options):
+        super().__init__(arm, **options)
+        self.disk = Disk(self.memory)
+        self.timers, self.events = [], []
+        self.jobs_per_tick = 4
+        context = Context(
+            self.ledger,
+            [pool.name for pool in self.places.pools if pool.name != "ring"],
+            SlabIndex(),
+            self.disk,
+            1000,
+            now_ns=lambda: self.now_ns,
+            now_s=lambda: self.now_ns // 1_000_000_000,
+            later=lambda s, call: self.timers.append((self.now_ns + int(s * 1e9), call)),
+            tell=lambda *event: self.events.append(event[1]),
+        )
+        self.tier = self.router.prefixes.tier = SsdTier(
+            context,
+            NUM_SLABS * SLAB_RECORDS,
+            Costs(1e9),
+            lambda *_: compute_ms,
+            changed=lambda: self.router.dispatch(self.now_ns),
+        )
+
+    def tick(self):
+        super().tick()
+        self.work()
+
+    def work(self):
+        """Of the disk, and of the clock."""
+        for _ in range(min(self.jobs_per_tick, len(self.disk.jobs))):
+            job = self.disk.jobs.popleft()
+            self.disk.do(job)
+            self.tier.done(job)
+            self.check()
+        for timer in [timer for timer in self.timers if timer[0] <= self.now_ns]:
+            self.timers.remove(timer)
+            timer[1]()
+            self.check()
+
+    @property
+    def is_quiet(self):
+        return super().is_quiet and not self.disk.jobs
+
+    def forget_pools(self):
+        """As after a restart; nobody is there."""
+        for pool in self.ledger.pools.values():
+            pool.lose()
+
+
+def finish(world, *sequences):
+    world.submit(*sequences)
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.check_hashes()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_what_was_used_twice_comes_from_disk_and_the_prompt_is_told_so(arm):
+    world = TieredWorld(arm)
+    prompt = list(range(41))
+    for _ in range(2):
+        finish(world, world.sequence(prompt=prompt))
+    world.forget_pools()
+    again = world.sequence(prompt=prompt)
+    finish(world, again)
+    assert again.num_cached_tokens == again.num_restored_tokens == 40
+    assert "10 of 10 blocks from the SSD" in again.restore_reason or ";" in again.restore_reason
+    assert 0 < again.stamps.restored_ns <= again.stamps.started_ns - again.stamps.arrived_ns
+    once_more = world.sequence(prompt=prompt)
+    finish(world, once_more)
+    assert (once_more.num_cached_tokens, once_more.num_restored_tokens) == (40, 0)
+
+
+def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts():
+    world = TieredWorld("colocated", num_blocks=65)
+    prompt = list(range(81))
+    for _ in range(2):
+        finish(world, world.sequence(prompt=prompt))
+    world.forget_pools()
+    again = world.sequence(prompt=prompt)
+    finish(world, again)
+    assert again.num_restored_tokens == 80
+    assert again.restore_reason.count("8 of 8 blocks from the SSD") == 2
+
+
+@pytest.mark.parametrize("arm", ["colocated", "alias"])
+def test_what_a_victim_had_computed_comes_back_from_disk(arm):
+    world = TieredWorld(arm, num_blocks=17)
+    sequences = [world.sequence(n, 40) for n in (10, 9, 12)]
+    finish(world, *sequences)
+    victims = [sequence for sequence in sequences if sequence.num_preemptions]
+    assert victims
+    assert world.tier.counts.loaded_blocks
+    computed = sum(world.scheduled[s.seq_id] for s in sequences)
+    needed = sum(s.num_prompt_tokens + s.num_output_tokens - 1 for s in sequences)
+    plain = World(arm, num_blocks=17)
+    others = [plain.sequence(n, 40) for n in (10, 9, 12)]
+    plain.submit(*others)
+    plain.run()
+    assert needed <= computed < sum(plain.scheduled[s.seq_id] for s in others)
+
+
+def test_a_victim_whose_blocks_are_quicker_computed_leaves_nothing_on_disk():
+    world = TieredWorld("colocated", num_blocks=17, compute_ms=0.001)
+    finish(world, *[world.sequence(n, 40) for n in (10, 9, 12)])
+    assert world.router.counters.preemptions
+    assert world.tier.counts.stored_blocks == 0
+
+
+def test_who_needs_blocks_that_are_being_stored_gets_them_when_they_are():
+    world = TieredWorld("colocated", num_blocks=17)
+    for _ in range(2):  # a slab is made
+        finish(world, world.sequence(prompt=[1, 2, 3, 4, 5, 6]))
+    world.jobs_per_tick = 0
+    sequences = [world.sequence(10, 40), world.sequence(10, 40)]
+    world.submit(*sequences)
+    for _ in range(60):
+        world.tick()
+    assert world.router.at.paused
+    assert not world.is_quiet
+    world.jobs_per_tick = 1
+    world.run()
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_random_walk_over_pool_and_disk_loses_nothing(arm, seed):
+    rng = random.Random(seed)
+    world = TieredWorld(arm, num_blocks=(26, 33)[seed % 2], num_slots=2)
+    step = world.step
+
+    def step_and_work(worker):
+        step(worker)
+        world.disk.breaks = rng.random() < 0.05
+        world.work()
+
+    world.step, world.jobs_per_tick = step_and_work, 1
+    walk(world, rng)
+    assert world.tier.counts.stored_blocks
