@@ -70,7 +70,7 @@ class Frames:
         router: Router,
         supervisor: Supervisor,
         telemetry: Telemetry,
-        devices: Devices,
+        devices: Devices | None,
         record: Callable[[Frame], None],
         ssd: SsdCache | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Frames:
         self._telemetry = telemetry
         gpus = {w.name: w.gpu.board for w in plan.placement.workers if w.gpu is not None}
         self.energy = Energy(num_machine_cores(), gpus)
-        self._devices = devices
+        self._devices = devices or Devices.of_machine()
         self._record = record
         self._ssd = ssd
         self._alerts = Alerts()

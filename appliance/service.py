@@ -72,7 +72,6 @@ class Service:
         """Of prompts' blocks; None: no prefix cache, or not yet."""
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
-        devices = devices or Devices.of_machine()
         self._frames = Frames(
             plan, model, router, supervisor, self._telemetry, devices, request_log.frame, ssd
         )
@@ -83,8 +82,7 @@ class Service:
         self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
         self.availability = Availability(router, supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
-        self._last_seq_id = 0
-        self._num_checked = -1
+        self._last_seq_id, self._num_checked = 0, -1
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
         if request_log.crash is not None:

@@ -181,6 +181,8 @@ class SsdCache:
             expired_blocks=index.num_expired,
             damaged_blocks=index.num_damaged + self.slabs.reclaimed.num_damaged_records,
             failed_stores=counts.failed_stores,
+            would_find=_would_find(tier),
+            reuse_distances=_distances(tier),
             read_bytes_per_s=costs.bytes_per_s,
         )
 
@@ -309,6 +311,16 @@ def _open(slabs: Slabs) -> tuple[list[Contents], float]:
     except OSError:
         slabs.close()
         raise
+
+
+def _would_find(tier: SsdTier) -> dict[str, float]:
+    shares = {f"{ratio:g}": tier.would_find(ratio) for ratio in (0.5, 1, 2, 4)}
+    return {ratio: round(share, 4) for ratio, share in shares.items() if share is not None}
+
+
+def _distances(tier: SsdTier) -> dict[str, int]:
+    counts, share = tier.reuse.counts, tier.reuse.share
+    return {str(share << bits): counts[bits] for bits in range(max(counts, default=-1) + 1)}
 
 
 def _gib(num_bytes: int) -> str:

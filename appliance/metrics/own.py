@@ -260,6 +260,12 @@ def _ssd(ssd: SsdFrame | None) -> Iterator[Family]:
     yield counter("penstock_ssd_load_seconds_total", "Waited for loads.", ssd.load_ms / 1e3)
     about = "That loads took longer than computing was predicted to."
     yield counter("penstock_ssd_regret_seconds_total", about, ssd.regret_ms / 1e3)
+    about = "Of prompts' blocks, what a cache of so many times the size would have found."
+    found = [({"size": ratio}, share) for ratio, share in ssd.would_find.items()]
+    yield gauge("penstock_ssd_would_find_ratio", about, found)
+    about = "Blocks that were used again after fewer other blocks than `below`, and no fewer."
+    distances = [({"below": bound}, number) for bound, number in ssd.reuse_distances.items()]
+    yield counter("penstock_ssd_reuse_distance_uses_total", about, distances)
     yield gauge("penstock_ssd_read_bytes_per_second", "Of loads.", ssd.read_bytes_per_s)
 
 

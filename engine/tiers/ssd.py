@@ -20,6 +20,7 @@ from engine.tiers.costs import Costs
 from engine.tiers.disk import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.tiers.index import SlabIndex
 from engine.tiers.loads import Loads, PredictMs, Restored, Wanted
+from engine.tiers.reuse import ReuseDistances
 from engine.tiers.stores import Stores
 
 MAX_MISSES = 3
@@ -56,6 +57,7 @@ class SsdTier:
         self._changed = changed
         self._predict_ms = predict_ms
         self._num_misses = 0
+        self.reuse = ReuseDistances()
         self._decisions: Counter[int] = Counter()
         """By seq_id of those queued, how often it has been decided about them..."""
         self._undecided: set[int] = set()
@@ -82,6 +84,10 @@ class SsdTier:
     def num_bytes(self) -> int:
         """Of all blocks that are there."""
         return len(self.index) * self._context.block_bytes
+
+    def would_find(self, ratio: float) -> float | None:
+        """Of prompts' blocks, what a cache of so many times the size would have found."""
+        return self.reuse.found_by(int(ratio * self._max_places))
 
     @property
     def num_waiting(self) -> int:
@@ -110,6 +116,10 @@ class SsdTier:
         self._decisions.pop(seq_id, None)
         self._undecided.discard(seq_id)
         return self._loads.forget(seq_id)
+
+    def asked(self, hashes: list[Hash]) -> None:
+        """A prompt has these blocks, there or not; none of them salted."""
+        self.reuse.use(hashes)
 
     def found(self, hashes: list[Hash]) -> None:
         """A prompt has found blocks of its own in a pool: they are used a second time.
@@ -143,6 +153,7 @@ class SsdTier:
     def computed(self, hashes: list[Hash]) -> None:
         """Blocks are full, and can be found from now on; none of them is salted."""
         self._stores.used(hashes)
+        self.reuse.add(hashes)
 
     # What the daemon says
 

@@ -25,6 +25,7 @@ INTERNAL = {
     "devices.parent": "places a slice under its GPU",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "links.has_detour": "decides whether it is an alert when it is slow",
+    "ssd.reuse_distances": "summed up in what caches of several sizes would find",
     "ssd.reason": "shown where the state is not `on`",
     "devices.kind": "decides which readings there could be",
 }
@@ -63,7 +64,9 @@ def rich() -> Frame:
         devices=[device],
         requests=[request],
         num_requests=1,
-        ssd=SsdFrame("on", "", "/var/kv", 70, 7 << 20, 9 << 30, loads=3, load_ms=50.0),
+        ssd=SsdFrame(
+            "on", "", "/var/kv", 70, 7 << 20, 9 << 30, loads=3, load_ms=50.0, would_find={"1": 0.4}
+        ),
         state="draining",
         state_reason="x",
     )

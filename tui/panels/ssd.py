@@ -38,6 +38,8 @@ def _figures(ssd: SsdFrame) -> list[tuple[str, str]]:
         always.append(("took", fmt.millis_unit(ssd.load_ms)))
         always.append(("computing", fmt.millis_unit(ssd.compute_ms)))
         always.append(("regret", fmt.millis_unit(ssd.regret_ms)))
+    for ratio, share in ssd.would_find.items():
+        always.append(("finds" if ratio == "1" else f"x{ratio} finds", fmt.ratio(share)))
     seldom = (
         ("waiting", ssd.waiting),
         ("declined", ssd.declined_loads),
