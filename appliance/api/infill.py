@@ -30,7 +30,7 @@ class Infill:
 
 MARKS = (
     Infill("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite 4
-    Infill("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM, Granite 3
+    Infill("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite 3
     Infill("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     Infill("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     Infill("[PREFIX]", "[SUFFIX]", "", is_suffix_first=True),  # Codestral
