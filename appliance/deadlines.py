@@ -95,10 +95,8 @@ class Deadlines:
         self._router.queue.max_first_ms = self._router.roles.slo.ttft_ms or 0.0
         self._router.queue.step_tokens = self._max_step_tokens
         self._router.queue.assume(self._ms_per_token())
-        now_ns, was_stalled = time.monotonic_ns(), self.reason
+        now_ns = time.monotonic_ns()
         self.look_at_workers(now_ns)
-        if was_stalled is None and self.reason is not None:
-            self._tell("warning", "worker.stalled", f"{self.reason}; it gets nothing more")
         for request, error in self.late(list(self._live.values()), now_ns):
             about = f"{request.request_id}: {error.what}"
             self._tell("warning", f"request.{error.code}", about)
