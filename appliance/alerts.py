@@ -49,7 +49,12 @@ THRESHOLDS = (
         "worker.down", signals.worker_down, None, 1, "worker {} is ready again", is_state=True
     ),
     Threshold(
-        "worker.stuck", signals.worker_stuck, 1, None, "worker {} no longer stands still", is_state=True
+        "worker.stuck",
+        signals.worker_stuck,
+        1,
+        None,
+        "worker {} no longer stands still",
+        is_state=True,
     ),
     Threshold(
         "state.degraded", signals.state_degraded, None, 1, "it is not degraded now", is_state=True
