@@ -43,6 +43,8 @@ def announcement(
     """
     note = f" ({model.note})" if model.note else ""
     yield f"serving {model.model_id}{note} in {frame.dtype}"
+    if frame.weights is not None:
+        yield f"  {frame.weights}"
     for worker in frame.workers:
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))

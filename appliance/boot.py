@@ -23,20 +23,11 @@ from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan
 from appliance.placement_text import placement_lines
 from appliance.placing import Placing, this_inventory
 from appliance.request import ModelInfo
+from appliance.weights_plan import WeightsPlan, plan_weights
 from engine.attention_backends import this_machine
-from engine.checkpoint import (
-    Checkpoint,
-    WeightsLayout,
-    arena_layout,
-    packed_layout,
-    weights_layout,
-)
+from engine.checkpoint import Checkpoint
 from engine.errors import AlreadyRunning, ConfigError
-from engine.kernels.cpu import has_kernels, load_kernels
-from engine.kernels.ways import Ways, find_ways
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
-from engine.panels_layout import PanelsLayout, panels_layout
-from engine.tensor_info import BLOCKS
 
 log = logging.getLogger("penstock")
 
@@ -65,6 +56,10 @@ class Plan:
     """How the model writes calls and reasoning, as the settings say."""
     others: tuple[str, ...] = ()
     """Models that a request may name, which are swapped in then."""
+    weights: str = "stored"
+    """What matrices are quantised to at start; `stored`: nothing."""
+    weights_words: str = ""
+    """What the weights are in memory, where that is not what the files have."""
 
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
@@ -111,7 +106,8 @@ def make_plan(config: ServeConfig) -> Plan:
     """
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
-    workers, fds = _setups(checkpoint, dtype, placement, has_graphs=not config.eager)
+    weights = plan_weights(checkpoint, dtype, config.weights, placement)
+    workers, fds = _setups(checkpoint, dtype, placement, weights, has_graphs=not config.eager)
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
         roles = "colocated"
@@ -137,6 +133,8 @@ def make_plan(config: ServeConfig) -> Plan:
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         others=tuple(config.models),
+        weights=config.weights,
+        weights_words=weights.words,
     )
 
 
@@ -151,13 +149,11 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    weights = ""
-    if not checkpoint.is_plain:
-        layout = _layout(checkpoint, dtype) if gpu is None else arena_layout(checkpoint, dtype)
-        weights = "" if layout is None else f"; {_in_memory(checkpoint, layout, dtype)}"
+    weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
+    about = f"; {weights.words}" if weights.words else ""
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
-        f"up to {placement.max_model_len} tokens per request{attention}{weights}"
+        f"up to {placement.max_model_len} tokens per request{attention}{about}"
     ), placement_lines(placement)
 
 
@@ -230,7 +226,12 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
 
 
 def _setups(
-    checkpoint: Checkpoint, dtype: str, placement: Placement, *, has_graphs: bool
+    checkpoint: Checkpoint,
+    dtype: str,
+    placement: Placement,
+    weights: WeightsPlan,
+    *,
+    has_graphs: bool,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     places = placement.places
@@ -241,11 +242,8 @@ def _setups(
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    if not checkpoint.is_plain and all(plan.gpu is not None for plan in placement.workers):
-        # which a GPU's worker makes
-        log.info("%s", _in_memory(checkpoint, arena_layout(checkpoint, dtype), dtype))
-    weights = _weights(checkpoint, dtype, placement)
-    fds += {spec.fd for spec in weights.values()}
+    specs_by_worker = _arenas(weights, placement)
+    fds += {spec.fd for spec in specs_by_worker.values()}
     workers = []
     for plan in placement.workers:
         setup = Setup(
@@ -254,7 +252,7 @@ def _setups(
             dtype=dtype,
             block_size=placement.block_size,
             pool=specs[plan.pool],
-            weights=weights.get(plan.name),
+            weights=specs_by_worker.get(plan.name),
             cpus=list(plan.cpus),
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
@@ -266,66 +264,24 @@ def _setups(
     return workers, fds
 
 
-def _weights(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
+def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:
     """Converted weights for the workers on cores; none: files are mapped.
 
     Those of one NUMA node share an arena; where there are several nodes each has one.
     """
+    if weights.layout is None:
+        return {}
     by_node: dict[int | None, list[str]] = {}
     for plan in placement.workers:
         if plan.gpu is None:
             by_node.setdefault(plan.node, []).append(plan.name)
-    if not by_node:
-        return {}
-    layout: WeightsLayout | PanelsLayout | None = packed_layout(checkpoint, dtype)
-    ways = None
-    if layout is not None and (ways := _ways()) is None:
-        layout = None
-    if layout is None:
-        layout = _layout(checkpoint, dtype)
-    if layout is None and len(by_node) > 1:
-        layout = arena_layout(checkpoint, dtype)  # of files that are mapped there is one copy
-    if not checkpoint.is_plain:
-        log.info("%s", _in_memory(checkpoint, layout or arena_layout(checkpoint, dtype), dtype))
-    if layout is None:
-        return {}
     found = {}
     for node, names in by_node.items():
         at = "" if node is None else f"-node{node}"
-        fd = _memfd(f"penstock-weights{at}", layout.num_bytes)
+        fd = _memfd(f"penstock-weights{at}", weights.layout.num_bytes)
         for index, name in enumerate(names):
-            found[name] = WeightsSpec(
-                fd,
-                layout.num_bytes,
-                index,
-                len(names),
-                is_filled=False,
-                is_packed=ways is not None or isinstance(layout, PanelsLayout),
-                way_starts=[] if ways is None else list(ways.starts),
-                ways=[] if ways is None else list(ways.ways),
-            )
+            found[name] = weights.spec(fd, index, len(names))
     return found
-
-
-def _layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | PanelsLayout | None:
-    """Where weights lie that are not packed in pairs; None: the files are mapped."""
-    layout = panels_layout(checkpoint, dtype) if has_kernels() else None
-    return layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
-
-
-def _in_memory(checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dtype: str) -> str:
-    """What becomes of weights that are not served as the file has them."""
-    file = f"weights are mostly {checkpoint.stored_dtype} in the file, "
-    file += f"{checkpoint.num_bytes / 1e6:,.0f} MB; "
-    if isinstance(layout, WeightsLayout):
-        return f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, widened to {dtype} at start"
-    packed = f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, quantised as they are"
-    tensors = checkpoint.tensors
-    widened = {name for name in layout.rest.shape_by_name if tensors[name].dtype in BLOCKS}
-    if widened:
-        kinds = ", ".join(sorted({tensors[name].dtype for name in widened}))
-        packed += f"; {len(widened)} matrices in {kinds} are widened to {dtype}"
-    return packed
 
 
 def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:
@@ -335,17 +291,6 @@ def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> Gp
     hops = [hop for link in placement.places.links for hop in link.hops]
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
     return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool)
-
-
-def _ways() -> Ways | None:
-    """How packed matrices are multiplied; None: they are read as they are stored."""
-    try:
-        kernels, level = load_kernels()
-    except ImportError:
-        return None
-    found = find_ways(kernels, level)
-    log.info("weights in bfloat16 are %s", found.why)
-    return found.ways
 
 
 def _memfd(name: str, num_bytes: int) -> int:

@@ -92,8 +92,9 @@ def identity(plan: Plan, state_dir: Path) -> bytes:
     parts = {
         "layout": LAYOUT_VERSION,
         "config": _config_sum(checkpoint.folder),
-        "weights": fingerprint({one.file for one in checkpoint.tensors.values()}, state_dir),
+        "weights": fingerprint(checkpoint.files, state_dir),
         "dtype": plan.dtype,
+        "quantised_at_start": plan.weights,
         "rope": sorted(rope.factors(placement.max_model_len) for rope in ropes),
         "block_size": placement.block_size,
     }

@@ -38,6 +38,7 @@ class ServeConfig:
     state_dir: Path
     model: Path | HubName | None = None
     dtype: str = "auto"
+    weights: str = "stored"
     transport: str = "auto"
     roles: str = "auto"
     place: WantedWorkers = ONE_OF_EACH

@@ -207,6 +207,8 @@ def _daemon(client: Callable[[], Client]) -> Finding:
         return Finding("daemon", "note", str(error), error.hint)
     workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
+    if state.get("weights"):
+        found = f"{found}; {state['weights']}"
     ssd = state.get("ssd") or {}
     if ssd.get("state") == "down":
         about = f"{found}; its SSD cache is down: {ssd['reason']}"

@@ -40,6 +40,7 @@ from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
 from appliance.waiting import waits
+from appliance.weights_plan import weights_text
 from appliance.windows import Usual
 from engine.router import Router
 
@@ -122,6 +123,10 @@ class Frames:
             host=telemetry.host(),
             handoff=telemetry.handoff(states, router, elapsed_s),
             links=telemetry.links(router, elapsed_s),
+            weights=weights_text(
+                plan.weights_words,
+                next((w.weights_loss for w in states if w.weights_loss is not None), None),
+            ),
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)

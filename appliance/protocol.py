@@ -394,6 +394,7 @@ class Frame(msgspec.Struct):
     links: list[LinkFrame] = []
     """Between pools that blocks are copied between."""
     ssd: SsdFrame | None = None
+    weights: str | None = None  # what became of them, at what loss; None: served as stored
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

@@ -55,6 +55,11 @@ SETTINGS: Mapping[str, Setting] = {
         one_of("auto", "float32", "bfloat16", "float16"),
         "dtype to serve in: auto, float32, bfloat16 or float16",
     ),
+    "weights": Setting(
+        one_of("stored", "q8", "q4"),
+        "matrices in memory: stored, as the checkpoint has them, or quantised at start to 8 or 4 "
+        "bits each, q8 or q4",
+    ),
     "transport": Setting(
         one_of("auto", "alias", "peer", "shm"),
         "how the KV is handed over: auto, alias (nothing moves), peer or shm",

@@ -267,6 +267,7 @@ class Supervisor:
                         self._on_report(worker.plan.name, report)
                     case Ready():
                         worker.state, worker.ready = "ready", report
+                        worker.weights_loss = report.weights_loss or worker.weights_loss
                         worker.num_failed_starts = 0
                         worker.ready_at_s = time.monotonic()
                         self._ready(worker)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from appliance.placement import WorkerPlan
 from engine.channel import DaemonChannel
 from engine.errors import WorkerFailed
-from engine.messages import Ready, Setup
+from engine.messages import Ready, Setup, WeightsLoss
 
 STABLE_AFTER_S = 30.0
 """A worker that was ready this long had no short life."""
@@ -42,6 +42,8 @@ class WorkerState:
     """In a row, failed starts among them."""
     pause_s: float = 0.0
     """Before it is started again, the last time that it was."""
+    weights_loss: WeightsLoss | None = None
+    """Measured at its first start; None: not by it, or there is none."""
     ready_at_s: float | None = None
     """Monotonic; None: its process was not ready yet."""
     num_reports: int = 0

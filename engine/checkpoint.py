@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,7 @@ from engine.gguf_config import named
 from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.pairs import packed_shape
+from engine.quantisation import Quantisation
 from engine.safetensors_header import read_header
 from engine.stacked_experts import expert_tensor
 from engine.tensor_info import BLOCKS, TensorInfo
@@ -66,11 +68,14 @@ class Checkpoint:
         for path in paths:
             _, tensors = read_header(path)
             found.update((tensor.name, tensor) for tensor in _named(tensors, config.family.base))
-        expected = {}
+        quantisation = Quantisation.from_keys(JsonKeys.from_file(folder / "config.json"))
+        names, expected = config.family.experts, {}
         for name, shape in expected_shapes(config):
-            names = config.family.experts
-            is_stacked = names is not None and names.is_stacked
-            tensor = expert_tensor(found, names, name) if names and is_stacked else found.get(name)
+            tensor = found.get(name)
+            if names is not None and names.is_stacked:
+                tensor = expert_tensor(found, names, name)
+            elif quantisation is not None:
+                tensor = quantisation.find(found, name, shape)
             tensor = _checked(source, tensor, name, shape, partial(_layer_hint, found))
             expected[name] = _in_order(tensor, config)
         return cls(folder, config, expected, _main_dtype(expected))
@@ -88,14 +93,30 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights as stored."""
-        tensors = self.tensors.values()
-        scales = sum(tensor.scales.num_bytes for tensor in tensors if tensor.scales is not None)
-        return scales + sum(tensor.num_bytes for tensor in tensors)
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def pieces(self) -> list[TensorInfo]:
+        """The stored tensors that the model's are made of."""
+        return [piece for tensor in self.tensors.values() for piece in tensor.pieces.values()]
+
+    @property
+    def files(self) -> set[Path]:
+        """Those that weights lie in."""
+        return {piece.file for piece in self.pieces}
 
     @property
     def is_plain(self) -> bool:
         """True if all tensors' bytes are their values, in order."""
         return all(tensor.is_plain for tensor in self.tensors.values())
+
+    @property
+    def is_mappable(self) -> bool:
+        """True if every tensor's values are there as they are, at a multiple of their size."""
+        return all(
+            tensor.is_plain and tensor.start % DTYPE_BYTES[tensor.dtype] == 0
+            for tensor in self.tensors.values()
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -143,11 +164,9 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
 
 def _named(tensors: list[TensorInfo], base: str | None) -> list[TensorInfo]:
     """The same by the names that the family has for them."""
-    if base is None:
-        return tensors
     return [
         replace(tensor, name=f"model.{tensor.name.removeprefix(base)}")
-        if tensor.name.startswith(base)
+        if base is not None and tensor.name.startswith(base)
         else tensor
         for tensor in tensors
     ]
@@ -256,7 +275,7 @@ def weights_layout(
         tensor.dtype == dtype or (can_widen and (dtype == "float32" or len(tensor.shape) == 1))
         for tensor in checkpoint.tensors.values()
     )
-    is_mapped = is_served_as_stored and _is_aligned(checkpoint)
+    is_mapped = is_served_as_stored and checkpoint.is_mappable
     return None if is_mapped else arena_layout(checkpoint, dtype)
 
 
@@ -283,7 +302,7 @@ def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
     step looks up rows, stays as it is stored. None where no kernel reads pairs for `dtype`, or a
     file cannot be mapped.
     """
-    if dtype != "bfloat16" or not _is_aligned(checkpoint):
+    if dtype != "bfloat16" or not checkpoint.is_mappable:
         return None
     prefix = checkpoint.config.family.prefix
     embedding, head = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
@@ -301,14 +320,6 @@ def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
         offset_by_name[name] = offset
         offset += math.prod(shape_by_name[name]) * DTYPE_BYTES[dtype]
     return WeightsLayout(offset, offset_by_name, shape_by_name, source_by_packed)
-
-
-def _is_aligned(checkpoint: Checkpoint) -> bool:
-    """True if every tensor's values are there as they are, at a multiple of their size."""
-    return all(
-        tensor.is_plain and tensor.start % DTYPE_BYTES[tensor.dtype] == 0
-        for tensor in checkpoint.tensors.values()
-    )
 
 
 def _continues_matrix(name: str) -> bool:
@@ -344,7 +355,8 @@ def _checked(
         what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
         raise CheckpointError(what, where=str(tensor.file))
     served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else (*DTYPE_BYTES, "mxfp4_pairs")
-    if tensor.dtype not in served or (tensor.dtype in BLOCKS and len(shape) != 2):
+    is_served = tensor.dtype in served or tensor.apart is not None
+    if not is_served or (tensor.dtype in BLOCKS and len(shape) != 2):
         what = f"tensor {name} is stored as {tensor.dtype}"
         hint = f"supported: {', '.join(served)}"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
@@ -375,10 +387,10 @@ def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
-    bytes_by_dtype = dict.fromkeys((*DTYPE_BYTES, *BLOCKS), 0)
+    bytes_by_dtype: Counter[str] = Counter()
     for tensor in tensors.values():
         bytes_by_dtype[tensor.dtype] += tensor.num_bytes
-    return max(bytes_by_dtype, key=bytes_by_dtype.__getitem__)
+    return bytes_by_dtype.most_common(1)[0][0]
 
 
 def _cpu_flags() -> set[str]:

@@ -20,6 +20,7 @@ from engine.gguf_config import config_keys, sampling_keys
 from engine.gguf_header import GgufModel, find_gguf
 from engine.json_keys import JsonKeys
 from engine.layer_heads import LayerHeads, layer_heads
+from engine.quantisation import Quantisation
 from engine.rope import RopeConfig
 from engine.sampling_defaults import sampling_defaults
 from engine.unserved import reason
@@ -216,11 +217,10 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
     sections = [file_keys]
     if family.section is not None:
         sections.append(file_keys.section(family.section))
-    for section in sections:
-        method = section.section("quantization_config").get("quant_method", None)
-        is_stacked = family.experts is not None and family.experts.is_stacked
-        if section.get("quantization_config", None) and (method, is_stacked) != ("mxfp4", True):
-            raise section.bad("quantization_config", "supported: serve an unquantized checkpoint")
+    quantisation = Quantisation.from_keys(file_keys)
+    is_stacked = family.experts is not None and family.experts.is_stacked
+    if quantisation is not None and (quantisation.method == "mxfp4") != is_stacked:
+        raise file_keys.bad("quantization_config", f"supported of {family.name}")
     stated = sections[-1].values
     if family.section is not None and stated.get("model_type", None) not in (None, family.language):
         raise sections[-1].bad("model_type", repr(family.language))

@@ -45,6 +45,18 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     """Numbers of inputs from which on..."""
     ways: list[int] = []
     """...products are done in these ways."""
+    weights: str = "stored"
+    """What matrices are quantised to at start, `q8` or `q4`; `stored`: they are as in the files."""
+
+
+class WeightsLoss(msgspec.Struct, frozen=True):
+    """What quantising at start has done to the logits of fixed prompts."""
+
+    num_tokens: int
+    kl_nats: float
+    """Mean divergence of the next token's distribution from that of the weights as stored."""
+    same_top_ratio: float
+    """Share of tokens after which the likeliest next one is the same."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True):
@@ -256,6 +268,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     probes: dict[str, float] = {}
     """By other pool that it copies to or from: bytes a second of blocks that went there and back,
     and were found unchanged."""
+    weights_loss: WeightsLoss | None = None
+    """Of the worker that measured it; None: it was not its to measure."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):

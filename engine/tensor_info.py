@@ -7,6 +7,7 @@ Never: reads tensor data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,6 +30,26 @@ share a byte, and a file has the scales in a tensor of their own."""
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Of a matrix whose codes, scales and zeros are tensors of their own."""
+
+    kind: str
+    """How they lie: `fp8`, `int8`, `packed`, `gptq`, `awq` or `mxfp4`."""
+    bits: int
+    """Of a code."""
+    group: int
+    """Values of a row that share a scale."""
+    scale_rows: int
+    """Rows that share a scale."""
+    parts: Mapping[str, TensorInfo]
+    """`codes` and `scales`, perhaps `zeros`, and `order`: the group that each column is of."""
+    form: str | None
+    """That the kernels read without a value being changed; None: there is none."""
+    zero: int = 0
+    """Of codes where none are stored; and what is added to those that are."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where one tensor's bytes are, and how they become the values that the model wants."""
 
@@ -36,8 +57,8 @@ class TensorInfo:
     """As the model's family has it, whatever the file calls it."""
     file: Path
     dtype: str
-    """`float32`, `bfloat16`, `float16`, one of BLOCKS, or the file's own name for what is never
-    served."""
+    """`float32`, `bfloat16`, `float16`, one of BLOCKS, a name for what is `apart`, or the file's
+    own for what is never served."""
     shape: tuple[int, ...]
     start: int
     """Offset of the first byte in the file."""
@@ -55,12 +76,14 @@ class TensorInfo:
     a row to the next; None: rows lie end to end."""
     scales: TensorInfo | None = None
     """Of blocks that have them elsewhere: a byte for each block, laid out as these are."""
+    apart: Apart | None = None
+    """Of a matrix of several tensors; file, start and num_bytes are then those of its codes."""
 
     @property
     def is_plain(self) -> bool:
         """True if the stored bytes are the values, in order."""
         changed = self.head_rows or self.shift or self.strides is not None
-        return self.dtype not in BLOCKS and not changed
+        return not self.is_quantised and not changed
 
     @property
     def item_bytes(self) -> int:
@@ -81,3 +104,21 @@ class TensorInfo:
         row, item = self.strides
         last = (self.shape[0] - 1) * row + (self.row_items - 1) * item
         return self.start + (last + 1) * self.item_bytes
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """True if rows are blocks end to end, with the scales among the codes."""
+        return self.dtype in BLOCKS and self.strides is None and self.scales is None
+
+    @property
+    def is_quantised(self) -> bool:
+        """True if values are codes and scales, wherever these lie."""
+        return self.dtype in BLOCKS or self.apart is not None
+
+    @property
+    def pieces(self) -> Mapping[str, TensorInfo]:
+        """The tensors that it is made of, by their roles: `codes`, itself, or its parts."""
+        if self.apart is not None:
+            return self.apart.parts
+        scales = {} if self.scales is None else {"scales": self.scales}
+        return {"codes": self, **scales}

@@ -19,6 +19,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine.kernels.cpu import FORMS as NUMBERS
+from engine.panels import FORMS, panels_shape
+
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -91,6 +95,23 @@ def linear(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kernels.linear(out, x, kind, inputs, depth, m.integers(parts), len(rows), bias, threads)
 
 
+def linear_quantised(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Matrices in panels; any bytes are codes, and these are scales of ordinary size, too."""
+    form = r.choice(sorted(FORMS))
+    unit = 1 if form.startswith(("int", "fp8")) else 32 if FORMS[form].head_bytes == 0 else 256
+    kind, inputs = r.choice([FLOAT32, BFLOAT16]), r.choice([1, 2, 3, 5, 15, 17])
+    depth, rows = unit * r.randint(1, 300 // unit + 1), [r.randint(1, 70) for _ in range(2)]
+    parts = []
+    for count in rows:
+        panels, size = panels_shape(form, count, depth)
+        data = bytes(r.randrange(0x20, 0x3C) for _ in range(499))
+        parts += [m.array((data * (panels * size // 499 + 1))[: panels * size]), count]
+        parts.append(NUMBERS[form])
+    bias = m.values(sum(rows), FLOAT32) if r.random() < 0.5 else 0
+    out, x = m.output(inputs * sum(rows), kind), m.values(inputs * depth, kind)
+    kernels.linear(out, x, kind, inputs, depth, m.integers(parts), len(rows), bias, threads)
+
+
 def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     """Packing, and all ways to multiply by what is packed."""
     inputs, depth, way = r.choice([1, 2, 7, 25, 33, 64]), r.randint(1, 150), r.randrange(3)
@@ -158,7 +179,7 @@ def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     )  # fmt: skip
 
 
-CALLS = (linear, linear_pairs, rms_norm, gated, attention)
+CALLS = (linear, linear_quantised, linear_pairs, rms_norm, gated, attention)
 
 
 def main() -> None:

@@ -117,8 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: it cannot be.
     """
-    tensors = Checkpoint.open(folder).tensors.values()
-    return sorted({tensor.file for tensor in tensors})
+    return sorted(Checkpoint.open(folder).files)
 
 
 def sha256(path: Path, on_read: Callable[[int], None]) -> str:

@@ -20,6 +20,8 @@ def page(frame: Row, *, colour: bool) -> str:
     """`penstock status`: one screen, one subject a line."""
     state = printable(frame.get("state"))
     lines = [("model", _model_text(frame))]
+    if frame.get("weights"):
+        lines.append(("weights", str(frame["weights"])))
     if swaps := frame.get("swaps"):
         lines.append(("swaps", _swaps_text(swaps)))
     lines.append(("roles", roles_text(frame)))

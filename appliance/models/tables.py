@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 MODELS = "models"
-MODEL_SETTINGS = ("model", "dtype", "max_model_len", "kv_memory")
+MODEL_SETTINGS = ("model", "dtype", "weights", "max_model_len", "kv_memory")
 """The rest is everybody's."""
 
 

@@ -390,7 +390,7 @@ KERNEL(linear, "ppiiipipi")
         whole.out_stride += whole.parts[i].num_rows;
     const int64_t num_x = is_read_in_place ? 0 : num_inputs * whole.x_stride;
     const int64_t num_out = num_inputs * whole.out_stride;
-    const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP);
+    const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP + 1);
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out) + num_sums;
     float *memory = scratch((size_t)num_floats * sizeof(float));
     if (memory == NULL && num_floats > 0)

@@ -155,9 +155,10 @@ static void multiply_group(const struct product *p, int64_t from, int64_t to)
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
     for (int64_t cut = 0; cut < num_cuts; cut++) {
         const int64_t unit = is_quantised(p->type) ? MAX_GROUP : 1; /* which divides MAX_DEPTH */
-        const int64_t num_units = p->depth / unit;
+        const int64_t num_units = (p->depth + unit - 1) / unit;
         const int64_t first = num_units * cut / num_cuts * unit;
-        const int64_t end = num_units * (cut + 1) / num_cuts * unit;
+        const int64_t next_cut = num_units * (cut + 1) / num_cuts * unit;
+        const int64_t end = next_cut < p->depth ? next_cut : p->depth;
         for (int64_t i = from; i < to; i++)
             panels[i - from] = packed(p, i, first, end, values + (i - from) * PANEL_VALUES);
         for (int64_t share = 0; share < num_shares; share++) {

@@ -22,16 +22,31 @@ enum { VECS = CODE_ROWS / LANES, HALF_BYTES = 2 };
 typedef uint8_t vec_u8 __attribute__((vector_size(LANES)));
 typedef int8_t vec_s8 __attribute__((vector_size(LANES)));
 
-INLINE int code_bits(int form) { return form <= Q4_K ? 4 : 8; }
-INLINE int group_of(int form) { return form == Q6_K ? 16 : 32; }
+INLINE int code_bits(int form)
+{
+    return form <= Q4_K || form == MXFP4 || form == INT4_32 || form == INT4_128 ? 4 : 8;
+}
+INLINE int group_of(int form) { return form == Q6_K ? 16 : form >= INT4_128 ? 128 : 32; }
+INLINE int64_t groups_of(int form, int64_t depth)
+{
+    return (depth + group_of(form) - 1) / group_of(form);
+}
 INLINE int has_head(int form) { return form == Q4_K || form == Q5_K || form == Q6_K; }
 INLINE int stores_minimum(int form)
 {
     return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
 }
+INLINE int stores_zero(int form) { return form == INT4_32 || form == INT4_128; }
 /* Q4_0 has codes from 0 on, and all of them 8 too large. */
-INLINE int has_minimum(int form) { return form == Q4_0 || stores_minimum(form); }
-INLINE int scale_size(int form) { return has_head(form) ? 1 : HALF_BYTES; }
+INLINE int has_minimum(int form) { return form == Q4_0 || stores_minimum(form) || stores_zero(form); }
+INLINE int scale_size(int form)
+{
+    return has_head(form) || form == MXFP4 ? 1 : form >= INT4_32 ? (int)sizeof(float) : HALF_BYTES;
+}
+INLINE int minimum_size(int form)
+{
+    return stores_minimum(form) ? scale_size(form) : stores_zero(form);
+}
 INLINE int64_t head_bytes(int form)
 {
     return has_head(form) ? CODE_ROWS * HALF_BYTES * (1 + stores_minimum(form)) : 0;
@@ -39,11 +54,11 @@ INLINE int64_t head_bytes(int form)
 INLINE int64_t code_bytes(int form) { return CODE_ROWS * group_of(form) * code_bits(form) / 8; }
 INLINE int64_t group_bytes(int form)
 {
-    return code_bytes(form) + CODE_ROWS * scale_size(form) * (1 + stores_minimum(form));
+    return code_bytes(form) + CODE_ROWS * (scale_size(form) + minimum_size(form));
 }
 INLINE int64_t panel_bytes(int form, int64_t depth)
 {
-    return depth / group_of(form) * group_bytes(form) + depth / BLOCK_VALUES * head_bytes(form);
+    return groups_of(form, depth) * group_bytes(form) + depth / BLOCK_VALUES * head_bytes(form);
 }
 
 /* LANES small integers. */
@@ -65,21 +80,75 @@ INLINE vec integers(const char *from, int is_signed)
     return __builtin_convertvector(__builtin_convertvector(bytes, vec_int), vec);
 }
 
-/* Code number j of eight in each lane. */
-INLINE vec nibbles(vec_bits packed, int j)
+/* LANES numbers of 8 bits, sign, exponent and three of the mantissa (E4M3), 256 times too small, so
+ * that they are float16's. */
+INLINE vec eighths(const char *from)
 {
 #if LANES == 16
-    const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)packed, 4 * j), table);
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+    const __m256i halves = _mm256_slli_epi16(wide, 7);
+    return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbf80)));
+#elif LANES == 8
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from));
+    const __m128i halves = _mm_slli_epi16(wide, 7);
+    return (vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbf80)));
 #else
-    return __builtin_convertvector((vec_int)((packed >> (4 * j)) & 15), vec);
+    vec_u8 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    const vec_bits bits = __builtin_convertvector(bytes, vec_bits);
+    const vec magnitude = (vec)((bits & 0x7f) << 20) * 0x1p112f;
+    return (vec)((vec_bits)magnitude | (bits & 0x80) << 24);
 #endif
+}
+
+/* Codes of 8 bits of LANES rows as numbers. */
+INLINE vec bytes_at(const char *from, int form)
+{
+    return form == FP8_128 ? eighths(from) : integers(from, 1);
+}
+
+/* Code number j of eight in each lane as a number: an integer, or of 4 bits a sign, two of the
+ * exponent and one of the mantissa (E2M1). */
+INLINE vec nibbles(vec_bits packed, int j, int form)
+{
+#if LANES == 16
+    const __m512 integer = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 real = _mm512_set_ps(-6.0f, -4.0f, -3.0f, -2.0f, -1.5f, -1.0f, -0.5f, -0.0f, 6.0f,
+                                      4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
+    return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)packed, 4 * j),
+                                      form == MXFP4 ? real : integer);
+#else
+    const vec_bits code = packed >> (4 * j);
+#if LANES == 8
+    if (form == MXFP4) {
+        const __m256 table = _mm256_set_ps(6.0f, 4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
+        const vec magnitude = (vec)_mm256_permutevar8x32_ps(table, (__m256i)code);
+        return (vec)((vec_bits)magnitude | (code & 8) << 28);
+    }
+#endif
+    if (form == MXFP4) {
+        const vec_bits bits = code & 7; /* as E4M3 above: a float32 of too small an exponent */
+        const vec magnitude = (vec)(bits << 22) * 0x1p126f;
+        return (vec)((vec_bits)magnitude | (code & 8) << 28);
+    }
+    return __builtin_convertvector((vec_int)(code & 15), vec);
+#endif
+}
+
+/* Powers of two of LANES rows: 2 to the power of (byte - 127). */
+INLINE vec powers_of_two(const char *from)
+{
+    vec_u8 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    const vec_bits exponents = __builtin_convertvector(bytes, vec_bits);
+    return (vec)(exponents << 23 | ((vec_bits)(exponents == 0) & 0x400000));
 }
 
 /* Scale and minimum of a group's rows; `at` is behind its codes. */
 struct scales {
     vec scale, minimum;
 };
+INLINE const char *scale_zero(const char *at, int form) { return at + CODE_ROWS * scale_size(form); }
 INLINE struct scales scales_at(const char *at, int form, vec head, vec head_minimum, int v)
 {
     struct scales s = {.minimum = all(0)};
@@ -91,12 +160,27 @@ INLINE struct scales scales_at(const char *at, int form, vec head, vec head_mini
             s.minimum = all(0) - head_minimum * integers(minimum, 0);
         return s;
     }
-    s.scale = widened_half(scale);
-    if (form == Q4_0)
+    if (form == MXFP4)
+        s.scale = powers_of_two(scale);
+    else if (form >= INT4_32)
+        s.scale = load(scale, FLOAT32) * all(form == FP8_128 ? 256.0f : 1.0f);
+    else
+        s.scale = widened_half(scale);
+    if (stores_zero(form))
+        s.minimum = all(0) - s.scale * integers(scale_zero(at, form) + v * LANES, 0);
+    else if (form == Q4_0)
         s.minimum = s.scale * all(-8.0f);
     else if (stores_minimum(form))
         s.minimum = widened_half(minimum);
     return s;
+}
+
+/* Values in group number g of a row: fewer than in the others where the row ends in it, which rows in
+ * blocks never do. Codes go on to a multiple of eight, and inputs with zeros as far (STEP of linear.c). */
+INLINE int values_of(int form, int64_t depth, int64_t g)
+{
+    const int group = group_of(form);
+    return form < INT4_32 || depth - g * group > group ? group : (int)(depth - g * group);
 }
 
 /* Some panels by some inputs. */
@@ -109,7 +193,7 @@ struct block {
 INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int form, int num_inputs)
 {
     const int group = group_of(form);
-    const int64_t num_groups = b->depth / group;
+    const int64_t num_groups = groups_of(form, b->depth);
     vec sums[MAX_INPUTS][STREAMS][VECS], heads[STREAMS][VECS], head_minimums[STREAMS][VECS];
     const char *at[STREAMS];
     for (int n = 0; n < STREAMS; n++)
@@ -123,6 +207,7 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                 sums[i][n][v] = heads[n][v] = head_minimums[n][v] = all(0);
     for (int64_t g = 0; g < num_groups; g++) {
         const float *x = b->x + g * group;
+        const int count = values_of(form, b->depth, g);
         vec part[MAX_INPUTS][STREAMS][VECS];
         if (has_head(form) && g * group % BLOCK_VALUES == 0)
 #pragma GCC unroll 4
@@ -144,7 +229,7 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                 for (int v = 0; v < VECS; v++)
                     part[i][n][v] = all(0);
         if (code_bits(form) == 4) {
-            for (int k = 0; k < group; k += 8) {
+            for (int k = 0; k < count; k += 8) {
                 vec_bits packed[STREAMS][VECS];
 #pragma GCC unroll 4
                 for (int n = 0; n < STREAMS; n++)
@@ -155,7 +240,7 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                     for (int n = 0; n < STREAMS; n++)
 #pragma GCC unroll 4
                         for (int v = 0; v < VECS; v++) {
-                            const vec w = nibbles(packed[n][v], j);
+                            const vec w = nibbles(packed[n][v], j, form);
 #pragma GCC unroll 4
                             for (int i = 0; i < num_inputs; i++)
                                 part[i][n][v] = plus_product(part[i][n][v], w,
@@ -164,12 +249,12 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
             }
         } else {
 #pragma GCC unroll 2
-            for (int k = 0; k < group; k++)
+            for (int k = 0; k < count; k++)
 #pragma GCC unroll 4
                 for (int n = 0; n < STREAMS; n++)
 #pragma GCC unroll 4
                     for (int v = 0; v < VECS; v++) {
-                        const vec w = integers(at[n] + k * CODE_ROWS + v * LANES, 1);
+                        const vec w = bytes_at(at[n] + k * CODE_ROWS + v * LANES, form);
 #pragma GCC unroll 4
                         for (int i = 0; i < num_inputs; i++)
                             part[i][n][v] =
@@ -235,6 +320,11 @@ static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int 
         FOR_INPUTS(Q5_1)
         FOR_INPUTS(Q5_K)
         FOR_INPUTS(Q6_K)
+        FOR_INPUTS(MXFP4)
+        FOR_INPUTS(INT4_32)
+        FOR_INPUTS(INT4_128)
+        FOR_INPUTS(INT8_128)
+        FOR_INPUTS(FP8_128)
     }
 }
 
@@ -244,7 +334,7 @@ static void multiply_part(const struct product *p, const struct part *part, int6
 {
     const int form = (int)part->scheme;
     const char *base = (const char *)(uintptr_t)part->address;
-    const int64_t bytes = panel_bytes(form, p->depth), num_groups = p->depth / group_of(form);
+    const int64_t bytes = panel_bytes(form, p->depth), num_groups = groups_of(form, p->depth);
     const int64_t count = end - first, apart = (count + STREAMS - 1) / STREAMS;
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
     for (int64_t i = 0; i < apart; i++) {
@@ -285,11 +375,12 @@ void sum_inputs(float *sums, const struct product *p)
     if (!has_minimum(p->type))
         return;
     const int group = group_of(p->type);
-    const int64_t num_groups = p->depth / group;
+    const int64_t num_groups = groups_of(p->type, p->depth);
     for (int64_t i = 0; i < p->num_inputs; i++)
         for (int64_t g = 0; g < num_groups; g++) {
+            const int count = values_of(p->type, p->depth, g);
             vec sum = all(0);
-            for (int k = 0; k < group; k += LANES)
+            for (int k = 0; k < count; k += LANES) /* inputs are padded with zeros */
                 sum += load(p->x + i * p->x_stride + g * group + k, FLOAT32);
             sums[i * num_groups + g] = sum_of(sum);
         }
@@ -332,14 +423,15 @@ INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v
             at += head_bytes(form);
         }
         const struct scales s = scales_at(at + code_bytes(form), form, head, head_minimum, v);
-        for (int j = 0; j < group; j++) {
+        const int count = end - k < group ? (int)(end - k) : group;
+        for (int j = 0; j < count; j++) {
             vec code;
             if (code_bits(form) == 4) {
                 vec_bits packed;
                 memcpy(&packed, at + (j / 8 * CODE_ROWS + v * LANES) * 4, sizeof packed);
-                code = __builtin_convertvector((vec_int)((packed >> (4 * (j % 8))) & 15), vec);
+                code = nibbles(packed, j % 8, form);
             } else {
-                code = integers(at + j * CODE_ROWS + v * LANES, 1);
+                code = bytes_at(at + j * CODE_ROWS + v * LANES, form);
             }
             store(to + (k - first + j) * stride, plus_product(s.minimum, code, s.scale), FLOAT32);
         }
@@ -363,5 +455,6 @@ void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t dep
         return;
     switch (form) {
         UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)
+        UNPACK(MXFP4) UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128) UNPACK(FP8_128)
     }
 }

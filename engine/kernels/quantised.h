@@ -4,17 +4,18 @@
  * their scales, then, where there are, their minimums: a value is scale * code + minimum. Codes of 4
  * bits are eight of a row in each 32-bit lane, the first lowest; codes of 8 bits lie value by value,
  * 16 rows side by side. Where scales are small integers, a head before every 256 values has what they
- * are multiplied by.
+ * are multiplied by. Some forms have zeros in place of minimums: a value is scale * (code - zero). The
+ * last group of a row may be cut short by the matrix; its place is as large as the others'.
  */
 #ifndef PENSTOCK_QUANTISED_H
 #define PENSTOCK_QUANTISED_H
 
 #include "product.h"
 
-enum { BLOCK_VALUES = 256, CODE_ROWS = 16, MIN_GROUP = 16, MAX_GROUP = 32 };
+enum { BLOCK_VALUES = 256, CODE_ROWS = 16, MIN_GROUP = 16, MAX_GROUP = 128 };
 
 /* Forms, as in cpu.py, behind the types and the scheme of packed pairs. */
-enum { Q4_0 = 4, Q4_1, Q4_K, Q8_0, Q5_1, Q5_K, Q6_K };
+enum { Q4_0 = 4, Q4_1, Q4_K, Q8_0, Q5_1, Q5_K, Q6_K, MXFP4, INT4_32, INT4_128, INT8_128, FP8_128 };
 
 INLINE int is_quantised(int64_t type) { return type >= Q4_0; }
 

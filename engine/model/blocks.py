@@ -22,22 +22,31 @@ class Parts(NamedTuple):
     """
 
     codes: torch.Tensor
-    """int8 [num_rows, depth]."""
+    """int8 [num_rows, depth], or float8; of float4 the four bits of each, as FLOAT4 has them."""
     scales: torch.Tensor
-    """uint8 [num_rows, groups, bytes]: float32 or float16, or with heads an integer."""
+    """uint8 [num_rows, groups, bytes]: float32 or float16, or with heads an integer, or of float4
+    a power of two by its exponent and 127."""
     minimums: torch.Tensor | None = None
     """As scales; None: all 0."""
     heads: torch.Tensor | None = None
     """uint8 [num_rows, blocks, 2]: float16."""
     head_minimums: torch.Tensor | None = None
     zero: int = 0
+    zeros: torch.Tensor | None = None
+    """uint8 [num_rows, groups, 1], in place of one for all."""
+    is_float4: bool = False
 
     def values(self) -> torch.Tensor:
         """float32 [num_rows, depth]."""
+        if self.is_float4:
+            table = torch.tensor(FLOAT4, device=self.codes.device)
+            values = table[self.codes.long()].view(*self.scales.shape[:2], -1)
+            return values.mul_(_powers_of_two(self.scales)).view(len(self.codes), -1)
         is_signed = self.minimums is None
         scales = _scaled(self.scales, self.heads, is_signed=is_signed)
         codes = self.codes.float().view(*scales.shape, -1)
-        values = codes.sub_(self.zero).mul_(scales[..., None])
+        values = codes.sub_(self.zero if self.zeros is None else self.zeros)
+        values.mul_(scales[..., None])
         if self.minimums is not None:
             minimums = _scaled(self.minimums, self.head_minimums, is_signed=False)
             values += (minimums if self.heads is None else minimums.neg_())[..., None]
@@ -140,7 +149,14 @@ def _q6_k(b: torch.Tensor) -> Parts:
     return Parts(_rows(codes.flatten(-3)), scales, heads=b[..., 208:])
 
 
-_FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Four bits as numbers: a sign, two of the exponent, one of the mantissa."""
+
+
+def _powers_of_two(stored: torch.Tensor) -> torch.Tensor:
+    """float32 of bytes that are exponents; 0 is the smallest, which float32 has only denormal."""
+    exponents = stored.int()
+    return torch.where(exponents == 0, 0x400000, exponents << 23).view(torch.float32)
 
 
 def _mxfp4(b: torch.Tensor) -> Parts:
@@ -152,13 +168,7 @@ def _mxfp4_pairs(b: torch.Tensor) -> Parts:
 
 
 def _fp4(b: torch.Tensor, codes: torch.Tensor) -> Parts:
-    table = torch.tensor(_FP4_DOUBLED, dtype=torch.int8, device=b.device)
-    exponents = b[..., 0].int()
-    # two to the power of (exponent - 128): half of the scale, for codes are doubled
-    normal = ((exponents - 1).clamp_(min=0) << 23).view(torch.float32)
-    tiny = (0x200000 << exponents.clamp(max=1)).view(torch.float32)
-    scales = torch.where(exponents < 2, tiny, normal)[..., None].view(torch.uint8)
-    return Parts(_rows(table[codes.long()]), scales)
+    return Parts(_rows(codes), b[..., :1], is_float4=True)
 
 
 _READERS = {

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.model.blocks import parts_of
+from engine.model.blocks import Parts, parts_of
 from engine.model.packing import fill
 from engine.model.stored import Stored
 from engine.model.weight import PLAIN, Weight
-from engine.panels import BLOCK_VALUES, FORM_BY_KIND, FORMS, PANEL_ROWS, panels_shape
+from engine.panels import BLOCK_VALUES, FORMS, PANEL_ROWS, Form, panels_shape
 from engine.panels_layout import PanelsLayout
 
 
@@ -44,37 +44,47 @@ def packed_weights(
         raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout.num_bytes}")
     memory = torch.frombuffer(arena, dtype=torch.uint8)
     packed = {}
-    for name, (offset, source) in layout.panels.items():
-        info = stored[source].info
-        num_rows, depth = info.shape
-        form = FORM_BY_KIND[info.dtype]
-        num_panels, num_bytes = panels_shape(form, num_rows, depth)
-        data = memory[offset : offset + num_panels * num_bytes].view(num_panels, num_bytes)
-        packed[name] = Weight(data, None, f"{form}_panels", (num_rows, depth))
+    for name, panels in layout.panels.items():
+        num_rows, depth = stored[panels.source].info.shape
+        num_panels, num_bytes = panels_shape(panels.form, num_rows, depth)
+        end = panels.offset + num_panels * num_bytes
+        data = memory[panels.offset : end].view(num_panels, num_bytes)
+        packed[name] = Weight(data, None, f"{panels.form}_panels", (num_rows, depth))
     fill(
         packed,
         layout.num_bytes,
         share,
         progress,
         lambda name, first, end: pack_panels(
-            stored[layout.panels[name][1]], packed[name].data, first, end
+            stored[layout.panels[name].source],
+            layout.panels[name].form,
+            packed[name].data,
+            first,
+            end,
         ),
     )
     return packed
 
 
-def pack_panels(stored: Stored, panels: torch.Tensor, first: int, end: int) -> None:
+def pack_panels(stored: Stored, form: str, panels: torch.Tensor, first: int, end: int) -> None:
     """Fill panels [first, end) of a matrix, uint8 [num_panels, bytes of a panel]."""
     last = min(end * PANEL_ROWS, stored.num_rows)
-    parts = stored.parts(first * PANEL_ROWS, last)
-    missing = end * PANEL_ROWS - last  # rows of the last panel: zeros, whose products nobody reads
-    form = FORMS[FORM_BY_KIND[stored.info.dtype]]
-    codes = _lanes(F.pad(parts.codes, (0, 0, 0, missing)), form.group, form.code_bits)
-    packed = torch.cat([codes, *_by_panel(parts.scales, parts.minimums, missing)], -1)
+    parts = stored.parts(first * PANEL_ROWS, last, form)
+    panels[first:end] = panels_of(parts, FORMS[form])
+
+
+def panels_of(parts: Parts, form: Form) -> torch.Tensor:
+    """Rows in parts as the kernels read them, uint8 [panels, bytes of a panel]."""
+    num_rows, depth = parts.codes.shape
+    missing = -num_rows % PANEL_ROWS  # rows of the last panel: zeros, whose products nobody reads
+    codes = F.pad(parts.codes.view(torch.uint8), (0, -depth % form.group, 0, missing))
+    offsets = parts.minimums if parts.zeros is None else parts.zeros
+    by_panel = _by_panel(parts.scales, offsets, missing)
+    packed = torch.cat([_lanes(codes, form.group, form.code_bits), *by_panel], -1)
     if parts.heads is not None:
-        blocks = packed.view(end - first, -1, BLOCK_VALUES // form.group * packed.shape[-1])
+        blocks = packed.view(len(packed), -1, BLOCK_VALUES // form.group * packed.shape[-1])
         packed = torch.cat([*_by_panel(parts.heads, parts.head_minimums, missing), blocks], -1)
-    panels[first:end] = packed.flatten(1)
+    return packed.flatten(1)
 
 
 def embedded(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,8 +100,8 @@ def _lanes(codes: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     num_panels, depth = len(codes) // PANEL_ROWS, codes.shape[1]
     if bits == 8:
         by_value = codes.view(num_panels, PANEL_ROWS, depth).transpose(1, 2).contiguous()
-        return by_value.view(torch.uint8).view(num_panels, depth // group, group * PANEL_ROWS)
-    pairs = codes.view(torch.uint8).view(num_panels, PANEL_ROWS, depth // 8, 4, 2)
+        return by_value.view(num_panels, depth // group, group * PANEL_ROWS)
+    pairs = codes.view(num_panels, PANEL_ROWS, depth // 8, 4, 2)
     bytes_ = (pairs[..., 0] | (pairs[..., 1] << 4)).transpose(1, 2).contiguous()
     return bytes_.view(num_panels, depth // group, group * PANEL_ROWS // 2)
 

@@ -1,18 +1,22 @@
 """A tensor as its file has it, and rows of the values that the model wants.
 
-Owns: the order of rows, the blocks, the shift, all of which a file's format may have otherwise.
+Owns: the order of rows, the shift, which a file's format may have otherwise, and the choice of what
+reads codes.
 Invariant: rows() gives the same values however it is cut.
 Never: maps a file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
 
+from engine.model.apart import ApartMatrix
 from engine.model.blocks import Parts, parts_of
-from engine.tensor_info import BLOCKS, TensorInfo
+from engine.model.quantise import quantised
+from engine.tensor_info import TensorInfo
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes, what they are moved as."""
@@ -21,14 +25,15 @@ _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Stored:
     """One tensor in a mapped file."""
 
-    def __init__(
-        self, info: TensorInfo, data: torch.Tensor, scales: torch.Tensor | None = None
-    ) -> None:
-        """Data is uint8, all bytes from the first to the last, as scales, if they are elsewhere."""
+    def __init__(self, info: TensorInfo, data: Mapping[str, torch.Tensor]) -> None:
+        """Data are uint8, all bytes from the first to the last, of each part by its role."""
         self.info = info
-        self._scales = scales
         self.num_rows, self.depth = info.shape[0], prod(info.shape[1:])
-        self._data = data
+        self._apart: ApartMatrix | None = None
+        if info.apart is not None:
+            self._apart = ApartMatrix(info, data)
+        else:
+            self._data, self._scales = data["codes"], data.get("scales")
 
     @property
     def values(self) -> torch.Tensor:
@@ -45,15 +50,21 @@ class Stored:
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Values [end - first, depth] of rows [first, end); of a vector, a value is a row."""
-        stored = self._stored_rows(first, end)
-        if self.info.dtype in BLOCKS:
-            values = parts_of(stored, self.info.dtype).values()
+        if self.info.is_quantised:
+            values = self._parts(first, end, None).values()
         else:
-            values = stored.view(getattr(torch, self.info.dtype))
+            values = self._stored_rows(first, end).view(getattr(torch, self.info.dtype))
         return values.float() + self.info.shift if self.info.shift else values
 
-    def parts(self, first: int, end: int) -> Parts:
-        """The same rows as codes and scales, where they are stored so."""
+    def parts(self, first: int, end: int, form: str) -> Parts:
+        """The same rows as codes and scales of a form: those that are stored, or the nearest."""
+        if self.info.is_quantised:
+            return self._parts(first, end, form)
+        return quantised(self.rows(first, end).float(), form)
+
+    def _parts(self, first: int, end: int, form: str | None) -> Parts:
+        if self._apart is not None:
+            return self._apart.parts(self._wanted(first, end), form)
         return parts_of(self._stored_rows(first, end), self.info.dtype)
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:
@@ -61,16 +72,21 @@ class Stored:
         if self.info.strides is not None:
             return self._strided_rows(first, end)
         stored = self._data.view(self.num_rows, -1)
-        size = self.info.head_rows
+        if self.info.head_rows:
+            return stored[self._wanted(first, end)]
+        rows = stored[first:end]
+        item_bytes = 1 if self.info.is_quantised else rows.shape[1] // self.depth
+        return rows if self.info.start % item_bytes == 0 else rows.clone()
+
+    def _wanted(self, first: int, end: int) -> torch.Tensor:
+        """Numbers of the stored rows that the model wants as its rows [first, end)."""
+        wanted, size = torch.arange(first, end), self.info.head_rows
         if not size:
-            rows = stored[first:end]
-            item_bytes = 1 if self.info.dtype in BLOCKS else rows.shape[1] // self.depth
-            return rows if self.info.start % item_bytes == 0 else rows.clone()
-        wanted = torch.arange(first, end)
+            return wanted
         head, place = wanted // size, wanted % size
         half = (self.info.turned_rows or size) // 2
         place = torch.where(place < 2 * half, place % half * 2 + place // half, place)
-        return stored[head * size + place]
+        return head * size + place
 
     def _strided_rows(self, first: int, end: int) -> torch.Tensor:
         """The same of rows that do not lie end to end; blocks with their scales before them."""

@@ -28,8 +28,7 @@ from engine.model.packing import pack_weights
 from engine.model.quantised import packed_weights
 from engine.model.stored import Stored
 from engine.model.weight import Weight
-from engine.panels_layout import panels_layout
-from engine.tensor_info import TensorInfo
+from engine.panels_layout import AS_STORED, PanelsLayout, panels_layout
 
 Progress = Callable[[int, int], None]
 
@@ -45,6 +44,7 @@ def load_weights(
     progress: Progress,
     *,
     is_packed: bool = False,
+    weights: str = AS_STORED,
 ) -> dict[str, Weight]:
     """The model's weights by name: in `dtype`, but for matrices that are mapped in another.
 
@@ -57,17 +57,19 @@ def load_weights(
         progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
         is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them, or of a
             quantised checkpoint in panels, as `panels_layout` has them.
+        weights: what matrices are quantised to at start, as for `panels_layout`.
     """
     if arena is None:
         return _mapped(checkpoint, dtype, progress)
-    if is_packed and not checkpoint.is_plain:
-        return _quantised(checkpoint, dtype, arena, share, progress)
+    if is_packed and (weights != AS_STORED or not checkpoint.is_plain):
+        layout = panels_layout(checkpoint, dtype, weights)
+        return _quantised(checkpoint, dtype, layout, arena, share, progress)
     if is_packed:
-        layout = packed_layout(checkpoint, dtype)
-        if layout is None:
+        pairs = packed_layout(checkpoint, dtype)
+        if pairs is None:
             raise ValueError(f"this checkpoint is not packed for {dtype}")
         mapped = _mapped(checkpoint, dtype, _ignore)
-        return mapped | pack_weights(mapped, layout, arena, share, progress)
+        return mapped | pack_weights(mapped, pairs, arena, share, progress)
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         convert_weights(checkpoint, views, progress, share)
@@ -79,12 +81,12 @@ def load_weights(
 def _quantised(
     checkpoint: Checkpoint,
     dtype: str,
+    layout: PanelsLayout | None,
     arena: mmap.mmap,
     share: tuple[int, int] | None,
     progress: Progress,
 ) -> dict[str, Weight]:
     """Matrices in panels, the embedding's rows as the file has them, the rest in `dtype`."""
-    layout = panels_layout(checkpoint, dtype)
     if layout is None:
         raise ValueError("this checkpoint has nothing that goes into panels")
     stored = _map_files(checkpoint, _ignore)
@@ -95,7 +97,10 @@ def _quantised(
     weights = {name: Weight.plain(view) for name, view in rest.items()}
     for name in layout.looked_up:
         info = checkpoint.tensors[name]
-        weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
+        if info.is_plain:
+            weights[name] = Weight.plain(stored[name].values)
+        else:
+            weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
     return weights | packed_weights(stored, layout, arena, share, progress)
 
 
@@ -152,12 +157,10 @@ def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str,
 
 
 def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
-    tensors = checkpoint.tensors.values()
     end_by_file: dict[Path, int] = {}
-    for tensor in tensors:
-        for part in (tensor, tensor.scales):
-            if part is not None:
-                end_by_file[part.file] = max(part.end, end_by_file.get(part.file, 0))
+    for tensor in checkpoint.tensors.values():
+        for piece in tensor.pieces.values():
+            end_by_file[piece.file] = max(piece.end, end_by_file.get(piece.file, 0))
     total_bytes, mapped_bytes = sum(end_by_file.values()), 0
     bytes_by_file = {}
     for path, end in end_by_file.items():
@@ -165,14 +168,15 @@ def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
         mapped_bytes += end
         progress(mapped_bytes, total_bytes)
 
-    def extent(part: TensorInfo) -> torch.Tensor:
-        return bytes_by_file[part.file][part.start : part.end]
-
     return {
-        tensor.name: Stored(
-            tensor, extent(tensor), None if tensor.scales is None else extent(tensor.scales)
+        name: Stored(
+            tensor,
+            {
+                role: bytes_by_file[piece.file][piece.start : piece.end]
+                for role, piece in tensor.pieces.items()
+            },
         )
-        for tensor in tensors
+        for name, tensor in checkpoint.tensors.items()
     }
 
 

@@ -27,7 +27,10 @@ from engine.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, 
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
+    from engine.kernels.ways import Ways
+    from engine.model.weight import Weight
     from engine.workers.grammars import Grammars
+    from engine.workers.numa import Near
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -72,10 +75,8 @@ def main() -> int:
 
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.checkpoint import Checkpoint
-    from engine.kernels.ways import Ways
     from engine.matcher import GrammarTokenizer
     from engine.model.transformer import Transformer
-    from engine.model.weights import load_weights
     from engine.tokenizer import Tokenizer
     from engine.workers.copying import probe
     from engine.workers.cores import use_cores
@@ -84,6 +85,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.workers.loop import Worker
     from engine.workers.numa import Near
     from engine.workers.runner import Runner
+    from engine.workers.weights_loss import weights_loss
 
     use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
@@ -95,18 +97,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     )
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars)
-    arena, share, near = None, None, Near(setup.node)
-    if setup.weights is not None:
-        arena = mmap.mmap(setup.weights.fd, setup.weights.num_bytes, mmap.MAP_SHARED)
-        near.prefer(arena)
-        if not setup.weights.is_filled:
-            share = (setup.weights.share_index, setup.weights.share_count)
-    spec, ways = setup.weights, None
-    is_packed = spec is not None and spec.is_packed
-    if spec is not None and spec.ways:
-        ways = Ways(tuple(spec.way_starts), tuple(spec.ways))
-    progress = _Progress(channel)
-    weights = load_weights(checkpoint, setup.dtype, arena, share, progress, is_packed=is_packed)
+    near = Near(setup.node)
+    weights, ways, is_measurer = _loaded(checkpoint, setup, near, _Progress(channel))
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
@@ -126,8 +118,38 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
     )
-    channel.send(Ready(transformer.attention_backend, notes=near.notes(pool), probes=probes))
+    loss = weights_loss(transformer, checkpoint, setup.dtype) if is_measurer else None
+    attention, notes = transformer.attention_backend, near.notes(pool)
+    channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss))
     worker.run()
+
+
+def _loaded(
+    checkpoint: Checkpoint, setup: Setup, near: Near, progress: _Progress
+) -> tuple[dict[str, Weight], Ways | None, bool]:
+    """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
+    from engine.kernels.ways import Ways
+    from engine.model.weights import load_weights
+    from engine.panels_layout import AS_STORED
+
+    spec = setup.weights
+    if spec is None:
+        return load_weights(checkpoint, setup.dtype, None, None, progress), None, False
+    arena = mmap.mmap(spec.fd, spec.num_bytes, mmap.MAP_SHARED)
+    near.prefer(arena)
+    share = None if spec.is_filled else (spec.share_index, spec.share_count)
+    weights = load_weights(
+        checkpoint,
+        setup.dtype,
+        arena,
+        share,
+        progress,
+        is_packed=spec.is_packed,
+        weights=spec.weights,
+    )
+    ways = Ways(tuple(spec.way_starts), tuple(spec.ways)) if spec.ways else None
+    is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
+    return weights, ways, is_measurer
 
 
 def _serve_on_gpu(

@@ -156,7 +156,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
     plan_of, tiny_llama, monkeypatch, dtype
 ):
-    monkeypatch.setattr("appliance.boot._ways", lambda: Ways((1, 16), (WIDENED, TILES)))
+    monkeypatch.setattr("appliance.weights_plan._ways", lambda: Ways((1, 16), (WIDENED, TILES)))
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
     if dtype == "float32":

@@ -1,6 +1,7 @@
 """Steps of a model in one process: prompts of 512 and 2,048, decodes of one and of eight sequences.
 
 usage: python -m tests.benchmarks.quantised_steps MODEL [--threads 2] [--dtype bfloat16]
+    [--weights stored]
 
 MODEL is a GGUF file or a folder. Prints milliseconds of each step, the median and the extremes.
 """
@@ -24,20 +25,28 @@ CASES = ((1, 512, 1, 24), (1, 2048, 1, 24), (8, 128, 1, 24), (1, 0, 512, 3), (1,
 """Sequences, tokens that they have, new ones of each, repetitions."""
 
 
-def transformer_of(path: Path, dtype: str) -> Transformer:
+def transformer_of(path: Path, dtype: str, scheme: str) -> Transformer:
     checkpoint = Checkpoint.open(path)
-    layout = panels_layout(checkpoint, dtype)
+    layout = panels_layout(checkpoint, dtype, scheme)
     is_packed = layout is not None
     layout = layout or weights_layout(checkpoint, dtype, can_widen=True)
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
     started_s = time.perf_counter()
     share = None if arena is None else (0, 1)
     weights = load_weights(
-        checkpoint, dtype, arena, share, lambda done, total: None, is_packed=is_packed
+        checkpoint,
+        dtype,
+        arena,
+        share,
+        lambda done, total: None,
+        is_packed=is_packed,
+        weights=scheme,
     )
     size = checkpoint.num_bytes if layout is None else layout.num_bytes
     took_s = time.perf_counter() - started_s
-    print(f"{path.name}: {size / 1e6:.0f} MB of weights in {dtype}, {took_s:.1f} s to load")
+    print(
+        f"{path.name}, {scheme}: {size / 1e6:.0f} MB of weights in {dtype}, {took_s:.1f} s to load"
+    )
     return Transformer(checkpoint.config, weights, dtype, 4096, BLOCK)
 
 
@@ -62,9 +71,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="stored")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    transformer = transformer_of(options.model, options.dtype)
+    transformer = transformer_of(options.model, options.dtype, options.weights)
     config = transformer.config
     shape = (64, config.num_layers, 2, BLOCK, config.num_kv_heads, config.head_dim)
     kv = torch.zeros(shape, dtype=getattr(torch, options.dtype))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
-from engine.model.blocks import dequantised
+from engine.model.blocks import Parts, dequantised
 from engine.model.linear import CompiledLinear
-from engine.model.quantised import embedded, pack_panels
+from engine.model.quantised import embedded, pack_panels, panels_of
 from engine.model.stored import Stored
 from engine.model.weight import Weight
 from engine.panels import FORM_BY_KIND, FORMS, panels_shape
@@ -34,6 +34,8 @@ def blocks_of(kind, num_rows, depth, seed=0):
         raw[..., 208:] = (heads[..., :1] / 16).view(np.uint8)
     elif kind in ("q4_1", "q5_1", "q4_k", "q5_k"):
         raw[..., :4] = halves
+    elif kind.startswith("mxfp4"):
+        raw[..., 0] = rng.integers(121, 126, raw.shape[:2])
     else:
         raw[..., :2] = halves[..., :2]
     return torch.from_numpy(raw.reshape(num_rows, -1))
@@ -43,12 +45,90 @@ def packed(blocks, kind, depth):
     info = TensorInfo("w", Path("w"), kind, (len(blocks), depth), 0, blocks.nbytes)
     form = FORM_BY_KIND[kind]
     panels = torch.full(panels_shape(form, len(blocks), depth), 255, dtype=torch.uint8)
-    stored = Stored(info, blocks.flatten())
+    stored = Stored(info, {"codes": blocks.flatten()})
     middle = len(panels) // 2
-    pack_panels(stored, panels, middle, len(panels))
+    pack_panels(stored, form, panels, middle, len(panels))
     if middle:
-        pack_panels(stored, panels, 0, middle)
+        pack_panels(stored, form, panels, 0, middle)
     return Weight(panels, None, f"{form}_panels", (len(blocks), depth))
+
+
+def parts_of(form, num_rows, depth, seed=0):
+    """Random parts of a form whose scales are float32, with values of about 1."""
+    spec, generator = FORMS[form], torch.Generator().manual_seed(seed)
+    shape, groups = (num_rows, depth), -(-depth // spec.group)
+    scales = (0.001 + torch.rand(num_rows, groups, 1, generator=generator)) / 32
+    stored = scales.view(torch.uint8)
+    if form == "fp8_128":
+        codes = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+        codes[codes & 127 == 127] = 0  # which is no number
+        return Parts(codes.view(torch.float8_e4m3fn), stored)
+    if form == "int8_128":
+        codes = torch.randint(-128, 128, shape, generator=generator)
+        return Parts(codes.to(torch.int8), stored)
+    codes, zeros = (
+        torch.randint(0, 16, each, generator=generator) for each in (shape, (num_rows, groups, 1))
+    )
+    return Parts(codes.to(torch.int8), stored, zeros=zeros.to(torch.uint8))
+
+
+def values_of(parts, group):
+    """By the definition: each value its own scale and zero."""
+    scales = parts.scales.contiguous().view(torch.float32)[..., 0].repeat_interleave(group, 1)
+    codes = parts.codes.float()
+    if parts.zeros is not None:
+        codes = codes - parts.zeros[..., 0].float().repeat_interleave(group, 1)[:, : codes.shape[1]]
+    return codes * scales[:, : codes.shape[1]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("form", ["int4_32", "int4_128", "int8_128", "fp8_128"])
+def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
+    kernels, _ = load_kernels(level)
+    for depth in (8, 40, 128, 136, 576, 1288):
+        parts = parts_of(form, 37, depth, depth)
+        panels = panels_of(parts, FORMS[form])
+        assert panels.shape == panels_shape(form, 37, depth)
+        linear = CompiledLinear(kernels, [Weight(panels, None, f"{form}_panels", (37, depth))], [])
+        values = values_of(parts, FORMS[form].group)
+        if depth % FORMS[form].group == 0:
+            assert torch.equal(parts.values(), values)
+        for num_inputs in (1, 2, 3, 4, 7, 33):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.randn(num_inputs, depth).to(dtype)
+                expected = x.double() @ values.double().T
+                limit = 2e-5 if dtype == torch.float32 else 2**-8
+                atol = limit * expected.abs().max().item()
+                assert torch.allclose(linear(x).double(), expected, rtol=limit, atol=atol)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("form", ["fp8_128", "mxfp4", "int4_128"])
+def test_every_code_is_the_value_that_its_format_gives_it(level, form):
+    kernels, _ = load_kernels(level)
+    if form == "mxfp4":
+        raw = np.arange(16 * 17, dtype=np.uint8).reshape(16, 17)
+        raw[:, 0] = np.arange(16) * 16  # exponents of all sizes, the smallest among them
+        values = dequantised(torch.from_numpy(raw), "mxfp4")
+        weight = packed(torch.from_numpy(raw), "mxfp4", 32)
+    else:
+        parts = parts_of(form, 16, 128)
+        count = 16 if form == "int4_128" else 256
+        codes = torch.arange(16 * 128).view(16, 128) % count
+        codes[codes & 127 == 127] = 0
+        codes = codes.to(torch.uint8)
+        parts = parts._replace(codes=codes.view(parts.codes.dtype))
+        values = values_of(parts, 128)
+        weight = Weight(panels_of(parts, FORMS[form]), None, f"{form}_panels", (16, 128))
+    linear = CompiledLinear(kernels, [weight], [])
+    depth = values.shape[1]
+    # one input of few, and as many as make a panel: each is one value of each row
+    found = [linear(torch.eye(depth)[i : i + 1])[0] for i in range(depth)]
+    many = linear(torch.eye(depth)[: max(depth, 32)])
+    for each in (torch.stack(found), many):
+        # a zero times a scale is rounded before a code's part is added to it
+        atol = 1e-6 if form == "int4_128" else 0
+        assert torch.allclose(each, values.T, rtol=1e-6, atol=atol)
 
 
 def assert_right(level, dtype, parts, num_inputs, has_bias, num_threads=1):

@@ -27,6 +27,7 @@ INTERNAL = {
     "links.has_detour": "decides whether it is an alert when it is slow",
     "ssd.reuse_distances": "summed up in what caches of several sizes would find",
     "ssd.reason": "shown where the state is not `on`",
+    "weights": "what became of them at start; the status page, doctor and the log say it",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""

@@ -1,0 +1,84 @@
+"""What quantising at start does to a model's answers: logits of fixed texts, before and after.
+
+A small error of a matrix says little of what comes out at the end, so the end is looked at: the
+same tokens pass through the weights as stored and as served, and the distributions of the next
+token are compared, as llama.cpp does for its files.
+Owns: the texts and the comparison.
+Invariant: the pool that serves is not touched.
+Never: chooses a form, or refuses to serve because of what it finds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint import Checkpoint, arena_layout
+from engine.messages import WeightsLoss
+from engine.model.transformer import StepBatch, Transformer
+from engine.model.weight import Weight
+from engine.model.weights import convert_weights, layout_views, load_weights
+from engine.tokenizer import Tokenizer
+
+TEXTS = (
+    "The river rises in the hills above the town and runs for ninety miles to the sea. In spring "
+    "the melting snow doubles its width, and the lower fields stand under water until May.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    "
+    "return total / len(values)\n\n\nprint(mean([1, 2, 3]))\n",
+    "Question: A train leaves at 14:20 and arrives at 17:05. How long is the journey?\nAnswer: "
+    "From 14:20 to 17:05 are 2 hours and 45 minutes.",
+)
+"""Prose, a program, a sum: written for this."""
+MAX_TOKENS = 128
+"""Of all texts together: more would take longer and say hardly more."""
+
+
+@torch.inference_mode()
+def weights_loss(served: Transformer, checkpoint: Checkpoint, dtype: str) -> WeightsLoss:
+    """Compare a model whose weights were quantised at start with the same as it is stored.
+
+    Args:
+        served: the model as it is served.
+        checkpoint: that it was made of.
+        dtype: that it is served in.
+    """
+    tokenizer = Tokenizer.from_folder(checkpoint.folder)
+    vocab_size = checkpoint.config.vocab_size
+    texts = [tokenizer.encode(text)[: MAX_TOKENS // len(TEXTS)] for text in TEXTS]
+    # a tokenizer may know more tokens than the model has rows for
+    texts = [[token for token in text if token < vocab_size] or [0] for text in texts]
+    stored = Transformer(checkpoint.config, _as_stored(checkpoint, dtype), dtype)
+    divergences, same = [], []
+    for text in texts:
+        expected, found = (
+            torch.log_softmax(_logits(model, text), -1) for model in (stored, served)
+        )
+        divergences.append((expected.exp() * (expected - found)).sum(-1))
+        same.append(expected.argmax(-1) == found.argmax(-1))
+    kl = torch.cat(divergences)
+    ratio = torch.cat(same).double().mean().item()
+    return WeightsLoss(len(kl), max(kl.double().mean().item(), 0.0), ratio)
+
+
+def _as_stored(checkpoint: Checkpoint, dtype: str) -> dict[str, Weight]:
+    """Mapped where the kernels read them so, else widened into memory that soon is free again."""
+    if checkpoint.is_mappable:
+        return load_weights(checkpoint, dtype, None, None, _ignore)
+    layout = arena_layout(checkpoint, dtype)
+    views = layout_views(layout, dtype, torch.empty(layout.num_bytes, dtype=torch.uint8))
+    convert_weights(checkpoint, views, _ignore)
+    return {name: Weight.plain(view) for name, view in views.items()}
+
+
+def _logits(model: Transformer, token_ids: list[int]) -> torch.Tensor:
+    """Of all tokens of one text, float32 [num_tokens, vocab_size]."""
+    config, count = model.config, len(token_ids)
+    shape = (1, config.num_layers, 2, count, config.num_kv_heads, config.head_dim)
+    places = torch.arange(count)
+    batch = StepBatch(
+        torch.tensor(token_ids), places, places, [count], [count], [[0]], list(range(count))
+    )
+    return model.forward(batch, torch.zeros(shape, dtype=model.dtype)).clone()
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Progress that nobody asked for."""

@@ -1,0 +1,68 @@
+"""Products of one input with matrices larger than the caches: how near each form is to reading.
+
+usage: python -m tests.benchmarks.quantised_products [--threads 2] [--rounds 5] [--mib 192]
+
+Reading is what the kernels' own product with a bfloat16 matrix of so many MiB takes, and a sum over
+it by torch, the faster of the two. Forms take turns; prints each one's GB/s, the median and the
+extremes, and its share of the reading.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from engine.kernels.cpu import load_kernels
+from engine.model.linear import CompiledLinear
+from engine.model.weight import Weight
+from engine.panels import FORMS, panels_shape
+
+DEPTH = 2048
+NAMES = ("q4_0", "q4_1", "q4_k", "mxfp4", "int4_128", "q8_0", "int8_128", "fp8_128")
+
+
+def weight_of(form: str | None, num_bytes: int) -> Weight:
+    """A matrix of about so many bytes; in it are numbers of ordinary size, whatever they are."""
+    if form is None:
+        values = torch.randn(1 << 20).bfloat16().repeat(num_bytes // (2 << 20))
+        return Weight.plain(values.view(-1, DEPTH))
+    rows = num_bytes // FORMS[form].row_bytes(DEPTH) // 16 * 16
+    shape = panels_shape(form, rows, DEPTH)
+    noise = torch.randint(0x20, 0x3C, (1 << 20,), dtype=torch.uint8)
+    whole = noise.repeat(shape[0] * shape[1] // len(noise) + 1)[: shape[0] * shape[1]]
+    return Weight(whole.view(shape), None, f"{form}_panels", (rows, DEPTH))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=192)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernels, level = load_kernels()
+    weights = {name: weight_of(name, options.mib << 20) for name in (None, *NAMES)}
+    linears = {name: CompiledLinear(kernels, [weight], []) for name, weight in weights.items()}
+    plain = weights[None].data.view(torch.int32)
+    calls = {f"{name or 'bfloat16'}": linear for name, linear in linears.items()}
+    sizes = {f"{name or 'bfloat16'}": weight.data.nbytes for name, weight in weights.items()}
+    calls["torch sum"], sizes["torch sum"] = lambda _: plain.view(torch.float32).sum(), plain.nbytes
+    x = torch.randn(1, DEPTH).bfloat16()
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for round_index in range(options.rounds + 1):
+        for name, call in calls.items():
+            started_s = time.perf_counter()
+            call(x)
+            if round_index:
+                rates[name].append(sizes[name] / (time.perf_counter() - started_s) / 1e9)
+    reading = max(statistics.median(rates[name]) for name in ("bfloat16", "torch sum"))
+    print(f"{level}, {options.threads} threads, {options.mib} MiB each; read at {reading:.1f} GB/s")
+    for name, found in rates.items():
+        middle = statistics.median(found)
+        spread = f"{min(found):.1f}-{max(found):.1f}"
+        print(f"{name}: {middle:.1f} GB/s ({spread}), {middle / reading:.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
