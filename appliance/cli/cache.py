@@ -62,7 +62,8 @@ def stats(
         "oldest": iso_time(min(times)) if times else None,
         "newest": iso_time(max(times)) if times else None,
         "damaged_files": len(found) - len(slabs),
-        "damaged_blocks": sum(contents.num_damaged for contents in slabs),
+        # None: only headers are read here, none of which is damaged; verify reads the blocks
+        "damaged_blocks": sum(len(contents.damaged) for contents in slabs) or None,
     }
     terminal.show("cache", content, output, lambda: pages.facts(content))
 
@@ -84,7 +85,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
         if contents is None:
             num_damaged += 1
             continue
-        num_damaged += contents.num_damaged
+        num_damaged += len(contents.damaged)
         for is_sound in _guarded(check_records(path, contents), path):
             num_sound += is_sound
             num_damaged += not is_sound

@@ -39,8 +39,8 @@ class Contents:
 
     head: SlabHead
     records: list[tuple[int, RecordHead]] = field(default_factory=list)
-    num_damaged: int = 0
-    """Records that are neither empty nor whole."""
+    damaged: list[int] = field(default_factory=list)
+    """Numbers of records that are neither empty nor whole by their headers."""
 
 
 def survey(folder: Path) -> Iterator[tuple[Path, Contents | None]]:
@@ -133,7 +133,7 @@ def contents_of(fd: int, head: SlabHead) -> Contents:
         try:
             size = os.preadv(fd, [page], head.offset(index))
         except OSError:
-            contents.num_damaged += 1
+            contents.damaged.append(index)
             continue
         if size < PAGE:  # it was cut off here
             break
@@ -142,7 +142,7 @@ def contents_of(fd: int, head: SlabHead) -> Contents:
         if record is not None and record.fingerprint == head.fingerprint:
             contents.records.append((index, record))
         elif any(header):
-            contents.num_damaged += 1
+            contents.damaged.append(index)
     return contents
 
 

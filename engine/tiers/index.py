@@ -63,11 +63,18 @@ class SlabIndex:
         """Free places with old bytes in them, and when those were stored."""
         self._slabs: dict[int, int] = {}
         """Places by slab."""
+        self._damaged: set[Place] = set()
+        """Where what was read was wrong, until it is erased or written over."""
         self._last_number = 0
         self.num_evicted = self.num_expired = self.num_damaged = 0
 
     def __len__(self) -> int:
         return sum(entry.is_written for entry in self._entries.values())
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Of what could be loaded, the least recently used first."""
+        return [each.block_hash for each in self._entries.values() if each.is_written]
 
     @property
     def num_places(self) -> int:
@@ -162,6 +169,7 @@ class SlabIndex:
         self._last_number += 1
         entry = Entry(block_hash, place, self._last_number, now_s)
         self._residue.pop(place, None)
+        self._damaged.discard(place)
         self._entries[block_hash] = self._busy[place] = entry
         return entry
 
@@ -188,6 +196,7 @@ class SlabIndex:
         """Nobody reads it for this load any more; what is damaged is dropped, and counted."""
         if not is_sound and not entry.is_dropped:
             self.num_damaged += 1
+            self._damaged.add(entry.place)
             self.drop(entry.block_hash)
         entry.num_readers -= 1
         if not entry.num_readers:
@@ -238,16 +247,21 @@ class SlabIndex:
         for block_hash in old:
             self.drop(block_hash)
         self.num_expired += len(old)
-        return self._take_residue(oldest_s)
+        return self._take({p for p, at in self._residue.items() if at < oldest_s})
+
+    def damaged(self) -> list[Place]:
+        """Free places where damage was met, to be erased as those that expire() returns."""
+        return self._take({place for place in self._damaged if place in self._residue})
 
     def clear(self) -> list[Place]:
         """Drop everything; the free places with bytes in them, as expire() returns them."""
         for block_hash in list(self._entries):
             self.drop(block_hash)
-        return self._take_residue(None)
+        return self._take(set(self._residue))
 
-    def _take_residue(self, older_than_s: int | None) -> list[Place]:
-        places = {p for p, at in self._residue.items() if older_than_s is None or at < older_than_s}
+    def _take(self, places: set[Place]) -> list[Place]:
+        """Free places with old bytes in them: given to nobody from now on."""
+        self._damaged -= places
         for place in places:
             del self._residue[place]
         self._free = deque(place for place in self._free if place not in places)

@@ -174,14 +174,16 @@ class Slabs:
             reclaimed.num_surplus_slabs += 1
         else:
             contents = contents_of(fd, head)
-            reclaimed.num_damaged_records += contents.num_damaged
             try:
                 os.ftruncate(fd, min(os.fstat(fd).st_size, head.num_bytes))
                 os.posix_fallocate(fd, 0, head.num_bytes)  # where it had been cut off
+                for index in contents.damaged:
+                    write_all(fd, self._zeros, head.offset(index))
             except OSError:
                 reclaimed.num_damaged_slabs += 1
             else:
                 self._slabs[number] = _Slab(head, path, fd)
+                reclaimed.num_damaged_records += len(contents.damaged)
                 return contents
         reclaimed.num_bytes += physical_bytes(fd)
         os.close(fd)
@@ -301,11 +303,11 @@ class Slabs:
             raise DamagedError("the slab is cut off")
         head = read_record(bytes(buffer.record[:HEADER_BYTES]), *place)
         if head is None or head.num_bytes != self.block_bytes:
-            raise DamagedError("the header is damaged")
+            raise DamagedError("its header is damaged")
         if (head.block_hash, head.fingerprint) != (block_hash, self._fingerprint):
             raise DamagedError("another block lies there")
         if head.payload_crc != payload_crc(buffer.block):
-            raise DamagedError("the block is damaged")
+            raise DamagedError("the checksum of its bytes is wrong")
 
     def erase(self, place: Place) -> None:
         """Write zeros over a place, so that nothing of what was there is left.

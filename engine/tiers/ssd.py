@@ -58,6 +58,7 @@ class SsdTier:
         self._predict_ms = predict_ms
         self._num_misses = 0
         self.reuse = ReuseDistances()
+        self.reuse.add(context.index.hashes)  # of an earlier life: it may be found, too
         self._decisions: Counter[int] = Counter()
         """By seq_id of those queued, how often it has been decided about them..."""
         self._undecided: set[int] = set()
@@ -199,13 +200,15 @@ class SsdTier:
 
     def _loaded(self, job: CopyJob) -> None:
         if job.is_damaged:
-            about = f"a block on disk was damaged ({job.error}) and is computed again"
+            about = f"a block on disk is damaged: {job.error}; it is erased, and computed again"
             self._context.tell("warning", "ssd.damaged", about)
         elif job.error is not None and not job.is_void:
             self._missed(f"reading fails: {job.error}")
         elif not job.is_void:
             self._num_misses = 0
         self._loads.done(job)
+        if damaged := self.index.damaged():
+            self._context.disk.begin(SweepJob(places=damaged))
 
     def _ended(self, seq_id: int, is_in_time: bool, has_more: bool) -> None:
         if has_more and self._decisions[seq_id] < MAX_PARTS:

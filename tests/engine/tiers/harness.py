@@ -57,7 +57,7 @@ class FakeDisk:
             if not is_load:
                 self.places[entry.place] = self.pool.get(from_id)
             elif self.places.get(entry.place) != entry.block_hash:
-                job.is_damaged, job.error = True, "the block is damaged"
+                job.is_damaged, job.error = True, "the checksum of its bytes is wrong"
                 return
             else:
                 self.pool[to_id] = entry.block_hash

@@ -208,6 +208,10 @@ class Walk(RuleBasedStateMachine):
         self.erasing += self.index.clear()
 
     @rule()
+    def damaged(self):
+        self.erasing += self.index.damaged()
+
+    @rule()
     def erased(self):
         self.index.erased(self.erasing)
         self.erasing = []

@@ -257,6 +257,20 @@ def test_a_survey_says_what_is_there_and_which_of_it_is_damaged(slabs, folder):
     assert list(survey(folder / "nothing")) == []
 
 
+def test_what_a_start_finds_damaged_is_erased(slabs, folder):
+    for n in range(2):
+        put(slabs, Place(0, n), name(n))
+    path = folder / "slab-000000.kv"
+    with path.open("r+b") as file:
+        file.seek(PAGE)
+        file.write(b"not a header")
+    slabs.close()
+    (contents,) = slabs.open()
+    assert [index for index, _ in contents.records] == [1]
+    assert slabs.reclaimed.num_damaged_records == 1
+    assert next(iter(survey(folder)))[1].damaged == []
+
+
 def test_what_a_process_has_is_not_deleted(slabs, folder):
     put(slabs, Place(0, 0), name(1))
     with pytest.raises(BusyError):

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.blocks import BlockState
 from engine.tiers.costs import DEADLINE_RATIO, MIN_DEADLINE_MS, OVERHEAD_MS, Costs
-from engine.tiers.ssd import MAX_MISSES, PROBE_INTERVAL_S
+from engine.tiers.ssd import MAX_MISSES, PROBE_INTERVAL_S, SsdTier
 from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, Tier
 
@@ -205,6 +205,16 @@ def test_a_damaged_block_is_dropped_and_computed(tier):
     assert tier.compute(chain) == 1
     assert chain.hashes[1] not in tier.ssd.index
     assert tier.ssd.reason is None
+    assert b"something else" not in tier.disk.places.values()  # nothing of it is left
+
+
+def test_blocks_of_an_earlier_life_count_as_found(tier):
+    chain = kept(tier, *range(1, 29))
+    again = SsdTier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.change)
+    assert again.would_find(1) is None  # nobody has asked for anything
+    again.asked(chain.hashes)
+    assert again.reuse.num_uses > 0
+    assert again.would_find(1) == 1
 
 
 def miss(tier, chain, seq_id):
