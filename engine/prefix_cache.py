@@ -202,8 +202,7 @@ class PrefixCache:
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
             if self.tier is not None and not sequence.prefix.is_secret:
                 num_found = len(found.get(books.name, ()))
-                self.tier.asked(sequence.prefix.hashes)
-                self.tier.found(sequence.prefix.hashes[:num_found])
+                self.tier.placed(sequence.prefix.hashes, num_found)
         self.forget(sequence)
         return True
 

@@ -86,11 +86,11 @@ class ReuseDistances:
     def _compact(self, leaving: bytes) -> None:
         """Give the places in use the numbers from 0 on."""
         self._used_at.pop(leaving, None)
-        self._tree = [0] * (self._size + 1)
-        for place, block_hash in enumerate(self._used_at):
-            self._used_at[block_hash] = place
-            self._count(place, 1)
         self._next = len(self._used_at)
+        self._used_at = OrderedDict(zip(self._used_at, range(self._next), strict=True))
+        # of ones at the first places: at each place those that its sum is of, up to the last one
+        self._tree = [0, *(min(at & -at, max(self._next - at + (at & -at), 0))
+                           for at in range(1, self._size + 1))]  # fmt: skip
 
     def _count(self, place: int, step: int) -> None:
         at = place + 1

@@ -118,18 +118,17 @@ class SsdTier:
         self._undecided.discard(seq_id)
         return self._loads.forget(seq_id)
 
-    def asked(self, hashes: list[Hash]) -> None:
-        """A prompt has these blocks, there or not; none of them salted."""
-        self.reuse.use(hashes)
-
-    def found(self, hashes: list[Hash]) -> None:
-        """A prompt has found blocks of its own in a pool: they are used a second time.
+    def placed(self, hashes: list[Hash], num_found: int) -> None:
+        """A prompt is about to be computed, for the first time: its blocks are used once more.
 
         Args:
-            hashes: of the blocks that its chain begins with; none of them salted.
+            hashes: of its full blocks; none of them salted.
+            num_found: of those, the first ones, that are in the pool.
         """
-        self.index.touch(hashes)
-        self._stores.used_again(hashes)
+        self.reuse.use(hashes)
+        self.index.touch(hashes[:num_found])
+        self._stores.used_again(hashes[:num_found])
+        self._stores.asked(hashes[num_found:])
 
     def preempted(self, pool: str, hashes: list[Hash]) -> None:
         """Blocks are about to be taken from a sequence that will need them again.

@@ -1,7 +1,7 @@
 """Blocks on their way from pools to the disk.
 
-A block is stored when it is used a second time: most prompts are never seen again. What was used
-once is remembered, and stored when the daemon ends.
+A block is stored when it is used a second time, found or computed: most prompts are never seen
+again. What was used once is remembered, and stored when the daemon ends.
 Owns: which blocks are to be stored, and those that are being stored.
 Invariants: what is being stored is named by an open command until the thread is done with it; a
 few blocks at a time are, and those of who was preempted. What nobody has said may be stored never
@@ -48,6 +48,8 @@ class Stores:
         """To be stored, the oldest first."""
         self._warm: OrderedDict[Hash, None] = OrderedDict()
         """Used once; the newest last."""
+        self._again: OrderedDict[Hash, None] = OrderedDict()
+        """Used again when no pool had them any more: to be stored when they are computed."""
         self._grows = False
         self._is_full = False
         """No slab can be made."""
@@ -61,6 +63,14 @@ class Stores:
                 self._wanted[block_hash] = None
         _shorten(self._wanted)
         self.pump()
+
+    def asked(self, hashes: Iterable[Hash]) -> None:
+        """A prompt needs blocks that are in no pool of its way."""
+        for block_hash in hashes:
+            if block_hash in self._warm and not self._context.index.is_known(block_hash):
+                del self._warm[block_hash]
+                self._again[block_hash] = None
+        _shorten(self._again)
 
     def store_now(self, pool: str, hashes: Iterable[Hash]) -> None:
         """Blocks that others are waiting for: each is theirs when it has been stored.
@@ -94,9 +104,15 @@ class Stores:
     def used(self, hashes: Iterable[Hash]) -> None:
         """Blocks that were computed, which might be of use again."""
         for block_hash in hashes:
-            self._warm[block_hash] = None
-            self._warm.move_to_end(block_hash)
+            if block_hash in self._again:
+                del self._again[block_hash]
+                self._wanted[block_hash] = None
+            else:
+                self._warm[block_hash] = None
+                self._warm.move_to_end(block_hash)
         _shorten(self._warm)
+        _shorten(self._wanted)
+        self.pump()
 
     def pump(self) -> None:
         """Store what is to be, as much at once as may be."""
@@ -192,6 +208,7 @@ class Stores:
         """Nothing of what was said so far is to be stored."""
         self._wanted.clear()
         self._warm.clear()
+        self._again.clear()
 
     @property
     def num_pending(self) -> int:

@@ -50,6 +50,23 @@ def test_only_what_was_found_is_stored_and_not_what_follows_it(tier):
     assert tier.ssd.index.num_leading(longer.hashes) == 2
 
 
+def test_a_block_that_is_computed_a_second_time_is_stored(tier):
+    chain = tier.chain(1, 2, 3)
+    tier.compute(chain)
+    tier.forget_pool()
+    tier.compute(tier.chain(1, 2))
+    tier.run()
+    assert tier.ssd.index.num_leading(chain.hashes) == 2
+
+
+def test_what_is_told_to_be_computed_twice_by_one_prompt_is_used_once(tier):
+    chain = tier.chain(1, 2)
+    tier.compute(chain)
+    tier.ssd.computed(chain.hashes)  # as at the worker that goes on with it
+    tier.run()
+    assert tier.ssd.counts.stored_blocks == 0
+
+
 def test_a_block_that_is_being_stored_is_found_but_not_evicted(tier):
     chain = tier.chain(1, 2)
     tier.compute(chain)
