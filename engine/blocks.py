@@ -57,6 +57,9 @@ class BlockPool:
         """Tables that the block is in."""
         self.num_commands = [0] * num_blocks
         """Unanswered commands that name the block."""
+        self.num_stuck = 0
+        """Blocks that a disk may still touch that has not answered in time: nobody knows when
+        they will be free."""
         self.index = PrefixIndex(name)
         self.counts = dict.fromkeys(BlockState, 0)
         self.counts[BlockState.FREE] = self.capacity

@@ -162,7 +162,7 @@ class Growth:
         chosen: dict[int, Sequence] = {}
         for pool in sorted(missing):
             books = self._ledger.pools[pool]
-            coming = books.num_free + books.counts[BlockState.DRAINING]
+            coming = books.num_free + books.counts[BlockState.DRAINING] - books.num_stuck
             holders = []
             for sequence in self._whereabouts.holders():
                 table = self._ledger.table(sequence.seq_id, pool)

@@ -33,6 +33,9 @@ class Jobs(Protocol):
     def begin(self, job: Job) -> None:
         """Have it done."""
 
+    def cancel(self, job: Job) -> bool:
+        """Make it void; True if no thread has begun with it, nor will."""
+
 
 @dataclass(slots=True)
 class Counts:

@@ -35,6 +35,8 @@ class Costs:
     """That were worth it, as predicted, and have been done or given up."""
     num_declined: int = 0
     """Where computing was predicted to take less."""
+    num_declined_in_a_row: int = 0
+    """Since a load, or since the disk was last probed: a rate that nobody uses is never learnt."""
     load_ms: float = 0.0
     """What all loads took together."""
     compute_ms: float = 0.0
@@ -52,8 +54,10 @@ class Costs:
     def is_worth_it(self, load_ms: float, compute_ms: float | None) -> bool:
         """Whether to load, by both predictions; where computing was never measured, it is tried."""
         if compute_ms is None or load_ms < compute_ms:
+            self.num_declined_in_a_row = 0
             return True
         self.num_declined += 1
+        self.num_declined_in_a_row += 1
         return False
 
     def is_worth_storing(self, num_stored: int, num_loaded: int, compute_ms: float) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
 from engine.messages import Copied, Copy
 from engine.tiers.index import Entry, Place
@@ -33,6 +33,7 @@ from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 NUM_READERS = 2
 WRITE_SHARE = 0.25
 """Of a core, that writing may take while requests are served."""
+PROBE_NAME = ".penstock-probe"
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
@@ -43,6 +44,8 @@ class Job:
 
     is_void: bool = False
     """Set on the loop: nobody needs it any more; if it has not begun, it is not done."""
+    is_begun: bool = False
+    """A thread has taken it."""
     error: str | None = None
     """Why it could not be done, or not to its end."""
     started_ns: int = 0
@@ -135,6 +138,7 @@ class Disk:
         self._reads: SimpleQueue[Job | None] = SimpleQueue()
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
         queues = [self._reads] * NUM_READERS + [self._writes]
+        self._beginning = Lock()
         self._threads = [
             Thread(target=self._run, args=(queue,), name="ssd", daemon=True) for queue in queues
         ]
@@ -147,6 +151,12 @@ class Disk:
             isinstance(job, CopyJob) and job.copy.from_pool == self.tier
         )
         (self._reads if is_read else self._writes).put(job)
+
+    def cancel(self, job: Job) -> bool:
+        """Make it void; True if no thread has begun with it, nor will."""
+        with self._beginning:
+            job.is_void = True
+            return not job.is_begun
 
     def close(self, timeout_s: float) -> bool:
         """End the threads when they have done what they were given; False: one is stuck."""
@@ -162,6 +172,8 @@ class Disk:
         _be_idle()
         buffer = RecordBuffer(self._slabs.block_bytes)
         while (job := queue.get()) is not None:
+            with self._beginning:
+                job.is_begun = True
             job.started_ns, began_s = time.monotonic_ns(), time.thread_time()
             try:
                 self._do(job, buffer)
@@ -225,12 +237,13 @@ def probe(slabs: Slabs) -> float:
     Raises:
         OSError: it cannot be done, or what was read is not what was written.
     """
-    path = slabs.folder / "probe"
+    path = slabs.folder / PROBE_NAME
+    path.unlink(missing_ok=True)  # of a process that was killed
     size = slabs.probe_bytes
     memory = mmap.mmap(-1, size)
     pattern = bytes(range(256)) * (size // 256)
     memory[:] = pattern
-    fd = slabs.open_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    fd = slabs.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         if os.pwritev(fd, [memory], 0) != size:
             raise OSError(0, "a file could not be written to its end")

@@ -26,7 +26,8 @@ from engine.tiers.records import (
     read_slab,
 )
 
-_NAME = re.compile(r"slab-(\d{6,})\.kv")
+_NAME = re.compile(r"slab-(\d{6,15})\.kv")
+_LOCK = "lock"
 
 
 class BusyError(OSError):
@@ -75,7 +76,7 @@ def delete_slabs(folder: Path) -> int:
         BusyError: a daemon has it.
         OSError: a file cannot be deleted.
     """
-    if not folder.is_dir():
+    if not (folder / _LOCK).is_file():
         return 0
     lock_fd = lock(folder)
     try:
@@ -93,7 +94,7 @@ def lock(folder: Path) -> int:
     Raises:
         BusyError: another has it.
     """
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -108,11 +109,16 @@ def slab_bytes(folder: Path) -> int:
 
 
 def slab_paths(folder: Path) -> list[tuple[int, Path]]:
-    """The slabs of a folder, there or not, and their numbers, in any order."""
+    """The slabs of a folder, there or not, and their numbers, in any order.
+
+    What bears a slab's name and is no file, a link for one, is none.
+    """
     if not folder.is_dir():
         return []
-    names = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return [(int(match[1]), path) for match, path in names if match]
+    with os.scandir(folder) as entries:
+        names = [e.name for e in entries if e.is_file(follow_symlinks=False)]
+    matches = ((_NAME.fullmatch(name), folder / name) for name in names)
+    return [(int(match[1]), path) for match, path in matches if match]
 
 
 def head_of(fd: int, number: int) -> SlabHead | None:
@@ -165,12 +171,18 @@ def physical_bytes(fd: int) -> int:
 def make_private(folder: Path) -> None:
     """Make the folder, and see to it that it is its owner's alone.
 
+    A folder that was there is taken if it is empty or has been a cache before: what is in it may be
+    deleted.
+
     Raises:
-        OSError: it cannot be made, or belongs to somebody else.
+        OSError: it cannot be made, belongs to somebody else, or holds something else.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     stat = folder.stat()
     if stat.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+    if not (folder / _LOCK).is_file() and any(folder.iterdir()):
+        about = "the folder holds other files, and the cache wants one of its own"
+        raise FileExistsError(errno.EEXIST, about, str(folder))
     if stat.st_mode & 0o077:
         folder.chmod(0o700)

@@ -70,6 +70,8 @@ class _Load:
     """More is on disk than may be loaded at once."""
     jobs: set[CopyJob] = field(default_factory=set)
     num_loaded: int = 0
+    is_damaged: bool = False
+    """A block was not as it had been stored: says nothing of how fast the disk is."""
 
 
 class _Target(NamedTuple):
@@ -110,6 +112,8 @@ class Loads:
         self._jobs: dict[tuple[str, Hash], CopyJob] = {}
         """By pool and block."""
         self._targets: dict[CopyJob, list[_Target]] = {}
+        self._overdue: set[CopyJob] = set()
+        """Begun by a thread, and needed by nobody since their deadline."""
 
     def __contains__(self, seq_id: int) -> bool:
         """True while a sequence waits for the disk."""
@@ -185,8 +189,13 @@ class Loads:
 
     def done(self, job: CopyJob) -> None:
         """A thread is done with a load's blocks: what is there can be found from now on."""
+        if job not in self._targets:  # it was cancelled, and the thread has come to it since
+            return
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
         books = context.ledger.pools[pool]
+        if job in self._overdue:
+            self._overdue.discard(job)
+            books.num_stuck -= len(job.copy.pairs)
         for target in targets[: job.num_done]:
             books.index.publish(target.block_id, target.block_hash, target.parent, target.user)
         context.ledger.close_command(("load", job.copy.copy_id, 0))
@@ -198,6 +207,7 @@ class Loads:
         for load in [load for load in self._loads.values() if job in load.jobs]:
             load.jobs.discard(job)
             load.num_loaded += job.num_done
+            load.is_damaged |= job.is_damaged
             if not load.jobs:
                 self._end(load, is_in_time=True)
 
@@ -225,22 +235,30 @@ class Loads:
         """Its deadline has come."""
         if self._loads.get(load.wanted.seq_id) is load:
             self._context.counts.missed_deadlines += 1
+            begun = load.jobs
             self._end(load, is_in_time=False)
+            for job in begun & self._targets.keys():
+                if job.is_void and job not in self._overdue:
+                    self._overdue.add(job)
+                    books = self._context.ledger.pools[job.copy.to_pool]
+                    books.num_stuck += len(job.copy.pairs)
 
     def _end(self, load: _Load, *, is_in_time: bool) -> None:
         del self._loads[load.wanted.seq_id]
         seq_id, outcome = load.wanted.seq_id, self._outcome(load)
         self._restored[seq_id] = _joined(self._restored.get(seq_id), outcome)
         num_bytes = min(load.num_loaded, load.num_blocks) * self._context.block_bytes
-        self._costs.loaded(num_bytes, outcome.elapsed_ns / 1e6, load.compute_ms)
+        if not load.is_damaged:
+            self._costs.loaded(num_bytes, outcome.elapsed_ns / 1e6, load.compute_ms)
         self._void_unneeded(load.jobs)
         has_more = load.is_cut and load.num_loaded >= load.num_blocks
         self._ended(seq_id, is_in_time, has_more)
 
     def _void_unneeded(self, jobs: Iterable[CopyJob]) -> None:
         needed = {job for load in self._loads.values() for job in load.jobs}
-        for job in jobs:
-            job.is_void |= job not in needed
+        for job in set(jobs) - needed:
+            if self._context.disk.cancel(job):
+                self.done(job)
 
 
 def _joined(before: Restored | None, after: Restored) -> Restored:

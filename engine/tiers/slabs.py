@@ -152,7 +152,7 @@ class Slabs:
             BusyError: another process has it.
             OSError: it cannot be made, or is not one's own.
         """
-        make_private(self.folder)
+        make_private(self.folder)  # refuses what holds files of others
         self._lock_fd = lock(self.folder)
         found = []
         for number, path in sorted(slab_paths(self.folder)):

@@ -24,6 +24,8 @@ from engine.tiers.reuse import ReuseDistances
 from engine.tiers.stores import Stores
 
 MAX_MISSES = 3
+MAX_DECLINED = 8
+"""Loads in a row, because the disk seems too slow, after which its rate is measured again."""
 MAX_PARTS = 16
 """That a prompt is loaded in at most, each as large as may be loaded at once."""
 PROBE_DEADLINE_S = 1.0
@@ -64,7 +66,7 @@ class SsdTier:
         self._undecided: set[int] = set()
         """...and those who have got a part, and may get more."""
         self._loads = Loads(context, costs, predict_ms, self._ended)
-        self._stores = Stores(context, max_places)
+        self._stores = Stores(context, max_places, self._hangs)
 
     @property
     def index(self) -> SlabIndex:
@@ -107,6 +109,9 @@ class SsdTier:
         self._undecided.discard(wanted.seq_id)
         if self.reason is None and wanted.pool in self._context.pools:
             self._loads.begin(wanted)
+            if self.costs.num_declined_in_a_row >= MAX_DECLINED:
+                self.costs.num_declined_in_a_row = 0
+                self._context.disk.begin(ProbeJob())
 
     def is_loading(self, seq_id: int) -> bool:
         """True while a sequence waits for the disk."""
@@ -218,10 +223,18 @@ class SsdTier:
 
     def _missed(self, about: str) -> None:
         self._num_misses += 1
-        if self._num_misses < MAX_MISSES or self.reason is not None:
+        if self._num_misses >= MAX_MISSES:
+            self._down(about, f", {MAX_MISSES} times in a row")
+
+    def _hangs(self, about: str) -> None:
+        self._down(about)
+        self._changed()  # what was to be written, and has not been begun, is free
+
+    def _down(self, about: str, how_often: str = "") -> None:
+        if self.reason is not None:
             return
         self.reason, self._stores.is_off = about, True
-        said = f"the SSD cache is off until a probe passes: {about}, {MAX_MISSES} times in a row"
+        said = f"the SSD cache is off until a probe passes: {about}{how_often}"
         self._context.tell("warning", "ssd.down", said)
         self._probe_later()
 
@@ -229,6 +242,9 @@ class SsdTier:
         self._context.later(PROBE_INTERVAL_S, partial(self._context.disk.begin, ProbeJob()))
 
     def _probed(self, job: ProbeJob) -> None:
+        if self.reason is None:  # it was asked for the rate alone
+            self.costs.bytes_per_s = job.bytes_per_s or self.costs.bytes_per_s
+            return
         if job.error is not None or job.elapsed_ms > PROBE_DEADLINE_S * 1e3:
             self._probe_later()
             return

@@ -12,7 +12,7 @@ Never: waits; evicts a block of a pool, or keeps one from being evicted before i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.messages import Copy
 from engine.prefix_hashes import Hash
@@ -24,6 +24,8 @@ STORED_AT_ONCE = 4
 """Blocks under way to the disk: those cannot be evicted meanwhile."""
 URGENT_BYTES = 4 << 20
 """What others wait for is stored by jobs of about so much, and free after each."""
+DEADLINE_S = 5.0
+"""Without a block written, after which the disk is taken to hang."""
 PAUSE_S = 60.0
 """After the disk has refused to take something."""
 MAX_REMEMBERED = 1 << 16
@@ -36,14 +38,19 @@ class Stores:
     Args:
         context: of the tier.
         max_places: blocks that the cap has room for.
+        hangs: called with the reason when the disk takes too long.
     """
 
-    def __init__(self, context: Context, max_places: int) -> None:
+    def __init__(self, context: Context, max_places: int, hangs: Callable[[str], None]) -> None:
         self.max_places = max_places
         self.is_off = False
         """The disk cannot be relied on."""
         self._context = context
+        self._hangs = hangs
         self._under_way: set[CopyJob] = set()
+        self._overdue: set[CopyJob] = set()
+        """Of those, what a thread has begun and does not end."""
+        self._last_done_ns = 0
         self._wanted: OrderedDict[Hash, None] = OrderedDict()
         """To be stored, the oldest first."""
         self._warm: OrderedDict[Hash, None] = OrderedDict()
@@ -143,6 +150,24 @@ class Stores:
         context.ledger.open_command(("store", copy_id, 0), TIER, {pool: block_ids})
         self._under_way.add(job)
         context.disk.begin(job)
+        context.later(DEADLINE_S, lambda: self._is_due(job))
+
+    def _is_due(self, job: CopyJob) -> None:
+        """It has had its time; unless others were before it, and the disk goes on."""
+        if job not in self._under_way:
+            return
+        context = self._context
+        left_s = DEADLINE_S - (context.now_ns() - self._last_done_ns) / 1e9
+        if left_s > 0:
+            context.later(left_s, lambda: self._is_due(job))
+            return
+        for waiting in list(self._under_way - self._overdue):
+            if context.disk.cancel(waiting):
+                self.done(waiting)
+            else:
+                self._overdue.add(waiting)
+                context.ledger.pools[waiting.copy.from_pool].num_stuck += len(waiting.copy.pairs)
+        self._hangs(f"no block was written in {DEADLINE_S:.0f} s")
 
     @property
     def _can_store(self) -> bool:
@@ -178,13 +203,19 @@ class Stores:
 
     def done(self, job: CopyJob) -> None:
         """A thread has stored a block, or could not."""
+        if job not in self._under_way:  # it was cancelled, and the thread has come to it since
+            return
         context = self._context
+        self._last_done_ns = context.now_ns()
         self._under_way.discard(job)
+        if job in self._overdue:
+            self._overdue.discard(job)
+            context.ledger.pools[job.copy.from_pool].num_stuck -= len(job.copy.pairs)
         context.ledger.close_command(("store", job.copy.copy_id, 0))
         for number, entry in enumerate(job.entries):
             context.index.end_store(entry, is_written=number < job.num_done)
         context.counts.stored_blocks += job.num_done
-        if job.error is not None:
+        if job.error is not None and not job.is_void:
             context.counts.failed_stores += 1
             self.refused(job.error)
 

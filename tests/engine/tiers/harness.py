@@ -28,10 +28,16 @@ class FakeDisk:
         self.jobs = deque()
         self.write_share = 0.25
         self.error = None
+        self.begun = None
+        """A job that a thread has begun and does not end."""
         self.lost = []
 
     def begin(self, job):
         self.jobs.append(job)
+
+    def cancel(self, job):
+        job.is_void = True
+        return job is not self.begun
 
     def do(self, job):
         if job.is_void:

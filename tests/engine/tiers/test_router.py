@@ -33,6 +33,10 @@ class Disk:
     def begin(self, job):
         self.jobs.append(job)
 
+    def cancel(self, job):
+        job.is_void = True
+        return True
+
     def do(self, job):
         if job.is_void or self.breaks:
             job.error = "it is broken"

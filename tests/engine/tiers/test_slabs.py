@@ -113,6 +113,35 @@ def test_folder_and_files_are_their_owners_alone_whatever_the_umask(folder):
     slabs.close()
 
 
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_was(folder):
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    for foreign in ("notes.txt", "slab-000123.kv", "probe"):
+        (folder / foreign).write_text("mine")
+    with pytest.raises(OSError, match="holds other files"):
+        open_slabs(folder)
+    assert delete_slabs(folder) == 0
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "notes.txt",
+        "probe",
+        "slab-000123.kv",
+    ]
+
+
+def test_what_only_has_a_slabs_name_is_none(slabs, folder):
+    slabs.close()
+    (folder / "slab-99999999999999999999.kv").write_bytes(b"x")
+    (folder / "slab-000007.kv").mkdir()
+    (folder / "slab-000008.kv").symlink_to("/etc/passwd")
+    os.mkfifo(folder / "slab-000009.kv")
+    assert [path.name for path, _ in survey(folder)] == ["slab-000000.kv"]
+    slabs, found = open_slabs(folder)
+    assert len(found) == 1
+    assert slabs.grow() is not None
+    slabs.close()
+
+
 def test_a_folder_has_one_process(slabs, folder):
     with pytest.raises(BusyError):
         open_slabs(folder)

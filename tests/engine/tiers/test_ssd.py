@@ -5,8 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.blocks import BlockState
 from engine.tiers.costs import DEADLINE_RATIO, MIN_DEADLINE_MS, OVERHEAD_MS, Costs
-from engine.tiers.ssd import MAX_MISSES, PROBE_INTERVAL_S, SsdTier
-from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
+from engine.tiers.ssd import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, SsdTier
+from engine.tiers.stores import DEADLINE_S, PAUSE_S, STORED_AT_ONCE
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, Tier
 
 LATE_S = MIN_DEADLINE_MS / 1e3 + 0.01
@@ -77,6 +77,76 @@ def test_a_block_that_is_being_stored_is_found_but_not_evicted(tier):
     assert tier.compute(chain) == 2
     tier.run()
     assert tier.books.num_free == CAPACITY
+
+
+def test_a_disk_that_hangs_gives_back_what_it_has_not_begun_and_goes_off(tier):
+    chain = tier.chain(1, 2, 3)
+    tier.compute(chain)
+    tier.compute(chain)
+    tier.run(most=1)  # a slab was made, and the stores have begun
+    tier.disk.begun = job = tier.disk.jobs[0]
+    tier.pass_time(DEADLINE_S)
+    assert tier.ssd.reason is not None
+    assert "ssd.down" in tier.events
+    assert (tier.books.counts[BlockState.DRAINING], tier.books.num_stuck) == (1, 1)
+    assert tier.num_changes  # somebody may have waited for them
+    tier.compute(tier.chain(4))
+    tier.compute(tier.chain(4))
+    assert len(tier.disk.jobs) == 3  # nothing new
+    tier.disk.begun = None
+    tier.disk.do(job)
+    tier.disk.jobs.popleft()
+    tier.ssd.done(job)
+    tier.run()  # the cancelled ones come, and change nothing
+    assert (tier.books.counts[BlockState.DRAINING], tier.books.num_stuck) == (0, 0)
+    tier.pass_time(PROBE_INTERVAL_S)
+    tier.run()
+    assert tier.ssd.reason is None
+    tier.compute(chain)
+    tier.run()
+    assert tier.ssd.index.num_leading(chain.hashes) >= 1
+
+
+def test_a_slow_disk_that_goes_on_is_not_taken_to_hang(tier):
+    chain = tier.chain(*range(8))
+    tier.compute(chain)
+    tier.compute(chain)
+    tier.run(most=1)
+    for _ in range(8):
+        tier.pass_time(DEADLINE_S * 0.9)
+        tier.run(most=1)
+    assert tier.ssd.reason is None
+    tier.run()
+
+
+def test_a_load_that_hangs_keeps_only_what_has_begun(tier):
+    chain = kept(tier, 1, 2)
+    assert tier.ask(chain)
+    tier.disk.begun = tier.disk.jobs[0]
+    tier.pass_time(100)
+    assert not tier.ask(chain)
+    assert tier.books.num_stuck == tier.books.counts[BlockState.DRAINING] > 0
+    tier.disk.begun = None
+    tier.run()
+    assert tier.books.num_stuck == tier.books.counts[BlockState.DRAINING] == 0
+
+
+def test_damage_says_nothing_of_the_rate_and_declined_loads_have_it_measured_again(tier):
+    chain = kept(tier, 1, 2)
+    before = tier.costs.bytes_per_s
+    for place in tier.disk.places:
+        tier.disk.places[place] = None
+    assert tier.ask(chain)
+    tier.run()
+    assert tier.costs.bytes_per_s == before
+    slow = kept(tier, 5, 6)
+    tier.costs.bytes_per_s = 1.0
+    for seq_id in range(MAX_DECLINED):
+        assert not tier.ask(slow, 2000 + seq_id)
+    tier.run()
+    assert tier.costs.bytes_per_s == 1e6  # as the probe says
+    assert tier.ask(slow, 3000)
+    tier.run()
 
 
 def test_few_blocks_at_a_time_are_on_their_way_to_the_disk(tier):
@@ -192,6 +262,7 @@ def test_what_a_load_needs_before_it_is_not_evicted_for_it():
 def test_a_prompt_waits_no_longer_than_a_deadline_and_then_does_not_ask_again(tier):
     chain = kept(tier, 1, 2, 3)
     assert tier.ask(chain)
+    tier.disk.begun = tier.disk.jobs[0]
     tier.pass_time(LATE_S)
     assert not tier.ask(chain)
     assert tier.num_changes == 1
