@@ -300,7 +300,7 @@ def test_blocks_of_an_earlier_life_count_as_found(tier):
     chain = kept(tier, *range(1, 29))
     again = SsdTier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.change)
     assert again.would_find(1) is None  # nobody has asked for anything
-    again.asked(chain.hashes)
+    again.placed(list(chain.hashes), 0)
     assert again.reuse.num_uses > 0
     assert again.would_find(1) == 1
 
