@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from appliance.cli import doctor, listings, status_page, waterfall
+from appliance.cli import devices, listings, status_page, waterfall
 from appliance.cli.tables import Format, Listing
 from appliance.cli.text import joules
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
@@ -86,7 +86,7 @@ def test_devices_are_listed_with_all_that_they_report(
     machine = Devices([], find_gpus(Nvml(FakeNvml(throttled, a100_divided()))))
     monkeypatch.setattr(Devices, "of_machine", lambda: machine)
     machine.read(time.monotonic_ns() - MIN_INTERVAL_NS)
-    doctor.devices(Format.WIDE)
+    devices.devices(Format.WIDE)
     header, *lines = capsys.readouterr().out.splitlines()
     assert {"THROTTLED", "SM", "NVLINK IN", "MODEL"} <= set(header.replace("  ", "|").split("|"))
     assert [line.split()[0] for line in lines[:4]] == ["gpu0", "gpu1", "gpu1/mig0", "gpu1/mig2"]
@@ -94,4 +94,5 @@ def test_devices_are_listed_with_all_that_they_report(
     assert "3 MiB/s" in lines[0]
     assert "75 %" in lines[0]
     assert "MIG-2-5" in lines[3]
-    assert lines[-1].startswith("cores ")
+    assert lines[4].startswith("cores ")
+    assert any(line.startswith("node 0: cpu ") for line in lines[5:])
