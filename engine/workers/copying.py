@@ -1,8 +1,10 @@
-"""Blocks copied between pools beside the steps, on a thread. The only place where KV moves.
+"""Blocks copied between pools. The only place where KV moves.
 
 A copy that is behind an admit waits, block by block, until a step has filled each: the loop says
-how far a sequence is, and never waits for what that starts. What a device has collected it has
-done, so the thread copies at once, on a stream of its own.
+how far a sequence is. What a device has collected it has done, so a thread copies at once, on a
+stream of its own, and the loop never waits for it. In the host's memory a copy is work for the
+worker's own cores, whoever does it: the loop does it behind the step, for a thread would wait for
+Python's lock until the next step's kernels let go of it, which took longer than the copy.
 Owns: copies that are not done, and the thread.
 Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
 there; after the last report of a copy none of its blocks is touched.
@@ -15,6 +17,7 @@ import contextlib
 import ctypes
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -82,7 +85,10 @@ class Copier:
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
         """By seq_id and generation."""
         self._jobs: SimpleQueue[_Job | _Mapping] = SimpleQueue()
+        """The thread's, where there is a device."""
         self._thread: Thread | None = None
+        self._due: deque[_Job | _Mapping] = deque()
+        """The loop's, where there is none."""
 
     def take(self, copy: Copy, running: Running | None) -> None:
         """Begin a copy.
@@ -132,6 +138,18 @@ class Copier:
         for each in self._waiting.pop((running.seq_id, running.generation), []):
             self._start(each.copy, [], is_last=True)
 
+    @property
+    def has_work(self) -> bool:
+        """True if the loop has something to copy."""
+        return bool(self._due)
+
+    def work(self, until_ns: int) -> None:
+        """Copy what is due to the loop; one part at least, and no new one after that time."""
+        while self._due:
+            self._do(self._due.popleft())
+            if time.monotonic_ns() >= until_ns:
+                return
+
     def _start(self, copy: Copy, pairs: list[tuple[int, int]], *, is_last: bool) -> None:
         for first in range(0, max(len(pairs), 1), REPORTED_PAIRS):
             part = pairs[first : first + REPORTED_PAIRS]
@@ -139,6 +157,9 @@ class Copier:
             self._put(_Job(copy, part, is_last and is_end))
 
     def _put(self, job: _Job | _Mapping) -> None:
+        if self._device is None:
+            self._due.append(job)
+            return
         if self._thread is None:
             self._thread = Thread(target=self._run, name="copies", daemon=True)
             self._thread.start()
@@ -147,11 +168,13 @@ class Copier:
     def _run(self) -> None:
         with contextlib.suppress(ChannelClosed):  # then the loop ends, too
             while True:
-                job = self._jobs.get()
-                if isinstance(job, _Job):
-                    self._send(self._done(job))
-                else:
-                    self._remap(job)
+                self._do(self._jobs.get())
+
+    def _do(self, job: _Job | _Mapping) -> None:
+        if isinstance(job, _Job):
+            self._send(self._done(job))
+        else:
+            self._remap(job)
 
     def _remap(self, mapping: _Mapping) -> None:
         self._pools.pop(mapping.pool, None)  # with the last reference the mapping is closed
@@ -199,7 +222,6 @@ def copy_blocks(
     """
     num_bytes = target.stride(0) * target.element_size()
     if device is None:
-        # without Python's lock, in few calls: after each the thread has to wait for it again
         for from_id, to_id, count in _runs(pairs):
             at, to = source[from_id].data_ptr(), target[to_id].data_ptr()
             ctypes.memmove(to, at, count * num_bytes)

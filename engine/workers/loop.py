@@ -5,7 +5,7 @@ then it never waits for the host. A sequence that turns out to have ended is in 
 Owns: the admitted sequences of this worker.
 Invariants: one message per step; a sequence's release is reported after the last step that
 touched its blocks; cores change between two steps, and a parked worker computes nothing and waits
-on its channel; nothing here waits for a copy.
+on its channel; nothing here waits for a device's copy.
 Never: chooses a block, knows its role: a role is what the router admits.
 """
 
@@ -44,6 +44,9 @@ from engine.workers.device import Device
 from engine.workers.rehearsal import rehearse
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
+
+MIN_COPYING_NS = 5_000_000
+"""Between two steps, however short they are, if there is so much to copy in the host's memory."""
 
 
 @dataclass(slots=True)
@@ -91,7 +94,8 @@ class Worker:
         """Loop until the channel closes (raises ChannelClosed)."""
         while True:
             is_idle = self._is_parked or not self._with_room()
-            for command in self._channel.receive(wait=is_idle and self._flight is None):
+            has_more = self._flight is not None or self._copier.has_work
+            for command in self._channel.receive(wait=is_idle and not has_more):
                 self._apply(command)
             self.step()
 
@@ -123,6 +127,8 @@ class Worker:
             )
         for running, _ in planned:
             self._copier.advance(running)
+        # those whose next step waits for it wait no longer than if it shared the cores with them
+        self._copier.work(ended_ns + max(ended_ns - flight.started_ns, MIN_COPYING_NS))
 
     def _launch(self) -> _Flight:
         """Start the step that is due."""
@@ -169,7 +175,7 @@ class Worker:
         """Those with something to compute; waits for a grammar where there is nothing else."""
         unfinished = self._with_room()
         pending = [r.matcher for r in unfinished if r.matcher is not None]
-        if len(pending) == len(unfinished):
+        if len(pending) == len(unfinished) and not self._copier.has_work:
             wait(pending, return_when=FIRST_COMPLETED)
         return [r for r in unfinished if r.is_ready]
 

@@ -161,6 +161,7 @@ def copied(harness):
     """Reports up to the last of a copy: (copy, pairs, is_last) of each."""
     reports = []
     while not reports or not reports[-1][2]:
+        harness.worker.step()
         found = [r for r in reports_in(harness.sockets[0], 1) if isinstance(r, Copied)]
         reports += [(r.copy_id, r.num_pairs, r.is_last) for r in found]
         assert all(r.error is None for r in found)
@@ -190,6 +191,7 @@ def test_a_copy_may_begin_in_the_middle_and_come_after_the_bytes(make):
 
 
 def copied_once(harness):
+    harness.worker._copier.work(0)
     (report,) = reports_in(harness.sockets[0], 1)
     return report.copy_id, report.num_pairs, report.is_last
 
@@ -213,7 +215,7 @@ def test_a_long_copy_is_reported_in_parts(make):
 def test_a_copy_that_cannot_be_made_says_why(make):
     harness = make()
     harness.tell(Copy(4, "kv", "nowhere", [(1, 1)], None))
-    (report,) = reports_in(harness.sockets[0], 1)
+    (report,) = harness.step()
     assert (report.num_pairs, report.is_last) == (0, True)
     assert "nowhere" in report.error
 
