@@ -99,7 +99,7 @@ class WorkerFrame(msgspec.Struct):
     """One worker process over the last second."""
 
     name: str
-    """`prefill`, `decode` or `colocated`; of several, the second is `prefill1`."""
+    """`prefill`, `decode` or `colocated`; of several `prefill0`, `prefill1`."""
     state: str
     """`starting`, `loading`, `ready` or `restarting`."""
     pid: int | None

@@ -5,7 +5,8 @@ usage: python -m tests.benchmarks.kills [--model FOLDER] [--arms "2x1 peer,1x2 s
 
 Each arm is a daemon with so many workers of a role, which may have to share cores. Questions about
 documents are asked one by one; then clients stream them all the time, as many at once, while a
-worker, drawn anew each time, gets SIGKILL every few seconds. Any token that differs from the first
+worker, drawn anew each time, gets SIGKILL every few seconds, but for those under which a request
+would see so many deaths that it is taken for their cause. Any token that differs from the first
 answer's is told, and any request that failed. At the end all blocks must be free.
 """
 
@@ -21,10 +22,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.starter.documents import Writer
+from engine.suspicion import MAX_SUSPICIONS
 from tests.daemons import Daemon
 
 MAX_TOKENS = 64
@@ -65,13 +68,15 @@ def kill_sometimes(
     daemon: Daemon, options: argparse.Namespace, is_over: threading.Event
 ) -> list[str]:
     """Kill workers that are ready, one every few seconds; which they were."""
-    rng, killed = random.Random(7), []
+    rng, killed, deaths = random.Random(7), [], Counter()
     while not is_over.wait(options.every):
+        live = [r["id"] for r in daemon.requests() if r["finish_reason"] is None]
         ready = [w for w in daemon.state()["workers"] if w["state"] == "ready"]
-        if ready:
+        if ready and all(deaths[request_id] < MAX_SUSPICIONS for request_id in live):
             victim = rng.choice(ready)
             os.kill(victim["pid"], signal.SIGKILL)
             killed.append(victim["name"])
+            deaths.update(live)
     return killed
 
 
