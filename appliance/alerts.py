@@ -60,6 +60,7 @@ THRESHOLDS = (
         "state.degraded", signals.state_degraded, None, 1, "it is not degraded now", is_state=True
     ),
     Threshold("kv.occupancy", signals.kv_used_ratio, 0.90, 0.98, "KV pool {} has room again", 10),
+    Threshold("kv.preempted", signals.preempted, 1, None, "no sequence loses its KV blocks now"),
     Threshold("queue.wait", signals.queue_wait_ratio, 0.5, 1, "no request waits that long now", 5),
     Threshold("queue.full", signals.queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
     Threshold("slo.missed", signals.late_ratio, 0.01, 0.10, "the {} target is kept again", 60),

@@ -76,7 +76,7 @@ def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_
 
 def _computing(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
-    usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens / frame.num_sequences
+    usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
         text = f"prefill: {_time(prefill_ms)} for {frame.prompt_tokens} prompt tokens"
         yield _Cause(prefill_ms - usual_ms, text, usual_ms)

@@ -205,6 +205,7 @@ class Frames:
             cached_tokens=self._telemetry.num_cached_tokens,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_fetches=counters.prefix_cache_fetches,
             prefix_cache_s=counters.prefix_cache_ns / 1e9,
             handoffs=counters.handoffs,
             handoff_bytes=counters.handoff_bytes,

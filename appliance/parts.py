@@ -144,9 +144,9 @@ def request_frame(
         user=request.peer.name,
         stream=request.is_stream,
         num_sequences=len(request.sequences),
-        prompt_tokens=sum(s.num_prompt_tokens for s in request.sequences),
+        prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
-        computed_tokens=sum(s.num_computed_tokens for s in request.sequences),
+        computed_tokens=request.computed_tokens,
         output_tokens=sum(s.num_output_tokens for s in request.sequences),
         max_tokens=sum(s.sampling.max_tokens for s in request.sequences),
         num_blocks=sum(

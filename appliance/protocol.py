@@ -271,6 +271,8 @@ class TotalsFrame(msgspec.Struct):
     """Prompt tokens of sequences that were placed while the prefix cache was on; of these..."""
     prefix_cache_hits: int = 0
     """...those found computed."""
+    prefix_cache_fetches: int = 0
+    """Tokens whose blocks were copied from another pool to where they were about to be computed."""
     prefix_cache_s: float = 0.0
     """Spent in hashing, finding and publishing blocks."""
     preemptions: int = 0

@@ -160,16 +160,15 @@ class Request:
     """Energy of its outputs so far."""
 
     @property
-    def cached_tokens(self) -> int | None:
-        """Of all its sequences' prompts, what was found computed; None: the cache is off."""
-        asked = [one for one in self.sequences if one.prefix is not None]
-        return sum(one.num_cached_tokens for one in asked if one.legs) if asked else None
+    def prompt_tokens(self) -> int:
+        """Of its prompts, each counted once, also where it has several answers."""
+        prompts = {id(one.prompt_token_ids): one.num_prompt_tokens for one in self.sequences}
+        return sum(prompts.values())
 
     @property
-    def num_cached_tokens(self) -> int | None:
-        """Of its prompts, each counted once, what was found computed, as a client is told.
+    def cached_tokens(self) -> int | None:
+        """Of those, what was found computed; None: the cache is off.
 
-        None: the cache is off.
         Of several answers to one prompt the first computes it for the others, so that counts which
         found least.
         """
@@ -179,6 +178,18 @@ class Request:
                 found, prompt = one.num_cached_tokens if one.legs else 0, id(one.prompt_token_ids)
                 least[prompt] = min(found, least.get(prompt, found))
         return sum(least.values()) if least else None
+
+    @property
+    def computed_tokens(self) -> int:
+        """Positions that are computed, those of each prompt counted once."""
+        furthest: dict[int, int] = {}
+        num_outputs = 0
+        for one in self.sequences:
+            prompt, num_computed = id(one.prompt_token_ids), one.num_computed_tokens
+            of_prompt = min(num_computed, one.num_prompt_tokens)
+            furthest[prompt] = max(of_prompt, furthest.get(prompt, 0))
+            num_outputs += num_computed - of_prompt
+        return sum(furthest.values()) + num_outputs
 
     @property
     def is_finished(self) -> bool:

@@ -38,6 +38,7 @@ class _Point(NamedTuple):
     failed: int
     ended: int
     rows_lost: int
+    preemptions: int
     decode_rate: float | None
 
 
@@ -55,6 +56,7 @@ class Past:
             totals.failed,
             totals.finished + totals.failed,
             totals.log_rows_lost,
+            totals.preemptions,
             _decode_rate(frame),
         )
         self._points.append(point)
@@ -75,6 +77,11 @@ class Past:
     def num_rows_lost(self) -> int:
         """Rows that the log has lost."""
         return self._points[-1].rows_lost - self._points[0].rows_lost
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence's blocks were taken away for others."""
+        return self._points[-1].preemptions - self._points[0].preemptions
 
     @property
     def decode_rate(self) -> float | None:
@@ -100,6 +107,13 @@ def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
         used = used_ratio(pool)
         if used is not None:
             yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
+
+
+def preempted(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Times in the last minute that a sequence has lost its blocks to others."""
+    number = past.num_preemptions
+    about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
+    yield Signal(number, f"{about}; those sequences pause until there are blocks again")
 
 
 def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:

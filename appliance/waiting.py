@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+from engine.ahead import Ahead
 from engine.router import Router
 from engine.sequence import Phase, Sequence
 
@@ -34,6 +35,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
         if not _has_begun(sequence):
             found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
         left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
+    under_way = Ahead(router.at.running.values(), now_ns)
     ready = sorted(router.roles.ready_workers)
     busiest = max(ready, key=lambda name: left[name], default=None)
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
@@ -43,6 +45,10 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
             text = f"blocks of its prompt from the SSD; {_by_now(sequence, now_ns)}"
         elif not router.ways.fits(sequence, spare):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
+        elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
+            # of other users' requests only that there is one
+            who = leader.request_id if leader.owner == sequence.owner else "another request"
+            text = f"the beginning of its prompt, which {who} computes; {_by_now(sequence, now_ns)}"
         else:
             text = _turn(sequence, busiest, left[busiest], now_ns)
         found[sequence.seq_id] = text

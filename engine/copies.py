@@ -4,7 +4,9 @@ A sequence whose legs lie in two pools has a transfer: its prompt's blocks go ov
 link between them, each hop made by one worker. A hop's copies are sent as early as can be: with the
 admit that is to fill the blocks, for the worker starts each block when it is full. So a handoff has
 little left to do when the prompt is done. A ring is small: its slots go first to blocks that are
-computed, and only half of them wait for blocks that are not.
+computed, and only half of them wait for blocks that are not. A fetch is a transfer of blocks that
+are computed, for whoever asks for them next: it has tables of its own, and is over when a worker
+dies that has a part in it.
 Owns: transfers, unanswered copies, and which slot of a ring holds which block.
 Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
 block has left it; what a pool's life has ended with does not count as arrived.
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from engine.blocks import CommandKey, Ledger
+from engine.blocks import CommandKey, Ledger, Owner
 from engine.errors import InvariantViolated
 from engine.links import Links
 from engine.messages import Behind, Command, Copied, Copy
@@ -30,7 +32,10 @@ _NEWEST_SHARE = 0.1
 
 @dataclass(slots=True)
 class _Transfer:
-    sequence: Sequence
+    owner: Owner
+    """Of the tables that it copies between."""
+    sequence: Sequence | None
+    """That moves; None: it is a fetch."""
     link: Link
     num_blocks: int
     target_life: int
@@ -47,7 +52,7 @@ class _Transfer:
 class _Open:
     """A copy that is not answered to its end."""
 
-    seq_id: int
+    owner: Owner
     hop: Hop
     number: int
     """Of the hop."""
@@ -69,7 +74,7 @@ class Copies:
         self.links = Links(places)
         self._ledger = ledger
         self._passing_pools = places.passing_pools()
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[Owner, _Transfer] = {}
         self._open: dict[int, _Open] = {}
         self._last_id = 0
         self._block_ms: dict[tuple[str, str], float] = {}
@@ -97,8 +102,22 @@ class Copies:
             num_blocks = books.num_blocks_for(sequence.num_tokens)
             there = [self._ledger.num_hashed(sequence.seq_id, link.to_pool)] * len(link.hops)
             self._transfers[sequence.seq_id] = _Transfer(
-                sequence, link, num_blocks, books.life, there, list(there)
+                sequence.seq_id, sequence, link, num_blocks, books.life, there, list(there)
             )
+
+    def fetch(self, owner: Owner, link: Link, first: int) -> None:
+        """Copy the blocks of an owner's table over a link, those from a place on."""
+        books, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
+        num_blocks = len(self._ledger.table(owner, link.from_pool))
+        self._transfers[owner] = _Transfer(
+            owner, None, link, num_blocks, books.life, there, list(there)
+        )
+
+    def fetched(self, owner: Owner) -> tuple[int, bool]:
+        """Blocks that are where a fetch brings them, from the first on; whether more will come."""
+        transfer = self._transfers[owner]
+        num_there = transfer.done[-1]
+        return num_there, num_there < transfer.num_blocks and transfer.error is None
 
     def is_under_way(self, sequence: Sequence) -> bool:
         """True unless all its blocks have arrived, or none was to move."""
@@ -108,7 +127,7 @@ class Copies:
     def is_written(self, sequence: Sequence, pool: str) -> bool:
         """True if a copy may still write the sequence's blocks in a pool, of use or not."""
         return any(
-            copy.seq_id == sequence.seq_id and copy.hop.to_pool == pool
+            copy.owner == sequence.seq_id and copy.hop.to_pool == pool
             for copy in self._open.values()
         )
 
@@ -134,19 +153,19 @@ class Copies:
             transfer.sent[0] < transfer.num_blocks for transfer in self._transfers.values()
         )
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, owner: Owner) -> None:
         """It has ended, or arrived, or goes no further; the ledger drains its blocks."""
-        transfer = self._transfers.pop(sequence.seq_id, None)
+        transfer = self._transfers.pop(owner, None)
         if transfer is not None:
             self._detach(transfer, range(len(transfer.link.hops)))
             self._drop_slots(transfer)
 
     # What workers cause
 
-    def copied(self, worker: str, report: Copied) -> tuple[Sequence, int] | None:
+    def copied(self, worker: str, report: Copied) -> tuple[Sequence | None, int] | None:
         """Take in a report; the sequence, and the bytes that have arrived of it where it goes.
 
-        None: of no use to any sequence.
+        The sequence is None for a fetch; nothing is returned for what is of no use any more.
 
         Raises:
             InvariantViolated: the worker was not told to copy that.
@@ -173,7 +192,7 @@ class Copies:
         if copy.hop.from_pool in self._passing_pools:
             for place in range(first, first + len(done)):
                 slot = transfer.slots.pop(place)
-                self._ledger.release(transfer.sequence.seq_id, copy.hop.from_pool, [slot])
+                self._ledger.release(transfer.owner, copy.hop.from_pool, [slot])
         if report.is_last and copy.pairs:
             transfer.error = report.error
             self._resend(transfer, copy.number)
@@ -188,6 +207,10 @@ class Copies:
                 if copy.transfer is not None:
                     self._resend(copy.transfer, copy.number)
         for transfer in self._transfers.values():
+            if transfer.sequence is None:
+                if any(hop.worker == worker for hop in transfer.link.hops):
+                    transfer.error = f"worker {worker} has died"
+                continue
             life = self._ledger.pools[transfer.link.to_pool].life
             if life != transfer.target_life:  # what had arrived is gone
                 transfer.target_life = life
@@ -196,7 +219,7 @@ class Copies:
                 self._drop_slots(transfer)
                 for number in numbers:
                     transfer.sent[number] = transfer.done[number] = 0
-                if not self._ledger.renew(transfer.sequence.seq_id, transfer.link.to_pool, 0):
+                if not self._ledger.renew(transfer.owner, transfer.link.to_pool, 0):
                     transfer.error = "there is no room for what others have lost as well"
 
     # Sending
@@ -216,7 +239,7 @@ class Copies:
         behind = None
         if number:
             end = transfer.done[number - 1]
-        elif isinstance(sequence.where, Moving):
+        elif sequence is None or isinstance(sequence.where, Moving):
             end = transfer.num_blocks
         elif isinstance(sequence.where, On):  # at the worker that fills them, which is the hop's
             behind = Behind(sequence.seq_id, sequence.generation, first)
@@ -238,11 +261,13 @@ class Copies:
         self._last_id += 1
         blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
         self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
-        self._open[self._last_id] = _Open(sequence.seq_id, hop, number, pairs, transfer)
+        self._open[self._last_id] = _Open(transfer.owner, hop, number, pairs, transfer)
         send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, behind))
 
     def _num_computed(self, transfer: _Transfer) -> int:
         """Full blocks at the source; the one that is not goes with the last chunk."""
+        if transfer.sequence is None:
+            return transfer.num_blocks
         block_size = self._ledger.pools[transfer.link.from_pool].block_size
         return min(transfer.sequence.num_computed_tokens // block_size, transfer.num_blocks)
 
@@ -250,22 +275,22 @@ class Copies:
         """By place, the transfer's blocks in a pool."""
         if pool in self._passing_pools:
             return transfer.slots
-        table = self._ledger.table(transfer.sequence.seq_id, pool)
+        table = self._ledger.table(transfer.owner, pool)
         return dict(enumerate(table[: transfer.num_blocks]))
 
     def _take_slots(
         self, transfer: _Transfer, pool: str, first: int, count: int, *, is_ahead: bool
     ) -> dict[int, int]:
         """Slots for so many blocks from the first on, or for as many as there are."""
-        books, seq_id = self._ledger.pools[pool], transfer.sequence.seq_id
+        books, owner = self._ledger.pools[pool], transfer.owner
         wanted = [place for place in range(first, first + count) if place not in transfer.slots]
         room = books.num_free
         if is_ahead:
             room = min(room, max(books.capacity // 2 - self._num_ahead(), 0))
         wanted = wanted[:room]
         if wanted:
-            self._ledger.reserve(seq_id, {pool: len(wanted)})
-            taken = self._ledger.table(seq_id, pool)[-len(wanted) :]
+            self._ledger.reserve(owner, {pool: len(wanted)})
+            taken = self._ledger.table(owner, pool)[-len(wanted) :]
             transfer.slots.update(zip(wanted, taken, strict=True))
         return transfer.slots
 
@@ -274,7 +299,7 @@ class Copies:
         return sum(
             sum(place >= self._num_computed(transfer) for place in transfer.slots)
             for transfer in self._transfers.values()
-            if not isinstance(transfer.sequence.where, Moving)
+            if transfer.sequence is not None and not isinstance(transfer.sequence.where, Moving)
         )
 
     # Books
@@ -291,7 +316,7 @@ class Copies:
 
     def _drop_slots(self, transfer: _Transfer) -> None:
         for pool in self._passing_pools:
-            self._ledger.release(transfer.sequence.seq_id, pool)
+            self._ledger.release(transfer.owner, pool)
         transfer.slots.clear()
 
     def _answer(self, key: CommandKey, hop: Hop, pairs: list[tuple[int, int]]) -> None:
@@ -303,18 +328,18 @@ class Copies:
         for copy_id in self._open:
             if not self._ledger.is_open(_key(copy_id)):
                 raise InvariantViolated(f"copy {copy_id} is not open in the ledger", where="copies")
-        for seq_id, transfer in self._transfers.items():
+        for owner, transfer in self._transfers.items():
             limits = [transfer.num_blocks, *transfer.done]
             for done, sent, limit in zip(transfer.done, transfer.sent, limits, strict=False):
                 if not done <= sent <= limit:
                     raise InvariantViolated(
-                        f"of sequence {seq_id} {sent} blocks are sent and {done} there, of {limit}",
+                        f"of owner {owner} {sent} blocks are sent and {done} there, of {limit}",
                         where=transfer.link.to_pool,
                     )
-            held = [b for pool in self._passing_pools for b in self._ledger.table(seq_id, pool)]
+            held = [b for pool in self._passing_pools for b in self._ledger.table(owner, pool)]
             if sorted(held) != sorted(transfer.slots.values()):
                 raise InvariantViolated(
-                    f"sequence {seq_id} has slots {held}, used are {transfer.slots}", where="ring"
+                    f"owner {owner} has slots {held}, used are {transfer.slots}", where="ring"
                 )
 
 

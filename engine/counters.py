@@ -22,6 +22,8 @@ class Counters:
     """Prompt tokens of sequences that could use what others have computed; of these..."""
     prefix_cache_hits: int = 0
     """...those that were not computed."""
+    prefix_cache_fetches: int = 0
+    """Tokens whose blocks were copied to where a prompt was about to compute them again."""
     prefix_cache_ns: int = 0
     """Time spent in hashing, finding and publishing blocks."""
     stale_messages: int = 0

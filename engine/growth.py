@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from engine.blocks import BlockState, Ledger
+from engine.blocks import BlockPool, BlockState, Ledger
 from engine.journeys import MAX_PREEMPTIONS, reach, whole_length
 from engine.messages import Command, Extend, Extension, Release
 from engine.places import Places
@@ -33,7 +33,7 @@ class Holder:
     num_freed: int
     """Blocks of the pool that would become free."""
     num_lost: int
-    """Positions that would have to be computed again."""
+    """Positions that would have to be computed again: what stays cached is not lost."""
 
 
 def victim(holders: Collection[Holder]) -> Holder | None:
@@ -170,7 +170,10 @@ class Growth:
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
-                    holders.append(Holder(sequence, num_freed, sequence.num_computed_tokens))
+                    num_short = missing[pool] - books.num_free
+                    holders.append(
+                        Holder(sequence, num_freed, self._num_lost(sequence, books, num_short))
+                    )
             while coming < missing[pool] and (found := victim(holders)) is not None:
                 holders.remove(found)
                 chosen[found.sequence.seq_id] = found.sequence
@@ -178,6 +181,22 @@ class Growth:
                 if found.sequence.seq_id in self._short:
                     missing[pool] -= self._num_lacking(found.sequence)
         return list(chosen.values())
+
+    def _num_lost(self, sequence: Sequence, books: BlockPool, num_short: int) -> int:
+        """Positions that it would compute again, were so many of its blocks given to others.
+
+        What others refer to stays, and of its own what has a hash: for a while only, so that blocks
+        are taken from its end. What another pool has of it is not lost either.
+        """
+        table, size = self._ledger.table(sequence.seq_id, books.name), books.block_size
+        own = [b for b in table if books.num_references[b] == 1]
+        num_hashed = sum(block_id in books.index for block_id in own)
+        num_left = len(table) - len(own) + num_hashed - max(num_short - len(own) + num_hashed, 0)
+        if sequence.prefix is not None:
+            for other in self._ledger.pools.values():
+                if other is not books:
+                    num_left = max(num_left, other.index.num_hit(sequence.prefix.hashes))
+        return max(sequence.num_computed_tokens - max(num_left, 0) * size, 0)
 
     def _num_freed(self, pool: str, table: Iterable[int]) -> int:
         """Of its blocks, those that nobody else refers to."""

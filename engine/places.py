@@ -4,8 +4,9 @@ Two workers or five, one pool or one each, are values of these records, not code
 and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
 into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
 Owns: nothing; made once at start, by make_places().
-Invariant: from each worker that prefills to each that decodes there is one link, and each has a
-transport of its own; every hop is made by the worker of one of its pools.
+Invariant: from each worker that prefills to each that decodes there is one link, and one back; each
+has a transport of its own; every hop is made by the worker of one of its pools, and by none that
+reads memory of which it would not know that its owner has died.
 Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.
 """
 
@@ -78,6 +79,8 @@ class Places:
     workers: tuple[Worker, ...]
     pools: tuple[Pool, ...]
     links: tuple[Link, ...] = ()
+    backs: tuple[Link, ...] = ()
+    """From where is decoded to where prompts are computed: for what only the former has."""
 
     @cached_property
     def by_name(self) -> dict[str, Worker]:
@@ -144,9 +147,18 @@ class Places:
         """Between two workers' pools."""
         return self._link_by_pools[self.pool_of(source), self.pool_of(target)]
 
+    def links_to(self, pool: str) -> list[Link]:
+        """Those that bring blocks into a pool from elsewhere."""
+        steady = [link for link in self.links if link.detour is None]
+        return [link for link in (*self.backs, *steady) if link.to_pool == pool and link.hops]
+
     def copied_by(self, worker: str) -> list[str]:
         """Pools other than its own that a worker copies blocks to or from."""
-        ways = [*self.links, *(link.detour for link in self.links if link.detour is not None)]
+        ways = [
+            *self.links,
+            *self.backs,
+            *(link.detour for link in self.links if link.detour is not None),
+        ]
         hops = [hop for link in ways for hop in link.hops if hop.worker == worker]
         names = dict.fromkeys(name for hop in hops for name in (hop.from_pool, hop.to_pool))
         return [name for name in names if name != self.pool_of(worker)]
@@ -205,7 +217,9 @@ def make_places(
         links = dict.fromkeys(_with_detour(link, in_workers) for link in links)
     if any("shm" in (link.transport, link.detour and link.detour.transport) for link in links):
         pools.append(Pool(RING, "dram", None, 0))
-    return Places(workers, tuple(pools), tuple(links))
+    backs = dict.fromkeys(_back(p, d, pool_of, by_pair[p, d], in_workers) for p, d in pairs)
+    other_way = [link for link in backs if link.hops and link not in links]
+    return Places(workers, tuple(pools), tuple(links), tuple(other_way))
 
 
 def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str) -> Link:
@@ -215,6 +229,23 @@ def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str
     elif transport == "shm":
         hops = (Hop(source, from_pool, RING), Hop(target, RING, to_pool))
     return Link(from_pool, to_pool, transport, hops)
+
+
+def _back(
+    prefill: str,
+    decode: str,
+    pool_of: Mapping[str, str],
+    transport: str,
+    in_workers: Collection[str],
+) -> Link:
+    """From the pool of who decodes to that of who prefills, into no memory that is not reached."""
+    from_pool, to_pool = pool_of[decode], pool_of[prefill]
+    if transport == "peer" and prefill in in_workers:
+        if decode in in_workers:  # through the host: the detour's ring is there
+            return _link(decode, prefill, from_pool, to_pool, "shm")
+        # who has written into the host's memory reads there
+        return Link(from_pool, to_pool, transport, (Hop(prefill, from_pool, to_pool),))
+    return _link(decode, prefill, from_pool, to_pool, transport)
 
 
 def _with_detour(link: Link, in_workers: Collection[str]) -> Link:

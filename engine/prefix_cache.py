@@ -12,12 +12,13 @@ Never: moves a block, ends or admits a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter_ns
 
 from engine.ahead import Ahead
 from engine.blocks import BlockState, Ledger
 from engine.counters import Counters
+from engine.fetches import Fetches, longest
 from engine.places import PREFILL, Places
 from engine.sequence import Leg, On, Paused, Sequence
 from engine.tiers.loads import Wanted
@@ -31,15 +32,22 @@ class PrefixCache:
         places: workers and pools.
         ledger: the blocks.
         counters: what is counted.
+        fetches: blocks on their way to queued prompts.
         max_step_tokens: of prompts, in a worker's step.
     """
 
     def __init__(
-        self, places: Places, ledger: Ledger, counters: Counters, max_step_tokens: int
+        self,
+        places: Places,
+        ledger: Ledger,
+        counters: Counters,
+        fetches: Fetches,
+        max_step_tokens: int,
     ) -> None:
         self._places = places
         self._ledger = ledger
         self._counters = counters
+        self._fetches = fetches
         self._max_step_tokens = max_step_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
         self.tier: SsdTier | None = None
@@ -61,6 +69,35 @@ class PrefixCache:
             sequence.num_cached_tokens = max(hits.values(), default=0)
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
         return hits
+
+    def fetch(
+        self,
+        sequence: Sequence,
+        worker: str,
+        hits: Mapping[str, int],
+        open_workers: Collection[str],
+    ) -> bool:
+        """Have what only other pools hold copied to where it would be computed, if that is cheaper.
+
+        Args:
+            sequence: is about to be placed.
+            worker: that would compute its prompt.
+            hits: positions by pool that are probably computed there.
+            open_workers: those that take work.
+
+        Returns:
+            True: it waits for that.
+        """
+        pool = self._places.pool_of(worker)
+        if sequence.prefix is None or max(hits.values(), default=0) <= hits.get(pool, 0):
+            return False
+        links = [
+            link
+            for link in self._places.links_to(pool)
+            if all(hop.worker in open_workers for hop in link.hops)
+        ]
+        lookup = longest(self.find(sequence, hits), links, worker, pool)
+        return lookup is not None and self._fetches.begin(sequence, sequence.prefix, lookup)
 
     def room(
         self, sequence: Sequence, hits: Mapping[str, int], spare: Mapping[str, int]
@@ -84,7 +121,11 @@ class PrefixCache:
         return num_tokens
 
     def is_coming(self, sequence: Sequence, ahead: Ahead) -> bool:
-        """True if another is computing more of its prompt, and it is cheaper to wait for that.
+        """True if more of its prompt is about to be there, and it is cheaper to wait for that."""
+        return self.is_restored(sequence) or self.leader(sequence, ahead) is not None
+
+    def leader(self, sequence: Sequence, ahead: Ahead) -> Sequence | None:
+        """Who computes more of its prompt, where it is cheaper to wait for that; or None.
 
         Waiting delays this one until the other's step is made. Computing it twice makes everybody
         else wait for as many tokens as the two have in common, and so that counts as its cost.
@@ -95,18 +136,17 @@ class PrefixCache:
         """
         chain = sequence.prefix
         if chain is None or not chain.hashes:
-            return False
-        if self.is_restored(sequence):
-            return True
+            return None
         others = [
             o for o in ahead.sequences if o.prefix and o.prefix.hashes[:1] == chain.hashes[:1]
         ]
         if not others:
-            return False
+            return None
         hits = self.hits(sequence)
         until = self.tokens_until(sequence, hits, ahead)
         alone = min(map(until, self._places.playing(PREFILL)))
-        return any(self._is_worth_it(sequence, other, hits, ahead, alone) for other in others)
+        worth_it = (o for o in others if self._is_worth_it(sequence, o, hits, ahead, alone))
+        return next(worth_it, None)
 
     def is_restored(self, sequence: Sequence) -> bool:
         """True while blocks of it come from disk to where it would be computed.
@@ -141,6 +181,7 @@ class PrefixCache:
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or was placed, and waits for nothing."""
+        self._fetches.forget(sequence)
         if self.tier is None or (restored := self.tier.forget(sequence.seq_id)) is None:
             return
         sequence.restore_reason = restored.words

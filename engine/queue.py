@@ -1,17 +1,17 @@
 """Who is next: the sequences that wait and hold no blocks, by turns between their owners.
 
 Owns: the order of the queue, and what each owner has been charged.
-Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one
-sequence; one owner
-alone sees the order of prefill_key; no owner fills the queue.
+Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one prompt
+and the outputs that are under way; one owner alone sees the order of prefill_key; no owner fills
+the queue.
 Never: knows blocks or workers, or reads a clock (now_ns is given).
 
-Turns are start-time fair queueing. Placing a sequence charges its owner for all the tokens that may
-be computed for it, those of its prompt that are cached left out, divided by the owner's weight; its
-end gives back those that were not. The owner charged least is next: one of weight two gets twice as
-much while all wait. Whoever begins to wait starts level with the least charged of those who wait,
-so that nobody saves up a share; when nobody waits all is forgotten: what no one else wanted was
-free.
+Turns are start-time fair queueing. Placing a sequence charges its owner for those tokens of its
+prompt that are not cached, and every output token is charged when it comes, for nobody knows before
+how many there will be; both are divided by the owner's weight. What of a prompt was not computed is
+given back at its end. The owner charged least is next: one of weight two gets twice as much while
+all wait. Whoever begins to wait starts level with the least charged of those who wait, so that
+nobody saves up a share; when nobody waits all is forgotten: what no one else wanted was free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class FairQueue:
         """Tokens over the owner's weight, by owner, since somebody began to wait; also of owners
         that do not wait now."""
         self._placed: dict[int, tuple[int, float]] = {}
-        """Tokens charged for these, which may be more than they use, and the weight then."""
+        """Prompt tokens charged for these, which may be more than are computed, and the weight
+        then."""
         self.weights: Mapping[str, float] = {}
         """By owner; others have 1. A change holds for what is placed from then on."""
         self._pending: dict[int, int] = {}
@@ -161,7 +162,7 @@ class FairQueue:
         """What waits, in the order in which it will be taken if nothing else comes."""
         charged = dict(self._charged)
         for sequence in self._by_turns(charged, now_ns):
-            charged[sequence.owner] += _charge(sequence) / self._weight(sequence.owner)
+            charged[sequence.owner] += sequence.num_uncached_tokens / self._weight(sequence.owner)
             yield sequence
 
     def _weight(self, owner: str) -> float:
@@ -196,16 +197,22 @@ class FairQueue:
         self._is_served = is_served
 
     def take(self, sequence: Sequence, now_ns: int) -> None:
-        """It is being placed: its owner is charged."""
+        """It is being placed: its owner is charged for its prompt."""
         self._advance(now_ns)
         if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
             self._sequences.pace.count(1)
             self._tokens.pace.count(sequence.num_prompt_tokens)
-        charge, weight = _charge(sequence), self._weight(sequence.owner)
+        charge, weight = sequence.num_uncached_tokens, self._weight(sequence.owner)
         self._placed[sequence.seq_id] = charge, weight
         self._charged[sequence.owner] += charge / weight
         self._pending[sequence.seq_id] = sequence.num_prompt_tokens
         self._remove(sequence)
+
+    def generated(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many output tokens have come: its owner is charged for them."""
+        if sequence.seq_id in self._placed:
+            _, weight = self._placed[sequence.seq_id]
+            self._charged[sequence.owner] += num_tokens / weight
 
     def answered(self, sequence: Sequence, now_ns: int) -> None:
         """Its first token is there."""
@@ -216,14 +223,15 @@ class FairQueue:
                 pace.count(num_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, waiting or placed: its owner gets back what it did not use."""
+        """It has ended, waiting or placed: its owner gets back what of it was not computed."""
         self._pending.pop(sequence.seq_id, None)
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):
             self._remove(sequence)
         elif sequence.seq_id in self._placed:
-            used = max(sequence.num_computed_tokens - sequence.num_cached_tokens, 0)
             charge, weight = self._placed.pop(sequence.seq_id)
-            self._charged[sequence.owner] -= (charge - used) / weight
+            if not sequence.output_token_ids:  # else its prompt was computed
+                used = max(sequence.num_computed_tokens - sequence.num_cached_tokens, 0)
+                self._charged[sequence.owner] -= max(charge - used, 0) / weight
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless rooms and owners agree."""
@@ -256,8 +264,3 @@ class FairQueue:
             self._promised.clear()
             self._charged.clear()
             self._placed.clear()
-
-
-def _charge(sequence: Sequence) -> int:
-    """All the tokens that may have to be computed for it."""
-    return sequence.num_uncached_tokens + sequence.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""How a sequence goes on that has lost its worker, or blocks on their way.
+"""How a sequence goes on that was handed over, has lost its worker, or blocks on their way.
 
 Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
 Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
@@ -17,7 +17,7 @@ from engine.counters import Counters
 from engine.journeys import Ways
 from engine.places import Places
 from engine.prefix_cache import PrefixCache
-from engine.sequence import Leg, Moving, Sequence
+from engine.sequence import Leg, Moving, On, Sequence
 
 
 class Recovery:
@@ -47,6 +47,17 @@ class Recovery:
         self._copies = copies
         self._prefixes = prefixes
         self._counters = counters
+
+    def hand_over(self, sequence: Sequence) -> Moving:
+        """A worker has done its leg and has dropped the sequence: on to the next."""
+        assert isinstance(sequence.where, On)
+        source = sequence.where.leg
+        target = sequence.legs[sequence.legs.index(source) + 1]
+        sequence.transport = self._copies.links.between(source.worker, target.worker).transport
+        pool = self._ledger.pools[self._places.pool_of(target.worker)]
+        sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
+        self._counters.handoffs += 1
+        return Moving(source, target)
 
     def detour(
         self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
@@ -119,7 +130,7 @@ class Recovery:
         from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
             sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
-        self._copies.forget(sequence)
+        self._copies.forget(sequence.seq_id)
 
     def _keep(
         self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int
@@ -128,7 +139,7 @@ class Recovery:
         if num_computed < sequence.num_computed_tokens:
             sequence.forget_computed(num_computed)
         sequence.computed_in = (here, self._ledger.pools[here].life)
-        self._copies.forget(sequence)
+        self._copies.forget(sequence.seq_id)
         for name in self._ledger.pools:
             if name not in pools:
                 self._ledger.release(sequence.seq_id, name)

@@ -17,6 +17,7 @@ from engine.ahead import Ahead
 from engine.blocks import Ledger
 from engine.copies import Copies
 from engine.counters import Counters
+from engine.fetches import Fetches
 from engine.growth import Growth
 from engine.journeys import MIN_CHUNK_TOKENS, Pair, Ways, admit, legs_of
 from engine.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
@@ -68,7 +69,8 @@ class Router:
         cores = cores or dict.fromkeys(places.names, ())
         self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
         self.counters = Counters()
-        self.prefixes = PrefixCache(places, ledger, self.counters, max_step_tokens)
+        self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)
+        self.prefixes = PrefixCache(places, ledger, self.counters, self.fetches, max_step_tokens)
         self.recovery = Recovery(
             places, ledger, self.ways, self.copies, self.prefixes, self.counters
         )
@@ -109,7 +111,7 @@ class Router:
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
             self._send(was.leg.worker, Release(*key[1:]))
-        self.copies.forget(sequence)
+        self.copies.forget(sequence.seq_id)
         self.ledger.release_all(sequence.seq_id)
 
     def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
@@ -206,7 +208,7 @@ class Router:
         arrival = self.copies.copied(worker, report)
         if arrival is None:
             self.counters.stale_messages += bool(report.num_pairs)
-        else:
+        elif arrival[0] is not None:
             arrival[0].handoff_bytes += arrival[1]
             self.counters.handoff_bytes += arrival[1]
         self.dispatch(now_ns)
@@ -215,6 +217,7 @@ class Router:
 
     def dispatch(self, now_ns: int) -> None:
         """Place whatever can be placed: those that hold blocks, those that did, then the queue."""
+        self.fetches.settle(self.roles.open_workers)
         for sequence in list(self.at.moving.values()):
             self._arrive(sequence, now_ns)
         for sequence in list(self.at.resuming.values()):
@@ -263,7 +266,8 @@ class Router:
         open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         room = prefixes.room(sequence, hits, spare)
-        if not open_workers or not self.ways.fits(sequence, room) or prefixes.comes_back(sequence):
+        waits = self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence)
+        if waits or not open_workers or not self.ways.fits(sequence, room):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
         candidates = self.ways.candidates(sequence, there, held, until, hits, room)
@@ -273,7 +277,9 @@ class Router:
             legs = legs_of(sequence, Pair(choice.pair.decode, choice.pair.decode))
         needed = self.ways.needs(sequence, legs)
         fits = legs[0].worker in open_workers and all(n <= room[name] for name, n in needed.items())
-        if not fits or not prefixes.reserve(sequence, legs, needed):
+        if not fits or prefixes.fetch(sequence, legs[0].worker, hits, there):
+            return False
+        if not prefixes.reserve(sequence, legs, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)
         sequence.legs, sequence.route_reason = legs, choice.words + self.copies.links.named(legs)
@@ -334,6 +340,7 @@ class Router:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
         sequence.output_token_ids += entry.token_ids
+        self.queue.generated(sequence, len(entry.token_ids))
         self.prefixes.publish(sequence)
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
@@ -357,8 +364,10 @@ class Router:
         self.growth.forget(sequence)
         if entry.released == "preempted":
             self._pause(sequence, now_ns)
+        elif entry.released == "moved":
+            self.at.put(sequence, self.recovery.hand_over(sequence))
         else:
-            (self._hand_off if entry.released == "moved" else self._give_way)(sequence)
+            self._give_way(sequence)
 
     def _give_way(self, sequence: Sequence) -> None:
         """Dropped for those who decode there, it goes on elsewhere, or a little at a time."""
@@ -373,22 +382,11 @@ class Router:
     def _pause(self, sequence: Sequence, now_ns: int) -> None:
         """Others need its blocks; what it has computed is computed again when it is admitted."""
         self.roles.outcomes.forget(sequence.seq_id)
-        self.copies.forget(sequence)
+        self.copies.forget(sequence.seq_id)
         self.prefixes.take_away(sequence)
         sequence.lose_blocks(now_ns)
         self.counters.preemptions += 1
         self.at.put(sequence, Paused())
-
-    def _hand_off(self, sequence: Sequence) -> None:
-        """A worker has done its leg and has dropped the sequence: on to the next."""
-        assert isinstance(sequence.where, On)
-        source = sequence.where.leg
-        target = sequence.legs[sequence.legs.index(source) + 1]
-        sequence.transport = self.copies.links.between(source.worker, target.worker).transport
-        pool = self.ledger.pools[self.places.pool_of(target.worker)]
-        sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
-        self.counters.handoffs += 1
-        self.at.put(sequence, Moving(source, target))
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless ledger, queue, copies, cores and sequences agree."""
@@ -396,4 +394,4 @@ class Router:
         self.roles.cores.check_invariants()
         self.ledger.check_invariants()
         self.copies.check_invariants()
-        self.at.check_invariants(self.ledger, self.queue)
+        self.at.check_invariants(self.ledger, self.queue, self.fetches.owners)

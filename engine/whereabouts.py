@@ -10,7 +10,7 @@ Never: reserves or frees a block, sends a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine.blocks import Ledger
 from engine.errors import InvariantViolated
@@ -63,9 +63,17 @@ class Whereabouts:
         """All that hold blocks."""
         return [*self.held(), *self.resuming.values()]
 
-    def check_invariants(self, ledger: Ledger, queue: Iterable[Sequence]) -> None:
-        """Raise InvariantViolated unless sequences are where their container and the ledger say."""
-        owners, seen = ledger.owners(), set()
+    def check_invariants(
+        self, ledger: Ledger, queue: Iterable[Sequence], others: Collection[int] = ()
+    ) -> None:
+        """Raise InvariantViolated unless sequences are where their container and the ledger say.
+
+        Args:
+            ledger: of all pools.
+            queue: what has never held a block.
+            others: owners of blocks that are no sequences.
+        """
+        owners, seen = ledger.owners() - set(others), set()
         for container, kind, has_blocks, is_admitted in (
             (queue, Waiting, False, False),
             (self.paused.values(), Paused, False, False),

@@ -6,8 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine.checkpoint import Checkpoint
+from engine.tokenizer import Tokenizer
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ARMS, MANY, Daemon
-from tests.test_exactness import assert_same, make_served, prompts
+from tests.test_exactness import MAX_MARGIN, assert_same, make_served, prompts
+from tests.test_recovery import run_streams
+
+SLOW = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+"""Of a model whose prompts take long enough that copying blocks beats computing them."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +48,90 @@ def test_turns_choices_and_twins_are_those_of_a_cold_cache(arm, served, tmp_path
     assert sum(num_cached == 0 for _, num_cached in replies) == 1, "one computed it for all"
     daemon.assert_all_free()
     assert daemon.stop() == 0
+
+
+def assert_greedy(prompt, output, oracle):
+    """Each token is the likeliest after those before it; the reference sees all of them once."""
+    import torch
+
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    assert float(behind.max()) < MAX_MARGIN
+
+
+@pytest.mark.parametrize("arm", ["1x1", "shm"])
+def test_an_answer_that_only_the_decode_pool_has_is_fetched(arm, tmp_path):
+    options = {**SLOW, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048, **options)
+    oracle = load_oracle(folder)
+    daemon = Daemon(tmp_path / "d", *{**ARMS, **MANY}[arm], model=folder).wait_ready()
+    (prompt,) = prompts([100], seed=4)
+    for turn in range(3):
+        (output,), num_cached = ask(daemon, prompt, 200)
+        assert_greedy(prompt, output, oracle)
+        assert num_cached == (len(prompt) - 10) // 64 * 64 * (turn > 0)
+        prompt = [*prompt, *output, *prompts([9], seed=turn)[0]]
+    assert daemon.fresh_state()["totals"]["prefix_cache_fetches"] == 7 * 64 - 64
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(ask, daemon, prompt, 20)
+        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        ((output,), _) = again.result()
+    assert_greedy(prompt, output, oracle)
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("arm", ["elastic", "1x1", "2x2"])
+def test_warm_turns_while_roles_change_and_workers_die(arm, served, tmp_path):
+    folder, oracle = served
+    daemon = Daemon(tmp_path, *{**ARMS, **MANY}[arm], model=folder).wait_ready()
+    conversations = prompts([150, 70, 200], seed=11)
+    for turn, roles in enumerate(["static", "colocated", "elastic", "static"]):
+        daemon.http.post("/v1/penstock/roles", json={"roles": roles}).raise_for_status()
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(ask, daemon, prompt, 40) for prompt in conversations]
+            if turn in (1, 3):
+                os.kill(daemon.state()["workers"][turn // 2]["pid"], signal.SIGKILL)
+            for i, ((output,), _) in enumerate(each.result() for each in asked):
+                assert_same(conversations[i], output, oracle, 40)
+                conversations[i] = [*conversations[i], *output, turn]
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("arm", ["alias", "1x1"])
+def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(arm, tmp_path):
+    options = {"num_key_value_heads": 4, "max_position_embeddings": 2048}
+    folder = make_checkpoint(tmp_path / "model", dtype="bfloat16", **options)
+    block_bytes = Checkpoint.open(folder).config.kv_block_bytes(64, "bfloat16")
+    options = ["--max-model-len", "512", "--kv-memory", str((22, 24)[arm == "1x1"] * block_bytes)]
+    daemon = Daemon(tmp_path / "d", *{**ARMS, **MANY}[arm], *options, model=folder).wait_ready()
+    asked = prompts([5, 200, 64, 130], seed=9)
+    tokenizer = Tokenizer.from_folder(folder)
+    for turn in range(2):  # cold, then warm, and each under a death
+
+        def one_dies(turn=turn):
+            os.kill(daemon.state()["workers"][turn]["pid"], signal.SIGKILL)
+
+        for output, reason in run_streams(daemon, asked, 250, one_dies):
+            assert (len(output), reason) == (250, "length")
+    with ThreadPoolExecutor(4) as pool:
+        for events in pool.map(lambda prompt: list(sent(daemon, prompt)), asked):
+            ids = [i for _, new in events for i in new]
+            assert len(ids) == 250
+            assert "".join(text for text, _ in events) == tokenizer.decode(ids)
+    assert {row["completion_tokens"] for row in daemon.log_rows()} == {250}
+    assert daemon.fresh_state()["totals"]["preemptions"]
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+
+
+def sent(daemon, prompt):
+    """Text and token ids of each event of a stream."""
+    for event in daemon.stream(prompt, max_tokens=250, ignore_eos=True):
+        for choice in event["choices"]:
+            yield choice["text"], choice["token_ids"]
 
 
 def test_a_tiny_pool_evicts_and_a_death_loses_nothing(served, tmp_path_factory):

@@ -132,7 +132,7 @@ class MessageShape:
         (sequence,) = self._request.sequences
         stop_text = self._last.stop_text if self._last else None
         # at the beginning of a stream nobody knows yet, so all of it counts as input
-        num_cached = (self._request.num_cached_tokens or 0) if is_ended else 0
+        num_cached = (self._request.cached_tokens or 0) if is_ended else 0
         return {
             "id": self._request.request_id,
             "type": "message",

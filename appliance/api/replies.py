@@ -191,9 +191,9 @@ class ReplyShape:
         sequences = self.request.sequences
         num_output = sum(sequence.num_output_tokens for sequence in sequences)
         used = usage(
-            sum(one.num_prompt_tokens for one in sequences[:: self.ask.num_choices]),
+            self.request.prompt_tokens,
             0 if self.ask.max_tokens == 0 else num_output,
-            self.request.num_cached_tokens,
+            self.request.cached_tokens,
         )
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -125,6 +125,8 @@ def turns(
     speed: options.Speed = 1.0,
     length_scale: options.LengthScale = 1.0,
     model: options.Model = None,
+    slo_ttft_ms: options.SloTtft = None,
+    slo_itl_ms: options.SloItl = None,
     rounds: options.Rounds = 1,
     alone: options.Alone = False,
     prompt_text: options.PromptText = False,
@@ -140,6 +142,7 @@ def turns(
     if api not in APIS:
         raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
     conversations = bench_workload.conversations(workload, count, seed)
+    slo = Slo(slo_ttft_ms, slo_itl_ms)
     pace, bar = Pace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
@@ -151,7 +154,7 @@ def turns(
         results = interleaved(arms, rounds, seed, turn)
     bar.end()
     figures = {
-        label: [_figures(each, Slo()) | by_turn(each.samples) for each in turns]
+        label: [_figures(each, slo) | by_turn(each.samples) for each in turns]
         for label, turns in results.items()
     }
     measured = [each for turns in results.values() for each in turns]

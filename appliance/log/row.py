@@ -79,9 +79,10 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
         """The row of a request that has had its terminal reply.
 
-        Tokens, bytes, recoveries and preemptions are sums over its sequences, the finish reason is
-        the worst of them, and the stamps are those of the sequence that finished last: it is the
-        one that the client waited for, and only the stages of one sequence add up.
+        Bytes, output tokens, recoveries and preemptions are sums over its sequences; a prompt
+        counts once, as in the usage that its client is told. The finish reason is the worst of
+        them, and the stamps are those of the sequence that finished last: it is the one that the
+        client waited for, and only the stages of one sequence add up.
         """
         sequences = request.sequences
         sampling = sequences[0].sampling
@@ -100,7 +101,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             key_name=request.peer.key,
             stream=request.is_stream,
             num_sequences=len(sequences),
-            prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
+            prompt_tokens=request.prompt_tokens,
             cached_tokens=request.cached_tokens,
             restored_tokens=sum(sequence.num_restored_tokens for sequence in sequences),
             completion_tokens=sum(sequence.num_output_tokens for sequence in sequences),

@@ -98,7 +98,8 @@ def _requests(frame: Frame) -> Iterator[Family]:
     queries, hits = totals.prefix_cache_queries, totals.prefix_cache_hits
     yield counter("penstock_prefix_cache_queries_total", "Prompt tokens looked for.", queries)
     yield counter("penstock_prefix_cache_hits_total", "Of these, found computed.", hits)
-    spent_s = totals.prefix_cache_s
+    fetched, spent_s = totals.prefix_cache_fetches, totals.prefix_cache_s
+    yield counter("penstock_prefix_cache_fetches_total", "Tokens copied between pools.", fetched)
     yield counter("penstock_prefix_cache_seconds_total", "Hashing, finding, publishing.", spent_s)
     yield counter(
         "penstock_prefix_cache_evicted_blocks_total",

@@ -227,6 +227,19 @@ def test_failures_and_lost_rows_count_within_the_last_minute():
     assert all(21 + PAST_S <= second <= 22 + PAST_S + MIN_CLEAR_S for second, _ in cleared)
 
 
+def test_preemptions_are_told_when_they_begin_and_when_there_are_none_any_more():
+    alerts, told = Alerts(), []
+    for second in range(200):
+        preemptions = min(max(second - 20, 0), 30)
+        totals = TotalsFrame(*[0] * 12, preemptions=preemptions)
+        told += [(second, change) for change in alerts.update(at(second, totals=totals))]
+    (begun, change), (over, last) = told
+    assert (begun, change.severity, change.code) == (21, "warning", "kv.preempted")
+    assert "1 preemption in 60 s" in change.message
+    assert (last.severity, last.code) == ("info", "kv.preempted")
+    assert 50 + PAST_S <= over <= 51 + PAST_S + MIN_CLEAR_S
+
+
 def test_failures_of_an_idle_hour_ago_do_not_count_for_ever():
     assert raised_by(with_totals(0, 0, 5, 5)) == {}
 

@@ -4,8 +4,16 @@ import asyncio
 
 import pytest
 
+from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.prefix_hashes import PrefixHasher
+from engine.sequence import Leg, SamplingParams, Sequence, Stamps
+from tests.appliance.machine import make_machine
+
+
+@pytest.fixture
+def machine(tiny_llama, tmp_path):
+    yield from make_machine(tiny_llama, tmp_path)
 
 
 def emitted(token_id: int) -> TokensEmitted:
@@ -79,3 +87,17 @@ async def test_nothing_fires_once_it_is_closed():
     await asyncio.sleep(0.05)
     assert not waits.done()
     waits.cancel()
+
+
+def test_a_prompt_counts_once_however_many_answers_it_has(machine):
+    request = machine.request(num_sequences=3, num_prompt_tokens=200)
+    assert request.prompt_tokens == 3 * 200, "three prompts, one each"
+    for one in request.sequences:
+        one.prompt_token_ids = request.sequences[0].prompt_token_ids
+        one.prefix = PrefixHasher(bytes(32), b"", 64).chain(one.prompt_token_ids)
+        one.legs, one.num_cached_tokens = (Leg("decode", 4),), 192 * min(one.index, 1)
+        one.num_computed_tokens, one.output_token_ids = 202, [1, 2, 3]
+    assert (request.prompt_tokens, request.cached_tokens) == (200, 0)
+    assert request.computed_tokens == 200 + 3 * 2
+    row = LogRow.from_request(request)
+    assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (200, 0, 9)

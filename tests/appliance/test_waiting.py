@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.placement import BLOCK_SIZE
+from engine.prefix_hashes import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
 
 
@@ -36,6 +38,20 @@ def test_a_prompt_waits_behind_the_tokens_before_it(machine: Machine) -> None:
         "its turn on worker prefill: 64 prompt tokens are before it",
         "its turn on worker prefill: 128 prompt tokens are before it",
     ]
+
+
+@pytest.mark.parametrize(("user", "who"), [("her", "cmpl-1"), ("him", "another request")])
+def test_one_whose_beginning_is_being_computed_waits_for_that(
+    machine: Machine, user: str, who: str
+) -> None:
+    machine.start_workers()
+    hasher = PrefixHasher(bytes(32), b"", BLOCK_SIZE)
+    for number, name in ((3 * BLOCK_SIZE, "her"), (BLOCK_SIZE + 9, user)):
+        request = machine.request(name, num_prompt_tokens=number)
+        (sequence,) = request.sequences
+        sequence.prefix = hasher.chain(sequence.prompt_token_ids)
+        machine.service.submit(request)
+    assert told(machine)[1] == f"the beginning of its prompt, which {who} computes"
 
 
 def test_one_that_has_begun_waits_for_nothing(machine: Machine) -> None:

@@ -190,6 +190,9 @@ def test_a_turn_is_charged_what_is_not_cached():
     again = world.sequence(prompt=first.prompt_token_ids, owner="her", max_tokens=4)
     world.submit(again)
     assert isinstance(again.where, On)
+    assert queue._charged["her"] == level + 2
+    while not again.is_finished:
+        world.tick()
     assert queue._charged["her"] == level + 2 + 4
     world.run()
 

@@ -43,7 +43,7 @@ def roomy():
 
 
 def cost(sequence):
-    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+    return sequence.num_prompt_tokens
 
 
 def take_next(queue, now_ns=0):
@@ -181,17 +181,35 @@ def test_who_waits_late_has_saved_up_nothing(make):
     assert 4 <= owners.count("a") <= 6
 
 
-def test_what_a_sequence_did_not_use_is_given_back(make):
+def test_what_was_not_computed_of_a_prompt_is_given_back(make):
     queue = roomy()
-    greedy = make("a", 10, max_tokens=10_000)
-    queue.push([greedy, *[make("a", 10) for _ in range(9)]], 0)
+    long = make("a", 10_000)
+    queue.push([long, *[make("a", 10) for _ in range(9)]], 0)
     queue.push([make("b", 10) for _ in range(90)], 0)
-    queue.take(greedy, 0)
+    queue.take(long, 0)
     assert [take_next(queue).owner for _ in range(20)] == ["b"] * 20
-    greedy.num_computed_tokens = 15  # it ended early
-    queue.forget(greedy)
+    long.num_computed_tokens = 15  # it was cancelled
+    queue.forget(long)
     owners = [take_next(queue).owner for _ in range(10)]
     assert owners.count("a") == 9
+    queue.check_invariants()
+
+
+def test_outputs_are_charged_when_they_come_and_not_as_they_are_asked_for(make):
+    queue = roomy()
+    asks, gets = make("a", 10, max_tokens=10_000), make("b", 10, max_tokens=1_000)
+    queue.push([asks, *[make("a", 10) for _ in range(40)]], 0)
+    queue.push([gets, *[make("b", 10) for _ in range(40)]], 0)
+    for sequence in (asks, gets):
+        queue.take(sequence, 0)
+    owners = [take_next(queue).owner for _ in range(20)]
+    assert owners.count("a") == 10
+    for _ in range(100):
+        gets.output_token_ids.append(1)
+        queue.generated(gets, 1)
+    queue.forget(asks)
+    queue.forget(gets)
+    assert [take_next(queue).owner for _ in range(10)] == ["a"] * 10
     queue.check_invariants()
 
 

@@ -90,6 +90,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     evicted = sum(pool.evicted for pool in frame.pools)
     sums = [
         ("blocks evicted", fmt.short_count(evicted)),
+        ("tokens fetched", fmt.short_count(totals.prefix_cache_fetches)),
         ("seconds spent", f"{totals.prefix_cache_s:.1f}"),
     ]
     lines += facts(width, sums)

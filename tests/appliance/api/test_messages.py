@@ -11,6 +11,7 @@ import pytest
 from appliance.api.messages_api import in_anthropics_words, messages_ask
 from appliance.fields import Fields
 from engine.errors import RequestError
+from engine.prefix_hashes import PrefixHasher
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE
@@ -64,6 +65,23 @@ async def test_a_message_is_answered(client, appliance):
     assert message.usage.input_tokens == appliance.submitted[0].sequences[0].num_prompt_tokens
     assert message.usage.cache_read_input_tokens == 0
     assert "Be kind." in appliance.submitted[0].prompt_text
+
+
+async def test_what_was_found_computed_is_no_input_in_replies_and_at_streams_ends(
+    client, appliance
+):
+    appliance.hasher = PrefixHasher(bytes(32), b"", 4)
+    says(appliance, "hello" + END)
+    asked = {"model": "m", "max_tokens": 50, "messages": HELLO}
+    first, second = [await client.messages.create(**asked) for _ in range(2)]
+    length = appliance.submitted[0].sequences[0].num_prompt_tokens
+    num_cached = (length - 1) // 4 * 4
+    assert (first.usage.input_tokens, first.usage.cache_read_input_tokens) == (length, 0)
+    told = second.usage.input_tokens, second.usage.cache_read_input_tokens
+    assert told == (length - num_cached, num_cached)
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    assert streamed.usage.cache_read_input_tokens == num_cached
 
 
 async def test_a_stream_adds_up_to_the_message(client, appliance):

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.api.responses import response_ask
 from appliance.fields import Fields
+from engine.prefix_hashes import PrefixHasher
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance
@@ -112,6 +113,15 @@ async def test_the_official_client_gets_a_response(served, appliance):
     assert reply.usage.output_tokens == sequence.num_output_tokens
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
     assert prompt_of(appliance).startswith("<|im_start|>system\nbe brief<|im_end|>")
+
+
+async def test_what_was_found_computed_is_told_of_the_input(served, appliance):
+    appliance.hasher = PrefixHasher(bytes(32), b"", 4)
+    replies = [await served.openai.responses.create(model=MODEL, input="hello") for _ in range(2)]
+    length = appliance.submitted[0].sequences[0].num_prompt_tokens
+    assert [reply.usage.input_tokens for reply in replies] == [length] * 2
+    found = [reply.usage.input_tokens_details.cached_tokens for reply in replies]
+    assert found == [0, (length - 1) // 4 * 4]
 
 
 async def test_the_next_turn_takes_items_as_they_came(served, appliance):
