@@ -134,7 +134,7 @@ class Daemon:
         """Yield the data of each event of a streamed completion."""
         body = {"prompt": prompt, "temperature": 0, "stream": True, "return_token_ids": True}
         with self.http.stream("POST", "/v1/completions", json={**body, **fields}) as reply:
-            assert reply.status_code == 200
+            assert reply.status_code == 200, reply.read()
             for line in reply.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))

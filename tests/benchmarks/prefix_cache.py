@@ -51,7 +51,7 @@ class Client:
                     continue
                 for choice in json.loads(line[6:])["choices"]:
                     first_s = first_s or time.perf_counter()
-                    output += choice["token_ids"]
+                    output += choice.get("token_ids") or []
         return 1e3 * (first_s - began_s), output
 
 
