@@ -33,7 +33,7 @@ class Holder:
     num_freed: int
     """Blocks of the pool that would become free."""
     num_lost: int
-    """Positions that would have to be computed again: what stays cached is not lost."""
+    """Positions that would have to be computed again: what others keep is not lost."""
 
 
 def victim(holders: Collection[Holder]) -> Holder | None:
@@ -170,10 +170,8 @@ class Growth:
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
-                    num_short = missing[pool] - books.num_free
-                    holders.append(
-                        Holder(sequence, num_freed, self._num_lost(sequence, books, num_short))
-                    )
+                    num_lost = self._num_lost(sequence, books)
+                    holders.append(Holder(sequence, num_freed, num_lost))
             while coming < missing[pool] and (found := victim(holders)) is not None:
                 holders.remove(found)
                 chosen[found.sequence.seq_id] = found.sequence
@@ -182,21 +180,19 @@ class Growth:
                     missing[pool] -= self._num_lacking(found.sequence)
         return list(chosen.values())
 
-    def _num_lost(self, sequence: Sequence, books: BlockPool, num_short: int) -> int:
-        """Positions that it would compute again, were so many of its blocks given to others.
+    def _num_lost(self, sequence: Sequence, books: BlockPool) -> int:
+        """Positions that it would compute again, were its blocks given to others.
 
-        What others refer to stays, and of its own what has a hash: for a while only, so that blocks
-        are taken from its end. What another pool has of it is not lost either.
+        What others refer to stays, and what another pool has. Its own that have a hash are found as
+        long as they last, but in a full pool they are what goes next.
         """
-        table, size = self._ledger.table(sequence.seq_id, books.name), books.block_size
-        own = [b for b in table if books.num_references[b] == 1]
-        num_hashed = sum(block_id in books.index for block_id in own)
-        num_left = len(table) - len(own) + num_hashed - max(num_short - len(own) + num_hashed, 0)
+        table = self._ledger.table(sequence.seq_id, books.name)
+        num_left = sum(books.num_references[block_id] > 1 for block_id in table)
         if sequence.prefix is not None:
-            for other in self._ledger.pools.values():
-                if other is not books:
-                    num_left = max(num_left, other.index.num_hit(sequence.prefix.hashes))
-        return max(sequence.num_computed_tokens - max(num_left, 0) * size, 0)
+            hashes = sequence.prefix.hashes
+            others = (pool for pool in self._ledger.pools.values() if pool is not books)
+            num_left = max(num_left, *(pool.index.num_hit(hashes) for pool in others), 0)
+        return max(sequence.num_computed_tokens - num_left * books.block_size, 0)
 
     def _num_freed(self, pool: str, table: Iterable[int]) -> int:
         """Of its blocks, those that nobody else refers to."""

@@ -266,8 +266,9 @@ class Router:
         open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         room = prefixes.room(sequence, hits, spare)
-        waits = self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence)
-        if waits or not open_workers or not self.ways.fits(sequence, room):
+        if not open_workers or not self.ways.fits(sequence, room):
+            return False
+        if self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
         candidates = self.ways.candidates(sequence, there, held, until, hits, room)
