@@ -290,7 +290,7 @@ async def test_scrolling_a_page_that_is_too_long():
         await press(pilot, "j", "down", "k", "up", "pagedown")
         assert "POOLS" not in grid(console)
         await press(pilot, "end")
-        assert "not built in" in grid(console)
+        assert "PREFIX CACHE" in grid(console)
         assert "more lines" not in grid(console)
         await press(pilot, "pageup", "home")
         assert "POOLS" in grid(console).splitlines()[2]

@@ -330,11 +330,6 @@ def test_a_transport_without_a_measurement_is_said_to_be_unproven():
     assert "verified" in text(pages.LINED["handoff"](View().after(frames.kv_critical()), 78, 20))
 
 
-def test_what_is_not_built_is_said_once():
-    shown = text(pages.LINED["kv"](View().after(frames.busy()), 78, 20))
-    assert shown.count("not built in") == 1
-
-
 def test_the_log_says_since_when_an_alert_stands():
     shown = text(pages.LINED["log"](View().after(frames.kv_critical()), 118, 20))
     assert "kv.occupancy" in shown

@@ -37,7 +37,6 @@ _TALL = 32
 """From this height on a map has more rows."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
-NOT_BUILT = "not built in: a tier in DRAM"
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -56,7 +55,6 @@ def page(view: View, width: int, height: int) -> list[Line]:
             *_holders(frame, width),
             *_prefix_cache(frame, width),
             *ssd.lines(frame, width),
-            _absent(),
         ]
     rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
     left = (width - 2) * 3 // 5
@@ -70,12 +68,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             left,
         ),
         *ssd.lines(frame, width),
-        _absent(),
     ]
-
-
-def _absent() -> Line:
-    return [Span(NOT_BUILT, Tone.MUTED)]
 
 
 def _prefix_cache(frame: Frame, width: int) -> list[Line]:
