@@ -43,6 +43,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
     """
+    state = _state(client)
     yield _packages()
     yield _kernels()
     yield _cores()
@@ -59,8 +60,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
-        yield _looked_at("ssd", lambda: _ssd(found))
-    yield _daemon(client)
+        yield _looked_at("ssd", lambda: _ssd(found, state))
+    yield _daemon(state)
 
 
 def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
@@ -186,33 +187,57 @@ def _log(path: Path) -> Finding:
     return Finding("log", "ok", f"{path}: sound, {rows['requests']:,} requests")
 
 
-def _ssd(found: config.ServeConfig) -> Finding:
-    from appliance.ssd_cache import allowance  # half of a second
+def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
+    """Of the daemon that runs, or as these settings would have it."""
+    from appliance.ssd_room import HINT, allowance
     from engine.tiers.files import slab_bytes
 
-    folder, hint = found.ssd_folder, "give it a size with --ssd-cache, or another disk: --ssd-dir"
+    served = None if isinstance(state, PenstockError) else state.get("ssd")
+    if served is not None:
+        return _ssd_of_daemon(served)
+    folder = found.ssd_folder
     allowed = allowance(folder, found.ssd_cache)
     if isinstance(allowed, str):
         if found.ssd_cache == "off":
             return Finding("ssd", "ok", "no SSD cache, as the settings say")
-        return Finding("ssd", "note", f"no SSD cache: {allowed}", hint)
+        return Finding("ssd", "note", f"no SSD cache: {allowed}", HINT)
     used = f"{slab_bytes(folder) / 2**30:.1f} of {allowed.cap_bytes / 2**30:.1f} GiB used"
+    if allowed.words:
+        hint = "ask for less with --ssd-cache, or name another disk: --ssd-dir"
+        return Finding("ssd", "note", f"{folder}: {used}; {allowed.words}", hint)
     return Finding("ssd", "ok", f"{folder}: {used}")
 
 
-def _daemon(client: Callable[[], Client]) -> Finding:
+def _ssd_of_daemon(ssd: dict[str, Any]) -> Finding:
+    about = f"{ssd['folder']}: the daemon's SSD cache is {ssd['state']}"
+    match ssd["state"]:
+        case "on":
+            used = f"{ssd['num_bytes'] / 2**30:.1f} of {ssd['max_bytes'] / 2**30:.1f} GiB used"
+            return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon")
+        case "down":
+            hint = "the disk is slow or fails; see the kernel log"
+            return Finding("ssd", "note", f"{about}: {ssd['reason']}", hint)
+        case "failed":
+            about = f"{about}: {ssd['reason']}"
+            return Finding("ssd", "note", about, "mend that, and start the daemon again")
+        case _:
+            return Finding("ssd", "ok", f"{about}: {ssd['reason']}")
+
+
+def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
+    """The daemon's frame, or why there is none."""
     try:
-        state = client().get("/v1/penstock/state")
+        state: dict[str, Any] = client().get("/v1/penstock/state")
     except PenstockError as error:
-        return Finding("daemon", "note", str(error), error.hint)
+        return error
+    return state
+
+
+def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
+    if isinstance(state, PenstockError):
+        return Finding("daemon", "note", str(state), state.hint)
     workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
-    if state.get("weights"):
-        found = f"{found}; {state['weights']}"
-    ssd = state.get("ssd") or {}
-    if ssd.get("state") == "down":
-        about = f"{found}; its SSD cache is down: {ssd['reason']}"
-        return Finding("daemon", "note", about, "the disk is slow or fails; see the kernel log")
     if state["state"] != "ready":
         found = f"{found}; {state['state_reason']}"
         return Finding("daemon", "note", found, "penstock events says more")

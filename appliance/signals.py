@@ -173,6 +173,12 @@ def link_down(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(1, about, name)
 
 
+def ssd_off(frame: Frame, past: Past) -> Iterator[Signal]:
+    """An SSD cache that was asked for, and cannot be had."""
+    if frame.ssd is not None and frame.ssd.state == "failed":
+        yield Signal(1, f"there is no SSD cache: {frame.ssd.reason}")
+
+
 def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
     """How far a link between devices has fallen below what it did at start."""
     for link in frame.links:

@@ -1,7 +1,6 @@
 """The SSD cache of a running daemon: its folder and cap, its start, its upkeep and its end.
 
-Owns: the slabs and the threads of the disk, from start to end; where they are and how large they
-may grow when nobody says.
+Owns: the slabs and the threads of the disk, from start to end.
 Invariants: whatever is wrong with the folder, the daemon serves, and says that it does so without
 this cache; at the end it waits for stores no longer than FLUSH_S.
 Never: decides what is stored or loaded.
@@ -12,66 +11,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from appliance.boot import Plan
 from appliance.cache_identity import PromptHasher
 from appliance.config import ServeConfig
 from appliance.ssd_frame import SsdFrame
+from appliance.ssd_room import HINT, Allowance, allowance, gib
 from engine.router import Router
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
 from engine.tiers.disk import Disk, Job, probe
-from engine.tiers.files import BusyError, Contents, slab_bytes
+from engine.tiers.files import BusyError, Contents
 from engine.tiers.index import SlabIndex
-from engine.tiers.slabs import RESERVE_BYTES, Slabs
+from engine.tiers.slabs import Reclaimed, Slabs
 from engine.tiers.ssd import SsdTier
 
-FREE_SHARE = 10
-"""Without a size, this part of the free disk..."""
-MAX_DEFAULT_BYTES = 20 << 30
-"""...and at most this."""
-ASKED_RESERVE_BYTES = 1 << 30
-"""That the disk keeps free where somebody has said how large the cache may be."""
 SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
 CLOSE_S = 2.0
 _DAY_S = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """How large the cache may grow."""
-
-    cap_bytes: int
-    reserve_bytes: int
-    """Of the disk, that stays free."""
-
-
-def allowance(folder: Path, asked: int | str) -> Allowance | str:
-    """How large it may grow, or why there is none.
-
-    Args:
-        folder: of the cache, there or not.
-        asked: a size in bytes, `auto` or `off`.
-
-    Raises:
-        OSError: the disk cannot be looked at.
-    """
-    if asked == "off":
-        return "switched off by ssd_cache"
-    if isinstance(asked, int):
-        return Allowance(asked, ASKED_RESERVE_BYTES)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free + slab_bytes(folder)
-    cap_bytes = min(free_bytes // FREE_SHARE, MAX_DEFAULT_BYTES, free_bytes - RESERVE_BYTES)
-    if cap_bytes <= 0:
-        return f"{there}: less than {_gib(RESERVE_BYTES)} are free"
-    return Allowance(cap_bytes, RESERVE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +75,9 @@ class SsdCache:
         """Why there is no tier."""
         self.is_off = False
         """For good."""
+        self._is_asked_for = config.ssd_dir is not None or isinstance(config.ssd_cache, int)
+        self._has_failed = False
+        """There is none although somebody has asked for one."""
         self._asked, self._keep_days = config.ssd_cache, config.log_keep_days
         self._tell = tell
         self._disk: Disk | None = None
@@ -124,7 +88,7 @@ class SsdCache:
 
     async def open(self, plan: Plan, hasher: PromptHasher | None, router: Router) -> None:
         """Read what is there, and attach it to the router; what is wrong is said."""
-        self.is_off = False
+        self.is_off = self._has_failed = False
         if hasher is None:
             self._off("it keeps the prefix cache, which is off", is_wanted=False)
             return
@@ -133,7 +97,8 @@ class SsdCache:
         try:
             allowed = allowance(self.folder, self._asked)
             if isinstance(allowed, str):
-                self._off(allowed, is_wanted=self._asked != "off")
+                hint = "" if self._asked == "off" else f"; {HINT}"
+                self._off(f"{allowed}{hint}", is_wanted=self._asked != "off")
                 return
             if not blocks.pool_fds:
                 self._off("the KV pools are on a GPU, which it does not reach yet")
@@ -147,17 +112,19 @@ class SsdCache:
             )
             found, bytes_per_s = await asyncio.to_thread(_open, slabs)
         except BusyError:
-            self._off(f"{self.folder}: another process has it")
+            self._off(f"{self.folder}: another process has it; {HINT}")
         except OSError as error:
-            self._off(f"{error.filename or self.folder}: {error.strerror}")
+            self._off(f"{error.filename or self.folder}: {error.strerror}; {HINT}")
         else:
             self._attach(slabs, found, bytes_per_s, blocks, router)
+            self._say_what_is_there(slabs, allowed)
 
     def frame(self) -> SsdFrame:
         """How it stands."""
         tier = self.tier
         if tier is None or self.slabs is None:
-            state = "off" if self.is_off else "opening"
+            off = "failed" if self._has_failed else "off"
+            state = off if self.is_off else "opening"
             return SsdFrame(state, self.reason, str(self.folder))
         costs, counts, index = tier.costs, tier.counts, tier.index
         return SsdFrame(
@@ -188,7 +155,8 @@ class SsdCache:
 
     def _off(self, reason: str, *, is_wanted: bool = True) -> None:
         self.reason, self.is_off = reason, True
-        if is_wanted:
+        self._has_failed = is_wanted and self._is_asked_for
+        if is_wanted and not self._has_failed:  # else there is an alert, which tells the same
             self._tell("warning", "ssd.off", f"there is no SSD cache: {reason}")
 
     def _attach(
@@ -230,25 +198,19 @@ class SsdCache:
             changed=lambda: router.dispatch(time.monotonic_ns()),
         )
         router.prefixes.tier = self.tier
-        self._say_what_is_there(slabs, index)
         self._sweep()
 
-    def _say_what_is_there(self, slabs: Slabs, index: SlabIndex) -> None:
-        reclaimed = slabs.reclaimed
-        counts = {
-            "files of another model or layout": reclaimed.num_foreign_slabs,
-            "damaged files": reclaimed.num_damaged_slabs,
-            "files beyond the cap": reclaimed.num_surplus_slabs,
-            "damaged blocks": reclaimed.num_damaged_records,
-        }
-        if any(counts.values()):
-            words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-            self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {words}")
+    def _say_what_is_there(self, slabs: Slabs, allowed: Allowance) -> None:
+        if dropped := _dropped(slabs.reclaimed):
+            self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
+        if allowed.words:
+            self._tell("warning", "ssd.limited", f"SSD cache in {self.folder}: {allowed.words}")
         way = (
             "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
         )
-        about = f"{len(index)} blocks, {_gib(len(index) * slabs.block_bytes)}"
-        most = _gib(slabs.max_places * slabs.block_bytes)
+        num_blocks = 0 if self.tier is None else len(self.tier.index)
+        about = f"{_things(num_blocks, 'block')}, {gib(num_blocks * slabs.block_bytes)}"
+        most = gib(slabs.max_places * slabs.block_bytes)
         self._tell("info", "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
 
     def _done(self, disk: Disk, job: Job) -> None:
@@ -323,5 +285,21 @@ def _distances(tier: SsdTier) -> dict[str, int]:
     return {str(share << bits): counts[bits] for bits in range(max(counts, default=-1) + 1)}
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _dropped(reclaimed: Reclaimed) -> str:
+    """What was in the folder and is not served, in words; empty: nothing."""
+    parts = []
+    if reclaimed.num_foreign_slabs:
+        size = f"{reclaimed.num_foreign_bytes / 2**20:.1f} MiB"
+        blocks = _things(reclaimed.num_foreign_records, "block")
+        parts.append(f"{blocks} ({size}) of another model, dtype or layout than is served now")
+    counts = [
+        (reclaimed.num_damaged_slabs, "damaged file", ""),
+        (reclaimed.num_surplus_slabs, "file", " beyond the cap"),
+        (reclaimed.num_damaged_records, "damaged block", ""),
+    ]
+    parts += [_things(count, what) + rest for count, what, rest in counts if count]
+    return ", ".join(parts)
+
+
+def _things(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -14,7 +14,8 @@ class SsdFrame(msgspec.Struct):
     """The cache on disk, and what it has earned."""
 
     state: str
-    """`on`, `opening`, `off`, or `down` while the disk cannot be relied on."""
+    """`on`, `opening`, `off`, `failed` where it was asked for and cannot be had, or `down` while
+    the disk cannot be relied on."""
     reason: str
     """Why it is not on; empty if it is."""
     folder: str

@@ -105,6 +105,20 @@ def test_damage_and_another_layout_are_found_out_and_computed_again(served, tmp_
     assert daemon.stop() == 0
 
 
+def test_a_folder_that_cannot_hold_it_is_an_alert_and_the_daemon_serves(served, tmp_path):
+    model, _ = served
+    folder = tmp_path / "file"
+    folder.write_text("x")
+    daemon = Daemon(tmp_path, *CACHE, *ARMS["alias"], "--ssd-dir", str(folder), model=model)
+    daemon.wait_ready()
+    daemon.wait_for(lambda: ssd(daemon)["state"] == "failed")
+    assert "file is not a folder" in ssd(daemon)["reason"]
+    assert "--ssd-dir" in ssd(daemon)["reason"]
+    daemon.wait_for(lambda: "ssd.off" in {alert["code"] for alert in daemon.state()["alerts"]})
+    assert ask(daemon, prompts(LENGTHS)[0])
+    assert daemon.stop() == 0
+
+
 def test_salted_prompts_do_not_reach_the_disk(served, tmp_path):
     model, _ = served
     daemon = start(tmp_path, model, *ARMS["alias"])

@@ -93,12 +93,15 @@ def serve(
 def _check(settings: config.ServeConfig) -> None:
     from appliance.boot import check_others, check_plan
     from appliance.http.access import AccessPolicy
+    from appliance.ssd_room import ssd_problem
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
     AccessPolicy.from_config(settings)
     check_others(settings)
     sentence, where = check_plan(settings)
+    if problem := ssd_problem(settings.ssd_folder, settings.ssd_cache):
+        terminal.note(f"penstock: {printable(problem)}")
     terminal.write("".join(f"{line}\n" for line in (sentence, *where)))
 
 

@@ -230,10 +230,13 @@ def _kv(frame: Frame) -> Iterator[Family]:
 
 
 def _ssd(ssd: SsdFrame | None) -> Iterator[Family]:
-    """The SSD cache; nothing where there is none."""
-    if ssd is None or ssd.state not in ("on", "down"):
+    """The SSD cache; nothing where nobody wants one."""
+    if ssd is None or ssd.state not in ("on", "down", "failed"):
         return
-    yield gauge("penstock_ssd_up", "1 unless its disk cannot be relied on.", ssd.state == "on")
+    about = "0: it cannot be had, or its disk cannot be relied on."
+    yield gauge("penstock_ssd_up", about, ssd.state == "on")
+    if ssd.state == "failed":
+        return
     yield gauge("penstock_ssd_bytes", "Of the blocks on disk.", ssd.num_bytes)
     yield gauge("penstock_ssd_limit_bytes", "That its cap has room for.", ssd.max_bytes)
     yield gauge("penstock_ssd_waiting_sequences", "For blocks from the disk.", ssd.waiting)

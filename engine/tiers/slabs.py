@@ -76,7 +76,11 @@ class Reclaimed:
     """What was in the folder at start and is not served."""
 
     num_foreign_slabs: int = 0
-    """Of another model, dtype or layout."""
+    """Of another model, dtype or layout..."""
+    num_foreign_records: int = 0
+    """...with so many blocks..."""
+    num_foreign_bytes: int = 0
+    """...of so many bytes."""
     num_damaged_slabs: int = 0
     """Whose first page cannot be read, or which could not be made whole again."""
     num_surplus_slabs: int = 0
@@ -169,7 +173,10 @@ class Slabs:
         if head is None:
             reclaimed.num_damaged_slabs += 1
         elif (head.fingerprint, head.record_bytes) != (self._fingerprint, self._record_bytes):
+            records = [record for _, record in contents_of(fd, head).records]
             reclaimed.num_foreign_slabs += 1
+            reclaimed.num_foreign_records += len(records)
+            reclaimed.num_foreign_bytes += sum(record.num_bytes for record in records)
         elif self._claimed_bytes() + self._need_bytes(head.num_records) > self._slab_cap_bytes:
             reclaimed.num_surplus_slabs += 1
         else:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from appliance.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
 from appliance.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
 from appliance.signals import PAST_S, Signal
+from appliance.ssd_frame import SsdFrame
 from tests.tui.frames import busy, idle, pool, worker
 
 WARN, CRIT, FOR_S = 10.0, 20.0, 4.0
@@ -158,6 +159,11 @@ WRONG = {
         idle(workers=[worker("decode", state="loading", num_restarts=1)], state="degraded"),
         {"worker.down": "error"},
     ),
+    "no SSD cache that was asked for": (
+        idle(ssd=SsdFrame("failed", "it is not a folder", "/a")),
+        {"ssd.off": "warning"},
+    ),
+    "no SSD cache": (idle(ssd=SsdFrame("off", "switched off", "/a")), {}),
     "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
     "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),
     "a worker without progress": (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance import doctor
+from appliance import config, doctor
 from appliance.devices.machine import Devices
 from appliance.devices.rapl import find_packages
 from tests.appliance.cli_process import penstock, user_environ
@@ -78,6 +78,16 @@ def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> N
 
     found = doctor._looked_at("log", forbidden)
     assert (found.verdict, found.found) == ("bad", "/closed: Permission denied")
+
+
+def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
+    ssd = {"state": "failed", "folder": "/x/kv", "reason": "/x is not a folder"}
+    state = {"ssd": ssd}
+    found = doctor._ssd(config.load_asked({}), state)
+    assert (found.verdict, "/x is not a folder" in found.found) == ("note", True)
+    ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
+    found = doctor._ssd(config.load_asked({}), state)
+    assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB used by the daemon")
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
