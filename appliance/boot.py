@@ -157,11 +157,18 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
     ), placement_lines(placement)
 
 
+class NotPulled(ConfigError):
+    """The model is named rightly, and has yet to come from the hub."""
+
+    exit_code = 3  # as without a hub: it can be mended elsewhere than in the configuration
+
+
 def model_folder(model: Path | HubName | None) -> Path:
     """Where the model lies, its folder or its GGUF file: nowhere else than on this machine.
 
     Raises:
-        ConfigError: it has to be pulled first, or is of a kind that is not served.
+        NotPulled: it has to be pulled first.
+        ConfigError: it is of a kind that is not served.
     """
     if model is None:
         return STARTER_FOLDER
@@ -171,7 +178,7 @@ def model_folder(model: Path | HubName | None) -> Path:
     folder = cache.resolve(root, model)
     if folder is None:
         what, hint = "not on this machine", f"penstock models pull {model}; {cache.in_words(root)}"
-        raise ConfigError(what, where=str(model), hint=hint)
+        raise NotPulled(what, where=str(model), hint=hint)
     return folder if model.file is None else cache.gguf_file(folder, model.file)
 
 

@@ -318,16 +318,20 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read: {error.strerror}", where=str(path)) from error
+        hint = (
+            "--config, PENSTOCK_CONFIG or its usual place names it: correct that, or leave it out"
+        )
+        raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
-    for key in table:
-        if key not in SETTINGS and key != MODELS:
-            raise ConfigError(
-                f"unknown setting {key!r}",
-                where=f"{path}:{_line_of(text, key)}",
-                hint=f"{is_meant(key, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
-            )
+    if unknown := [key for key in table if key not in SETTINGS and key != MODELS]:
+        first, *others = unknown
+        more = "".join(f", {key!r} in line {_line_of(text, key)}" for key in others)
+        raise ConfigError(
+            f"unknown setting{'s' if others else ''} {first!r}{more}",
+            where=f"{path}:{_line_of(text, first)}",
+            hint=f"{is_meant(first, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
+        )
     return _Sources(flags, environ, path, table, text)
 
 

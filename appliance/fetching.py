@@ -273,6 +273,8 @@ def _error(said: dict[str, Any], code: int | None) -> PenstockError:
     if words is None:
         hint = "its last words are above"
         return PenstockError(f"the download ended with exit code {code}", hint=hint)
-    is_final = said.get("exit_code") == CheckpointError.exit_code
-    kind = CheckpointError if is_final else PenstockError  # systemd tries again after the latter
-    return kind(words["what"], where=words["where"], hint=words["hint"])
+    if said.get("exit_code") == CheckpointError.exit_code:
+        return CheckpointError(words["what"], where=words["where"], hint=words["hint"])
+    error = PenstockError(words["what"], where=words["where"], hint=words["hint"])
+    error.exit_code = said.get("exit_code", error.exit_code)  # as `models pull` ends
+    return error

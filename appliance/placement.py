@@ -191,9 +191,11 @@ def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> Confi
     """What to say of KV memory that holds no useful sequence in every pool."""
     is_one = len({worker.pool for worker in places.workers}) == 1
     min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(places.workers) // 2
+    num_blocks = max(kv_memory_bytes // block_bytes, 0)
+    blocks = "1 KV block" if num_blocks == 1 else f"{num_blocks} KV blocks"
     return ConfigError(
-        f"{size_text(kv_memory_bytes)} hold {max(kv_memory_bytes // block_bytes, 0)} KV blocks of "
-        f"{size_text(block_bytes)}; at least {min_blocks} are needed",
+        f"{size_text(kv_memory_bytes)} of KV memory gives {blocks} of {size_text(block_bytes)}; "
+        f"at least {min_blocks} are needed",
         where="kv_memory",
         hint=f"give at least {size_text(max(min_blocks * block_bytes, MIN_BYTES))}",
     )

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from appliance.protocol import Frame
 
 HISTORY_FRAMES = 300
-DROPPED_FRAMES = 60
+DROPPED_FRAMES = 10
 """Frames that never came are told for so many frames."""
 STALL_RATIO = 0.25
 """Decode below this share of its running median, while a prompt is computed, is a stall."""

@@ -33,6 +33,9 @@ from engine.errors import ConfigError, Unavailable
 
 PULL = (sys.executable, "-P", "-m", "appliance.models.pull")
 _RETRY_MS = 10_000
+_BAD_GATEWAY = 502
+_STATUSES = {3: 503, 4: 403, 5: 404, 78: 400}
+"""What to answer, by the exit code of a pull: no hub, not for us, not there, not to be served."""
 
 Json = dict[str, Any]
 
@@ -119,6 +122,8 @@ class _Pulls:
 
     def __init__(self) -> None:
         self._is_busy = False
+        self._failed_status = _BAD_GATEWAY
+        """Of the last pull that failed."""
 
     async def pull(self, http: Request) -> Response:
         """Bring a model into the cache of this machine; what is served stays what it is."""
@@ -141,7 +146,7 @@ class _Pulls:
             return StreamingResponse(encoded, media_type="application/x-ndjson")
         said = [line async for line in lines]
         last = said[-1]
-        return json_response(last, status=500 if "error" in last else 200)
+        return json_response(last, status=self._failed_status if "error" in last else 200)
 
     async def _lines(self, name: HubName, served: str) -> AsyncIterator[Json]:
         """What Ollama's clients show: a status, and bytes. The process ends with its reader."""
@@ -168,7 +173,8 @@ class _Pulls:
                 yield {"status": "success"}
             else:
                 words = said.get("error") or {"what": "the pull has ended without a word"}
-                yield {"error": " ".join(filter(None, (words["what"], words.get("hint"))))}
+                self._failed_status = _STATUSES.get(said.get("exit_code", 1), _BAD_GATEWAY)
+                yield {"error": "; ".join(filter(None, (words["what"], words.get("hint"))))}
         finally:
             self._is_busy = False
             if process is not None and process.returncode is None:

@@ -53,6 +53,9 @@ def run(
     prompt.
     """
     text = _prompt(prompt)
+    if not text and not chat and system is None:
+        what = "the prompt is empty; give it as an argument or on stdin"
+        raise typer.BadParameter(what, param_hint="PROMPT")
     client = terminal.client(host)
     content = body(
         model=model,

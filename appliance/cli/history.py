@@ -58,7 +58,9 @@ def log(
     since: Since = None,
     until: Until = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="Only failed and aborted.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Only failed and cut short; a cancel is none.")
+    ] = False,
     slow: Annotated[str | None, typer.Option(help="As 'ttft>500' (ms) or 'e2e>2s'.")] = None,
     host: Host = None,
     state_dir: StateDir = None,

@@ -54,8 +54,9 @@ def ps(
     ]
     terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
     if not shown and output.is_for_people:
+        what = "no request" if user is None and state is None else "no such request"
         others = "; -a shows finished ones" if not show_all else ""
-        terminal.note(f"penstock: no such request now{others}")
+        terminal.note(f"penstock: {what} now{others}")
 
 
 def show(

@@ -107,7 +107,10 @@ def need_of(found: Found) -> fits.Need:
 
 
 def _as_stored(checkpoint: Checkpoint) -> ModelConfig:
-    dtype = checkpoint.stored_dtype
+    from appliance.boot import STARTER_FOLDER  # only where it is needed
+
+    # the starter is served in float32 everywhere
+    dtype = "float32" if checkpoint.folder == STARTER_FOLDER else checkpoint.stored_dtype
     return replace(checkpoint.config, stored_dtype=dtype if dtype in DTYPE_BYTES else None)
 
 

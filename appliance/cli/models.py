@@ -83,7 +83,8 @@ def remove(
     name = _hub_name(model)
     root = cache.hub_cache(os.environ)
     if not cache.repository_folder(root, name.repository).is_dir():
-        raise NoSuchModel("not in the cache", where=str(name), hint=cache.in_words(root))
+        hint = f"`penstock models list` shows what there is; the cache is {root}"
+        raise NoSuchModel("not in the cache", where=str(name), hint=hint)
     commit = None
     if "@" in model:
         fitting = [

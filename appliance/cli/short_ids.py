@@ -45,6 +45,8 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
         if error.status == _NOT_FOUND:
             found = next(filter(None, (the_one(text, source()) for source in sources)), None)
         if found is None:
+            if error.status == _NOT_FOUND:
+                error.hint = error.hint or "`penstock ps -a` and `penstock log` show ids"
             raise
     return act(found)
 

@@ -18,8 +18,8 @@ _LOG = logging.getLogger("penstock.request_log")
 
 Event = tuple[str, str, str, str, str | None]
 """At, severity, code, message, actor."""
-_HEARD_IN = ("events", "frames")
-"""Tables in which a daemon is heard of."""
+_HEARD_IN = (("events", "at"), ("frames", "at"), ("requests", "received_at"))
+"""Tables in which a daemon is heard of, and their times."""
 
 
 def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
@@ -50,7 +50,7 @@ def end_crashed_run(db: sqlite3.Connection, cut: Sequence[LogRow]) -> str | None
     num_rows = sum(insert_row(db, run_id, row) for row in cut)
     if has_stopped:
         return None
-    heard_at = max(started_at, *(_newest(db, table, run_id, started_at) for table in _HEARD_IN))
+    heard_at = max(started_at, *(_newest(db, *where, run_id, started_at) for where in _HEARD_IN))
     db.execute(
         "UPDATE runs SET stopped_at = max(?, started_at), stop_reason = 'crash'"
         " WHERE stopped_at IS NULL",
@@ -61,10 +61,10 @@ def end_crashed_run(db: sqlite3.Connection, cut: Sequence[LogRow]) -> str | None
     return f"the daemon before {how}, last heard of at {heard_at}; {requests} cut short"
 
 
-def _newest(db: sqlite3.Connection, table: str, run_id: int, since: str) -> str:
+def _newest(db: sqlite3.Connection, table: str, time: str, run_id: int, since: str) -> str:
     """Time of a run's newest row in a table, found from the end; empty if there is none."""
     found = db.execute(
-        f"SELECT at FROM {table} WHERE run_id = ? AND at >= ? ORDER BY at DESC LIMIT 1",
+        f"SELECT {time} FROM {table} WHERE run_id = ? AND {time} >= ? ORDER BY {time} DESC LIMIT 1",
         (run_id, since),
     ).fetchone()
     return "" if found is None else str(found[0])

@@ -21,8 +21,13 @@ BUSY_TIMEOUT_MS = 5_000
 MAX_QUERY_S = 10.0
 _STEPS_BETWEEN_LOOKS_AT_THE_CLOCK = 100_000
 
-# The words of the index ix_requests_failed, without which SQLite would not use it.
-_FAILED = "http_status >= 400 OR finish_reason IN ('error', 'abort')"
+# The first line has the words of the index ix_requests_failed, without which SQLite would not use
+# it; the second leaves out who hung up (499) or cancelled: that was as it was wanted.
+_FAILED = (
+    "(http_status >= 400 OR finish_reason IN ('error', 'abort'))"
+    " AND (finish_reason IS 'error' OR cancelled_by IS 'drain'"
+    " OR (http_status >= 400 AND http_status <> 499))"
+)
 
 _MOST_TOKENS_FIRST = "prompt_tokens + completion_tokens DESC, 1"
 # The + keeps SQLite from following the index by user, which takes twice as long as to sort.

@@ -272,7 +272,7 @@ def _in_words(name: HubName) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise _unreachable(name, "HF_HUB_OFFLINE is set") from error
+        raise _unreachable(name, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE to pull") from error
     except GatedRepoError as error:
         raise HubRefuses(
             "its owner wants to be asked first", where=str(name),
@@ -300,9 +300,10 @@ def _in_words(name: HubName) -> Iterator[None]:
         raise _unreachable(name, about) from error
 
 
-def _unreachable(name: HubName, about: str) -> HubUnreachable:
+def _unreachable(name: HubName, about: str, remedy: str = "") -> HubUnreachable:
     there = cache.in_words(cache.hub_cache(os.environ))
-    return HubUnreachable(f"not on this machine, and {about}", where=str(name), hint=there)
+    hint = f"{remedy}; else {there}" if remedy else there
+    return HubUnreachable(f"not on this machine, and {about}", where=str(name), hint=hint)
 
 
 def _token_hint() -> str:

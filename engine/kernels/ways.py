@@ -116,7 +116,7 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
     ways = Ways(tuple(times_s), tuple(best))
     counts = tuple(times_s)
     tried = (
-        f"{gains[0]:.2g}x as fast for {counts[0]} token at a time, "
+        f"measured just now, {gains[0]:.2g}x as fast for {counts[0]} token at a time, "
         f"{gains[-1]:.2g}x for {counts[-1]}"
     )
     if gains[-1] < GAIN or min(gains) < LOSS:

@@ -179,7 +179,7 @@ def test_each_number_of_inputs_gets_its_fastest_way():
     tiles = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], tiles=[2, 2, 1, 1, 4]), [])
     assert tiles.ways == Ways(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
     assert [tiles.ways.way_of(n) for n in (1, 3, 15, 16, 5000)] == [0, 0, 0, 2, 2]
-    assert tiles.why.endswith(": 1x as fast for 1 token at a time, 4x for 256")
+    assert tiles.why.endswith("just now, 1x as fast for 1 token at a time, 4x for 256")
     assert EXACT.way_of(9000) == WIDENED
 
 

@@ -21,6 +21,8 @@ SEVERITIES = {
     "warning": ("▲ WARN", Tone.WARN),
     "info": ("● INFO", Tone.MUTED),
 }
+_REASONS = {"draining": "no new work is taken", "model_loading": "the model is being loaded"}
+"""Of a state, where the daemon gives a code."""
 _PAGES_FROM = 72
 _SHORT_PAGES = {
     "overview": "over",
@@ -122,11 +124,13 @@ def own_alerts(view: View) -> list[Alert]:
         found.append(Alert("error", view.link.why))
     is_told = frame is not None and any(alert.severity == "error" for alert in frame.alerts)
     if frame is not None and frame.state != "ready" and not (frame.state == "degraded" and is_told):
-        reason = f": {frame.state_reason}" if frame.state_reason else ""
+        reason = _REASONS.get(frame.state_reason, frame.state_reason)
+        reason = f": {reason}" if reason else ""
         severity = "error" if frame.state == "degraded" else "warning"
         found.append(Alert(severity, f"{frame.state}{reason}"))
-    if view.history.num_dropped_frames:
-        found.append(Alert("warning", f"{view.history.num_dropped_frames} frames missed"))
+    if num_missed := view.history.num_dropped_frames:
+        frames = "a frame" if num_missed == 1 else f"{num_missed} frames"
+        found.append(Alert("info", f"this console has just missed {frames}"))
     return found
 
 

@@ -89,14 +89,14 @@ class Help(Reader):
         lines: list[Line] = [
             [Span(fmt.pad(key, _KEY_WIDTH), Tone.ACCENT), Span(what)] for key, what in keys
         ]
-        super().__init__("KEYS  esc closes", lambda width: lines, is_ascii=is_ascii)
+        super().__init__("KEYS  esc or q closes", lambda width: lines, is_ascii=is_ascii)
 
 
 class Explain(Reader):
     """The glossary of a page, or of a request's dialog."""
 
     def __init__(self, page: str, *, is_ascii: bool) -> None:
-        title = f"EXPLAIN {page}  esc closes"
+        title = f"EXPLAIN {page}  esc or q closes"
         super().__init__(title, lambda width: glossary(page, width), is_ascii=is_ascii)
 
 
@@ -109,7 +109,7 @@ class Detail(Reader):
         self.request = request
         self._is_there = True
         self._is_ascii = is_ascii
-        super().__init__("REQUEST  e explains, esc closes", self._lines, is_ascii=is_ascii)
+        super().__init__("REQUEST  e explains, esc or q closes", self._lines, is_ascii=is_ascii)
 
     def action_explain(self) -> None:
         """What the stages mean."""

@@ -58,7 +58,7 @@ async def test_a_tail_is_followed_by_its_cursor(served: Served, log: RequestLog)
 
 async def test_parameters_reach_the_log(served: Served, log: RequestLog) -> None:
     log.record(row("cmpl-1"))
-    log.record(row("cmpl-2", http_status=499, peer_user="bob"))
+    log.record(row("cmpl-2", http_status=500, peer_user="bob"))
     assert rids(await get(served, "log?errors=true&user=bob&slow=ttft%3E9")) == ["cmpl-2"]
     assert await get(served, "log?since=-1s") == []
     log.event("error", "worker.died", "killed")

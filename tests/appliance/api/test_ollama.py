@@ -181,12 +181,13 @@ async def test_operators_pull_and_are_told_how_far(tmp_path, monkeypatch):
 
 
 async def test_a_pull_that_fails_says_why(tmp_path, monkeypatch):
-    error = {"error": {"what": "there is no such model", "where": "x", "hint": "look"}}
-    monkeypatch.setattr("appliance.api.ollama_routes.PULL", program(tmp_path, error))
-    async with client_of(plain_appliance(), OPERATOR) as client:
-        body = {"model": "Qwen/Qwen3-0.6B", "stream": False}
-        reply = await client.post("/api/pull", json=body)
-    assert (reply.status_code, reply.json()) == (500, {"error": "there is no such model look"})
+    body, words = {"model": "a/b", "stream": False}, {"what": "no", "where": "x", "hint": "look"}
+    for code, status in ((1, 502), (3, 503), (5, 404)):
+        said = {"error": words, "exit_code": code}
+        monkeypatch.setattr("appliance.api.ollama_routes.PULL", program(tmp_path, said))
+        async with client_of(plain_appliance(), OPERATOR) as client:
+            reply = await client.post("/api/pull", json=body)
+        assert (reply.status_code, reply.json()) == (status, {"error": "no; look"})
 
 
 async def test_users_do_not_pull_and_folders_are_no_names(tmp_path):

@@ -204,7 +204,7 @@ def test_ps_of_nothing_says_so_beside_its_heading(
     daemon.script.replies = {"GET /v1/requests": (200, {"object": "list", "data": []})}
     ended = penstock(environ, "ps")
     assert ended.stdout.split()[:2] == ["ID", "PHASE"]
-    assert ended.stderr == "penstock: no such request now; -a shows finished ones\n"
+    assert ended.stderr == "penstock: no request now; -a shows finished ones\n"
     assert penstock(environ, "ps", "-o", "ndjson").stderr == ""
 
 

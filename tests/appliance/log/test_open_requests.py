@@ -52,6 +52,15 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     ] == ("crash", 1)
 
 
+def test_a_daemon_was_heard_of_at_its_newest_request_at_least(path: Path) -> None:
+    log, late = start(path), "2999-01-01T00:00:00.000Z"
+    log.opened(row("cmpl-0", received_at=late, finish_reason=None))
+    again = start(path)
+    assert again.crash is not None
+    assert f"last heard of at {late}; 1 request" in again.crash
+    assert query(path, "SELECT stopped_at FROM runs WHERE run_id = 1") == [(late,)]
+
+
 def test_no_prompt_is_in_the_file_and_nobody_else_reads_it(path: Path) -> None:
     log = start(path)
     log.opened(LogRow.from_request(request("cmpl-1", text="a secret")))

@@ -57,7 +57,7 @@ def test_after_a_cursor_rows_come_in_the_order_in_which_they_were_written(path: 
         (RowQuery(user="uid:1000"), ["e"]),
         (RowQuery(user="ann", since=DAYS[1]), ["d"]),
         (RowQuery(user="' OR 1=1 --"), []),
-        (RowQuery(failed_only=True), ["d", "c"]),
+        (RowQuery(failed_only=True), ["c"]),
         (RowQuery(slow=Slow("ttft", is_above=True, bound_ms=500)), ["e"]),
         (RowQuery(slow=Slow("ttft", is_above=False, bound_ms=500), limit=2), ["d", "c"]),
         (RowQuery(user="key:bob", failed_only=True, after=1), ["c"]),
@@ -65,6 +65,27 @@ def test_after_a_cursor_rows_come_in_the_order_in_which_they_were_written(path: 
 )
 def test_conditions_narrow_the_rows(path: Path, query: RowQuery, expected: list[str]) -> None:
     assert rids(read_rows(path, query)) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "by", "has_failed"),
+    [
+        (200, "stop", None, False),
+        (499, "abort", "the client", False),
+        (200, "abort", "ann", False),
+        (200, "abort", "drain", True),
+        (200, "error", None, True),
+        (499, "error", None, True),
+        (429, None, None, True),
+    ],
+)
+def test_who_hangs_up_or_cancels_has_no_error(
+    tmp_path: Path, status: int, reason: str | None, by: str | None, has_failed: bool
+) -> None:
+    path = tmp_path / "one.db"
+    write(path, row("a", http_status=status, finish_reason=reason, cancelled_by=by))
+    assert bool(read_rows(path, RowQuery(failed_only=True))) is has_failed
+    assert read_usage(path, UsageQuery())[0]["errors"] == has_failed
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -131,7 +152,7 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
             **dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token")),
         }
         for user, requests, errors, prefill_ms, decode_ms in [
-            ("ann", 2, 1, 14.0, 18.0),
+            ("ann", 2, 0, 14.0, 18.0),
             ("key:bob", 2, 1, 14.0, 36.0),
             ("uid:1000", 1, 0, 597.0, 18.0),
         ]

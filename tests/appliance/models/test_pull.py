@@ -247,6 +247,9 @@ def test_without_a_network_the_error_says_what_there_is(
         assert ended.returncode == 3
         assert "not on this machine" in ended.stderr
         assert "there is owner/name" in ended.stderr
+        assert ("unset HF_HUB_OFFLINE" in ended.stderr) == ("HF_HUB_OFFLINE" in change)
+        for verb in (["serve"], ["serve", "--check-config"]):
+            assert penstock(environ | change, *verb, "owner/other").returncode == 3
 
 
 def test_a_gguf_file_comes_by_its_quantisation(
