@@ -268,11 +268,9 @@ class TotalsFrame(msgspec.Struct):
     cached_tokens: int = 0
     """Of prompt_tokens, those found computed."""
     prefix_cache_queries: int = 0
-    """Prompt tokens of sequences that were placed while the prefix cache was on; of these..."""
+    """Prompt tokens placed while it was on; of these those found, and those copied to be found."""
     prefix_cache_hits: int = 0
-    """...those found computed."""
     prefix_cache_fetches: int = 0
-    """Tokens whose blocks were copied from another pool to where they were about to be computed."""
     prefix_cache_s: float = 0.0
     """Spent in hashing, finding and publishing blocks."""
     preemptions: int = 0
