@@ -87,7 +87,7 @@ async def one(arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: C
             "prompt": prompt,
             "max_tokens": max_tokens,
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,  # else tokens without a text of their own send nothing
             "temperature": 0,
             "ignore_eos": True,
         }
@@ -104,8 +104,9 @@ async def one(arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: C
             now_ns = time.monotonic_ns()
             if num:
                 counts.gaps_ms.append((now_ns - last_ns) / 1e6)
-            # not a chunk each: tokens without a text of their own send none
-            num, last_ns = json.loads(line[6:])["usage"]["completion_tokens"], now_ns
+            choices = json.loads(line[6:])["choices"]
+            num += sum(len(choice["token_ids"]) for choice in choices)
+            last_ns = now_ns
     counts.num_tokens += num
     counts.num_errors += num < read
     writer.close()
