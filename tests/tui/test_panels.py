@@ -111,7 +111,7 @@ def test_what_limits_the_appliance_stands_beside_the_alerts_if_it_fits():
 
 def test_missed_frames_are_said():
     view = View().after(frames.idle(1)).after(frames.idle(4))
-    assert "2 frames missed" in text_of(header.alert_line(view, 80))
+    assert "just missed 2 frames" in text_of(header.alert_line(view, 80))
 
 
 def test_events_come_newest_first():
