@@ -8,7 +8,7 @@ Never: decides what to show; its painter does, from a view and a size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.segment import Segment
 from textual.binding import Binding, BindingType
@@ -120,11 +120,25 @@ class Page(Panel, can_focus=True):
         self.action_scroll_lines(-1)
 
 
+class _AsciiTitle(Content):
+    """A title that is cut off without an ellipsis where it does not fit: that one is no ASCII."""
+
+    def expand_tabs(self, tab_size: int = 8) -> Content:
+        return self
+
+    def split(self, *args: Any, **options: Any) -> list[Content]:
+        return [self]
+
+    def truncate(self, max_width: int, *, ellipsis: bool = False, pad: bool = False) -> Content:
+        return super().truncate(max_width, ellipsis=False, pad=pad)
+
+
 def entitle(widget: Widget, title: str) -> None:
     """Set the title in the widget's border, never as markup; the same title draws nothing."""
-    text = to_ascii(title) if widget.screen.has_class("-ascii") else fmt.clean(title)
+    is_ascii = widget.screen.has_class("-ascii")
+    text = to_ascii(title) if is_ascii else fmt.clean(title)
     if not widget.styles.border_left[0]:
         text = f" {text} "  # Textual sets titles off only in a whole box
-    content = Content(text)
+    content = _AsciiTitle(text) if is_ascii else Content(text)
     if widget.border_title != content.markup:
         widget.border_title = content
