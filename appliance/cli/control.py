@@ -101,7 +101,7 @@ def _check(settings: config.ServeConfig) -> None:
     check_others(settings)
     sentence, where = check_plan(settings)
     if problem := ssd_problem(settings.ssd_folder, settings.ssd_cache):
-        terminal.note(f"penstock: {printable(problem)}")
+        terminal.write(f"{printable(problem)}\n")
     terminal.write("".join(f"{line}\n" for line in (sentence, *where)))
 
 

@@ -34,7 +34,7 @@ def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_pat
     disk(1000 * GIB)
     assert allowance(tmp_path, "auto") == Allowance(20 * GIB, 10 * GIB)
     disk(11 * GIB)
-    assert allowance(tmp_path, "auto") == Allowance(11 * GIB // 10, 10 * GIB)
+    assert allowance(tmp_path, "auto") == Allowance(GIB, 10 * GIB)
     disk(10 * GIB)
     assert f"{tmp_path}: of its disk 10.00 GiB are free" in allowance(tmp_path, "auto")
 

@@ -1,5 +1,6 @@
 """Blocks between pools, and the try at start."""
 
+import time
 from queue import Queue
 
 import pytest
@@ -78,13 +79,17 @@ def test_a_pool_that_is_mapped_anew_takes_what_comes_after_and_nothing_before():
     sent = Queue()
     copier = Copier({"own": own, "decode": old}, 4, sent.put)
 
+    def answer():
+        copier.work(time.monotonic_ns() + 60_000_000_000)
+        return sent.get(timeout=60)
+
     def copy(number, pairs):
         copier.take(Copy(number, "own", "decode", pairs, None), None)
-        return sent.get(timeout=60)
+        return answer()
 
     assert copy(1, [(1, 1)]).error is None
     copier.remap("decode", None)
-    assert sent.get(timeout=60) == Unmapped("decode")
+    assert answer() == Unmapped("decode")
     failed = copy(2, [(1, 2)])
     assert (failed.num_pairs, failed.is_last) == (0, True)
     assert failed.error
