@@ -4,8 +4,10 @@ A copy that is behind an admit waits, block by block, until a step has filled ea
 how far a sequence is. What a device has collected it has done, so a thread copies at once, on a
 stream of its own, and the loop never waits for it. In the host's memory a copy is work for the
 worker's own cores, whoever does it: the loop does it behind the step, for a thread would wait for
-Python's lock until the next step's kernels let go of it, which took longer than the copy.
-Owns: copies that are not done, and the thread.
+Python's lock until the next step's kernels let go of it, which took longer than the copy. Blocks
+that were never used have no pages there, and making them takes five times as long as the copy; so a
+thread has them made when the copy is told of, beside the step that it waits for.
+Owns: copies that are not done, and the threads.
 Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
 there; after the last report of a copy none of its blocks is touched.
 Never: chooses a block, signals another worker.
@@ -15,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -33,6 +37,9 @@ from engine.workers.running import Running
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""
 _NUM_PROBES = 8
+_POPULATE_WRITE = 23
+"""Advice to madvise(), of Linux 5.14: make all pages of a range, as if each were written."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -89,6 +96,7 @@ class Copier:
         self._thread: Thread | None = None
         self._due: deque[_Job | _Mapping] = deque()
         """The loop's, where there is none."""
+        self._page_maker = ThreadPoolExecutor(1, "pages") if device is None else None
 
     def take(self, copy: Copy, running: Running | None) -> None:
         """Begin a copy.
@@ -103,6 +111,8 @@ class Copier:
             return
         key = (behind.seq_id, behind.generation)
         self._waiting.setdefault(key, []).append(_Waiting(copy, behind.first_block))
+        if self._page_maker is not None:
+            self._page_maker.submit(make_pages, self._pools[copy.to_pool], copy.pairs)
         self.advance(running)
 
     def advance(self, running: Running) -> None:
@@ -230,6 +240,24 @@ def copy_blocks(
         for from_id, to_id in pairs:
             target[to_id].copy_(source[from_id], non_blocking=True)
     return len(pairs) * num_bytes
+
+
+def make_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Have the kernel make and map the pages of blocks that will be copied to; no byte changes.
+
+    Kernels that cannot leave it to the copy itself, which then takes longer.
+
+    Args:
+        target: a pool in the host's memory.
+        pairs: blocks of another, and of this one.
+    """
+    num_bytes = target.stride(0) * target.element_size()
+    libc = ctypes.CDLL(None)
+    for _, to_id, count in _runs(pairs):
+        address = target[to_id].data_ptr()
+        start = address // _PAGE_BYTES * _PAGE_BYTES  # a block may begin within a page
+        length = address + count * num_bytes - start
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

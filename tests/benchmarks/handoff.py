@@ -1,11 +1,12 @@
 """The gap between token 1 and token 2 while the prefill worker is kept busy, by transport.
 
 usage: python -m tests.benchmarks.handoff [--model FOLDER] [--rounds 3] [--requests 30]
-       [--arms alias,peer,alias] [--prompt 512] [--busy 1500]
+       [--arms alias,peer,colocated,alias] [--prompt 512] [--busy 1500]
 
-Each round starts a daemon for each arm in turn, with static roles. One client sends long prompts
-all the time, one after the other, so that the prefill worker is never idle; another streams short
-replies and takes the time between their first two tokens, which is the handoff and a decode step.
+Each round starts a daemon for each arm in turn: colocated, or static roles with that transport. One
+client sends long prompts all the time, one after the other, so that the prefill worker is never
+idle; another streams short replies and takes the time between their first two tokens, which is the
+handoff and a decode step.
 The bytes of each handoff are held to the blocks of its prompt. What memmove copies a block in, on
 one core of this machine, stands beside what the workers have found when they tried the way.
 """
@@ -60,6 +61,8 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict:
     """One daemon's gaps."""
     with tempfile.TemporaryDirectory() as name:
         args = ["--roles", "static", "--transport", arm]
+        if arm == "colocated":
+            args = ["--roles", arm]
         daemon = Daemon(Path(name), *args, model=options.model).wait_ready()
         is_over = threading.Event()
         busy = threading.Thread(target=keep_busy, args=(daemon, options.busy, is_over))
@@ -76,15 +79,19 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict:
         block = state["pools"][0]
         num_blocks = -(-options.prompt // block["block_size"])
         moved = {r["handoff_bytes"] for r in daemon.log_rows() if r["completion_tokens"] == 6}
-        assert moved == {0 if arm == "alias" else num_blocks * block["block_bytes"]}, moved
-        probed = state["handoff"]["probe_bytes_per_s"]
+        is_copied = arm not in ("alias", "colocated")
+        assert moved == {num_blocks * block["block_bytes"] if is_copied else 0}, moved
+        probed = state["handoff"] and state["handoff"]["probe_bytes_per_s"]
+        copied = [link["copy_bytes_per_s"] for link in state["links"] if link["copy_bytes_per_s"]]
         daemon.stop()
         return {
             "arm": arm,
             "gap_ms_p50": round(statistics.median(gaps), 2),
             "gap_ms_p95": round(sorted(gaps)[int(0.95 * len(gaps))], 2),
             "bytes_per_handoff": moved.pop(),
+            "gaps_ms": [round(gap, 1) for gap in sorted(gaps)],
             "probe_GB_per_s": probed and round(probed / 1e9, 1),
+            "copy_GB_per_s": copied and round(min(copied) / 1e9, 2),
             "memmove_GB_per_s": round(memmove_bytes_per_s(block["block_bytes"]) / 1e9, 1),
         }
 
@@ -94,7 +101,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=30)
-    parser.add_argument("--arms", default="alias,peer,alias")
+    parser.add_argument("--arms", default="alias,peer,colocated,alias")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--busy", type=int, default=1500)
     options = parser.parse_args()

@@ -1,5 +1,8 @@
 """Blocks between pools, and the try at start."""
 
+import mmap
+import os
+import platform
 import time
 from queue import Queue
 
@@ -9,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
-from engine.messages import Copy, Unmapped
+from engine.messages import Admit, Behind, Copy, Unmapped
+from engine.sequence import SamplingParams
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
+from engine.workers.running import Running
 from tests.accelerator import DEVICE, FakeDevice
 
 SHAPE = (2, 2, 4, 1, 8)
@@ -99,3 +104,34 @@ def test_a_pool_that_is_mapped_anew_takes_what_comes_after_and_nothing_before():
     assert not old[2].any()
     assert not new[1].any()
     assert torch.equal(new[2], own[2])
+
+
+LINUX = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+
+
+@pytest.mark.skipif(LINUX < (5, 14), reason="madvise() has no MADV_POPULATE_WRITE")
+def test_pages_of_a_copys_target_are_made_before_there_is_something_to_copy():
+    shape = (1, 2, 64, 1, 50)  # a block is 6.25 pages
+    num_bytes, block_bytes = 40 * 25_600, 25_600
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, num_bytes)
+    memory = mmap.mmap(fd, num_bytes)
+    target = torch.frombuffer(memory, dtype=torch.float32).view(40, *shape)
+    source = torch.rand(40, *shape)
+    target[30] = 7.0
+    before = os.fstat(fd).st_blocks
+    copier = Copier({"kv": source, "other": target}, 64, lambda report: None)
+    pairs = [(3, 10), (4, 11), (5, 12), (6, 30)]
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    waiting = Running.of(Admit(1, 1, [7] * 200, 200, 0, [3, 4, 5, 6], sampling, 1), (), 0)
+    copier.take(Copy(1, "kv", "other", pairs, Behind(1, 1, 0)), waiting)
+
+    def made_bytes():
+        return 512 * (os.fstat(fd).st_blocks - before)
+
+    while made_bytes() < 3 * block_bytes:
+        time.sleep(0.001)
+    assert made_bytes() < 5 * block_bytes
+    assert not copier.has_work
+    assert not target[10:13].any()
+    assert target[30].eq(7.0).all()
