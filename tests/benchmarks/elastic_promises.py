@@ -1,13 +1,14 @@
 """What elastic roles predict of long prompts, and what comes of it, in daemons freshly started.
 
 usage: python -m tests.benchmarks.elastic_promises [--daemons 20] [--prompts 8] [--model FOLDER]
-       [--tree NAME=FOLDER]... [--out FILE] [--join FILE]
+       [--tree NAME=FOLDER]... [--place 2x1]... [--out FILE] [--join FILE]
 
 Each daemon is new, as its predictions are. Two chats stream all the while; then prompts of some
 4,100 tokens come one after the other. For each: the route, what was predicted, when its first token
 came, and the median gap of the chats meanwhile over the same chats' median before the first prompt.
-Several trees of this repository (each with its own `.venv`) take turns, daemon by daemon; without
-any it is this one. The model is the starter model unless another is named.
+Several trees of this repository (each with its own `.venv`), and several numbers of workers, which
+are forced onto the cores there are, take turns, daemon by daemon; without any it is this tree, and
+what it makes of the machine. The model is the starter model unless another is named.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--daemons", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--place", action="append", default=[], metavar="NxM")
     parser.add_argument("--model", help="a model folder; the starter model if left out")
     parser.add_argument("--out", type=Path, help="append each prompt as a line of JSON, too")
     parser.add_argument("--join", type=Path, help="measure nothing: report what --out has written")
@@ -241,18 +243,22 @@ def main() -> None:
         report([Prompt(**json.loads(line)) for line in lines])
         return
     here = [f"this={Path(__file__).parents[2]}"]
-    trees = [
-        (name, Path(path)) for name, _, path in (t.partition("=") for t in options.tree or here)
+    model = ["--model", options.model] if options.model else []
+    arms = [
+        (
+            f"{name} {place}".strip(),
+            Path(path),
+            model + ["--place", f"{place} forced"] * bool(place),
+        )
+        for name, _, path in (t.partition("=") for t in options.tree or here)
+        for place in options.place or [""]
     ]
-    serve = ["--model", options.model] if options.model else []
     prompts: list[Prompt] = []
     for number in range(1, options.daemons + 1):
-        for tree in trees[:: 1 if number % 2 else -1]:  # who is first takes turns
-            new = one_daemon(tree, number, options.prompts, serve)
+        for name, tree, serve in arms[:: 1 if number % 2 else -1]:  # who is first takes turns
+            new = one_daemon((name, tree), number, options.prompts, serve)
             prompts += new
-            print(
-                f"{tree[0]} {number}: {[round(p.gap_ratio or 0, 1) for p in new]}", file=sys.stderr
-            )
+            print(f"{name} {number}: {[round(p.gap_ratio or 0, 1) for p in new]}", file=sys.stderr)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as out:
                     out.writelines(json.dumps(asdict(p)) + "\n" for p in new)
