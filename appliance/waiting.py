@@ -25,7 +25,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in router.at.resuming.values():
         found[sequence.seq_id] = f"its worker to come back; {_by_now(sequence, now_ns)}"
     for sequence in router.at.paused.values():
-        text = "KV blocks, for others needed those that it had"
+        text = _coming(router, sequence) or "KV blocks, for others needed those that it had"
         found[sequence.seq_id] = f"{text}; {_by_now(sequence, now_ns)}"
     left: Counter[str] = Counter()
     spare = router.growth.spare()
@@ -41,8 +41,8 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
             text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
-        elif router.prefixes.tier is not None and router.prefixes.tier.is_loading(sequence.seq_id):
-            text = f"blocks of its prompt from the SSD; {_by_now(sequence, now_ns)}"
+        elif (text := _coming(router, sequence)) is not None:
+            text = f"{text}; {_by_now(sequence, now_ns)}"
         elif not router.ways.fits(sequence, spare):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
         elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
@@ -54,6 +54,14 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
         found[sequence.seq_id] = text
         left[busiest or ""] += sequence.num_prompt_tokens
     return found
+
+
+def _coming(router: Router, sequence: Sequence) -> str | None:
+    """From where blocks of it are brought; None: from nowhere."""
+    tier = router.prefixes.tier
+    if tier is not None and tier.is_loading(sequence.seq_id):
+        return "blocks of its prompt from the SSD"
+    return "blocks of its prompt from another pool" if router.fetches.is_awaited(sequence) else None
 
 
 def _has_begun(sequence: Sequence) -> bool:

@@ -73,7 +73,7 @@ class WantedWorkers:
         if not by_name:
             return {}
         if not named:
-            return dict(zip(names, self._shares(available, len(names)), strict=True))
+            return dict(zip(names, self._shares(available, names), strict=True))
         missing = sorted(set(named) - set(available))
         if missing:
             raise ConfigError(
@@ -91,20 +91,32 @@ class WantedWorkers:
     def _spots(self) -> tuple[Spot | None, ...]:
         return (*self.prefill, *self.decode)
 
-    def _shares(self, available: list[int], num_workers: int) -> list[tuple[int, ...]]:
-        """As even as they can be; those that prefill, which computes, come first."""
-        if len(available) >= num_workers:
-            base, num_larger = divmod(len(available), num_workers)
+    def _shares(self, available: list[int], names: list[str]) -> list[tuple[int, ...]]:
+        """As even as they can be; those that prefill, which computes, come first.
+
+        Where workers have to share, those of one role do: no prompt disturbs who decodes.
+        """
+        num_cores, num_workers = len(available), len(names)
+        if num_cores >= num_workers:
+            base, num_larger = divmod(num_cores, num_workers)
             ends = [base * (i + 1) + min(i + 1, num_larger) for i in range(num_workers)]
             starts = [0, *ends]
             return [tuple(available[a:b]) for a, b in zip(starts, ends, strict=False)]
         if not self.is_forced and num_workers > 2:
             raise ConfigError(
-                f"{num_workers} workers, but {len(available)} cores",
+                f"{num_workers} workers, but {num_cores} cores",
                 where="place",
                 hint="each worker needs a core of its own",
             )
-        return [(available[i % len(available)],) for i in range(num_workers)]
+        num_firsts = len(set(names) & set(self.names[0]))
+        middle = min(max(num_cores * num_firsts // num_workers, 1), num_cores - 1)
+        shares = []
+        for count, cpus in (
+            (num_firsts, available[:middle]),
+            (num_workers - num_firsts, available[middle:]),
+        ):
+            shares += [((cpus or available)[i % len(cpus or available)],) for i in range(count)]
+        return shares
 
 
 def parse_place(value: object) -> WantedWorkers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from itertools import combinations
 
 from engine.errors import InvariantViolated
 from engine.messages import Command, CoresUsed, UseCores
@@ -37,6 +38,10 @@ class Cores:
             and all(self.own.values())
             and len(self.all) == sum(len(cpus) for cpus in self.own.values())
         )
+        self.are_apart = any(
+            a and b and a.isdisjoint(b) for a, b in combinations(self.own.values(), 2)
+        )
+        """Two workers can compute without being in each other's way."""
         self._send = send
         self._used = dict.fromkeys(own, _NONE)
         """As last answered; empty where the worker is down."""

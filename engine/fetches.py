@@ -117,13 +117,25 @@ class Fetches:
 
     def _is_worth_it(self, lookup: Lookup) -> bool:
         size = self._ledger.pools[lookup.link.to_pool].block_size
-        num_before = len(lookup.here) * size
-        num_tokens = len(lookup.there) * size - num_before
-        copy_ms = self._copies.expected_ms(lookup.link, num_tokens)
-        compute_ms = self.predict_ms(lookup.worker, num_tokens, num_before)
-        if copy_ms is None:
-            return False
-        return compute_ms is None or copy_ms + OVERHEAD_MS < compute_ms
+        first, end = len(lookup.here), len(lookup.there)
+        fetch_ms = self.expected_ms(lookup, first, end)
+        compute_ms = self.predict_ms(lookup.worker, (end - first) * size, first * size)
+        return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
+
+    def expected_ms(self, lookup: Lookup, first: int, end: int) -> float | None:
+        """What blocks at these places of a prompt take, fetched as far as they are there.
+
+        Those behind them are computed. None: it is not known, or none of them is there.
+        """
+        size = self._ledger.pools[lookup.link.to_pool].block_size
+        middle = min(len(lookup.there), end)
+        if middle <= first:
+            return None
+        copy_ms = self._copies.expected_ms(lookup.link, (middle - first) * size)
+        compute_ms: float | None = 0.0
+        if end > middle:
+            compute_ms = self.predict_ms(lookup.worker, (end - middle) * size, middle * size)
+        return None if copy_ms is None or compute_ms is None else OVERHEAD_MS + copy_ms + compute_ms
 
     def settle(self, open_workers: Collection[str]) -> None:
         """Publish what has come; end what is complete, or will not be."""

@@ -13,12 +13,13 @@ Never: moves a block, ends or admits a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from time import perf_counter_ns
 
 from engine.ahead import Ahead
 from engine.blocks import BlockState, Ledger
 from engine.counters import Counters
-from engine.fetches import Fetches, longest
+from engine.fetches import Fetches, Lookup, longest
 from engine.places import PREFILL, Places
 from engine.sequence import Leg, On, Paused, Sequence
 from engine.tiers.loads import Wanted
@@ -88,16 +89,28 @@ class PrefixCache:
         Returns:
             True: it waits for that.
         """
-        pool = self._places.pool_of(worker)
-        if sequence.prefix is None or max(hits.values(), default=0) <= hits.get(pool, 0):
+        lookup = self._elsewhere(sequence, worker, hits, open_workers)
+        if lookup is None or sequence.prefix is None:
             return False
+        return self._fetches.begin(sequence, sequence.prefix, lookup)
+
+    def _elsewhere(
+        self,
+        sequence: Sequence,
+        worker: str,
+        hits: Mapping[str, int],
+        open_workers: Collection[str],
+    ) -> Lookup | None:
+        """What another pool holds of it beyond what is where it would be computed."""
+        pool = self._places.pool_of(worker)
+        if max(hits.values(), default=0) <= hits.get(pool, 0):
+            return None
         links = [
             link
             for link in self._places.links_to(pool)
             if all(hop.worker in open_workers for hop in link.hops)
         ]
-        lookup = longest(self.find(sequence, hits), links, worker, pool)
-        return lookup is not None and self._fetches.begin(sequence, sequence.prefix, lookup)
+        return longest(self.find(sequence, hits), links, worker, pool)
 
     def room(
         self, sequence: Sequence, hits: Mapping[str, int], spare: Mapping[str, int]
@@ -120,9 +133,10 @@ class PrefixCache:
 
         return num_tokens
 
-    def is_coming(self, sequence: Sequence, ahead: Ahead) -> bool:
+    def is_coming(self, sequence: Sequence, ahead: Ahead, open_workers: Collection[str]) -> bool:
         """True if more of its prompt is about to be there, and it is cheaper to wait for that."""
-        return self.is_restored(sequence) or self.leader(sequence, ahead) is not None
+        is_restored = self.is_restored(sequence, open_workers)
+        return is_restored or self.leader(sequence, ahead) is not None
 
     def leader(self, sequence: Sequence, ahead: Ahead) -> Sequence | None:
         """Who computes more of its prompt, where it is cheaper to wait for that; or None.
@@ -148,26 +162,29 @@ class PrefixCache:
         worth_it = (o for o in others if self._is_worth_it(sequence, o, hits, ahead, alone))
         return next(worth_it, None)
 
-    def is_restored(self, sequence: Sequence) -> bool:
+    def is_restored(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
         """True while blocks of it come from disk to where it would be computed.
 
         Args:
             sequence: has no blocks.
+            open_workers: those that take work.
         """
         if self.tier is None or sequence.prefix is None or sequence.prefix.is_secret:
             return False
         if not self.tier.has_decided(sequence.seq_id):
-            hits, pools = self.hits(sequence), self._ledger.pools
-            names = {self._places.pool_of(worker) for worker in self._places.playing(PREFILL)}
-            pool = max(sorted(names), key=lambda name: (hits.get(name, 0), pools[name].num_free))
-            most = self._most(sequence, pools[pool].block_size)
-            chain, owner = sequence.prefix, sequence.owner
-            self.tier.decide(Wanted(sequence.seq_id, pool, chain, most, owner))
+            hits, books = self.hits(sequence), self._ledger.pools
+            at = {name: self._places.pool_of(name) for name in self._places.playing(PREFILL)}
+            worker = max(at, key=lambda name: (hits.get(at[name], 0), books[at[name]].num_free))
+            most = self._most(sequence, books[at[worker]].block_size)
+            lookup = self._elsewhere(sequence, worker, hits, open_workers)
+            fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
+            wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
+            self.tier.decide(Wanted(*wanted))
         return self.tier.is_loading(sequence.seq_id)
 
-    def comes_back(self, sequence: Sequence) -> bool:
+    def comes_back(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
         """True while blocks that it had before a pause come from disk."""
-        return isinstance(sequence.where, Paused) and self.is_restored(sequence)
+        return isinstance(sequence.where, Paused) and self.is_restored(sequence, open_workers)
 
     def take_away(self, sequence: Sequence) -> None:
         """Others need its blocks; those that are full are stored first where that is cheaper."""

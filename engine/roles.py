@@ -78,8 +78,8 @@ class Roles:
 
     @property
     def acts_static(self) -> bool:
-        """True if elastic roles have nothing to choose: with both workers on one core, or GPU."""
-        is_single_core = self.places.shares_memory_bus and not self.cores.can_lend
+        """True if elastic roles have nothing to choose: with all workers on one core, or GPU."""
+        is_single_core = self.places.shares_memory_bus and not self.cores.are_apart
         return self._roles == "elastic" and is_single_core
 
     def switch(self, roles: str) -> None:

@@ -238,7 +238,7 @@ class Router:
     def _dispatch_queue(self, now_ns: int) -> None:
         """Place what holds no blocks; nothing new while one that did does not fit."""
         ahead = Ahead(self.at.running.values(), now_ns)
-        spare = self.growth.spare()
+        spare, there = self.growth.spare(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
         paused = sorted(self.at.paused.values(), key=age)
         for sequence in chain(paused, self.queue.in_order(now_ns)):
@@ -246,7 +246,7 @@ class Router:
             if len(self.at.running) + len(self.at.moving) >= most or is_full:
                 break
             is_paused = isinstance(sequence.where, Paused)
-            if not is_paused and self.prefixes.is_coming(sequence, ahead):
+            if not is_paused and self.prefixes.is_coming(sequence, ahead, there):
                 continue
             if self._place(sequence, ahead, spare, now_ns):
                 ahead.add(sequence)
@@ -268,7 +268,7 @@ class Router:
         room = prefixes.room(sequence, hits, spare)
         if not open_workers or not self.ways.fits(sequence, room):
             return False
-        if self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence):
+        if self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence, there):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
         candidates = self.ways.candidates(sequence, there, held, until, hits, room)

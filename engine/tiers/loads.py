@@ -42,6 +42,9 @@ class Wanted(NamedTuple):
     """Blocks that a hit may have: not the one of the prompt's last token."""
     user: str
     """Whose they will count as."""
+    fetch_ms: Callable[[int, int], float | None] | None = None
+    """To have those from one place up to another without the disk, as far as can be from another
+    pool; None, and what it returns: there is no such way, or it is not known."""
 
 
 class Restored(NamedTuple):
@@ -124,7 +127,7 @@ class Loads:
 
     def begin(self, wanted: Wanted) -> None:
         """Load what is worth it of a prompt's blocks."""
-        context, (seq_id, pool, chain, num_useful, _) = self._context, wanted
+        context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
         hashes, books = chain.hashes[:num_useful], context.ledger.pools[pool]
         here = books.index.blocks(hashes)
         first = len(here)
@@ -143,7 +146,11 @@ class Loads:
         size = books.block_size
         compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
         predicted = f"predicted {load_ms:.1f} ms, computing them {_ms(compute_ms)}"
-        if not self._costs.is_worth_it(load_ms, compute_ms):
+        fetch_ms = None if fetch is None else fetch(first, end)
+        if fetch_ms is not None:
+            predicted += f", by way of another pool {fetch_ms:.1f} ms"
+        is_fetched = fetch_ms is not None and fetch_ms < load_ms
+        if is_fetched or not self._costs.is_worth_it(load_ms, compute_ms):
             words = f"{end - first} blocks left on the SSD: {predicted}"
             self._restored[seq_id] = _joined(self._restored.get(seq_id), Restored(0, 0, words))
             return

@@ -133,6 +133,14 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
     assert machine.route(sequence()) == Choice(MOVE, "static", "both workers share one device")
 
 
+def test_workers_that_share_cores_with_their_like_have_something_to_choose():
+    cores = {"prefill0": (0,), "prefill1": (0,), "decode": (1,)}
+    places = make_places(["prefill0", "prefill1"], ["decode"], "alias")
+    machine = Machine("elastic", cores, places)
+    assert not machine.roles.acts_static
+    assert not machine.roles.cores.can_lend
+
+
 def test_one_worker_is_colocated_whatever_is_asked_for():
     places = make_places(["colocated"], ["colocated"], "alias")
     machine = Machine("elastic", {"colocated": (0, 1)}, places)
