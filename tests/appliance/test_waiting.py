@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from appliance.placement import BLOCK_SIZE
+from appliance.waiting import waits
 from engine.prefix_hashes import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
+from tests.engine.test_prefix_cache import finish, next_turn
+from tests.engine.test_router import World
 
 
 @pytest.fixture
@@ -52,6 +55,18 @@ def test_one_whose_beginning_is_being_computed_waits_for_that(
         sequence.prefix = hasher.chain(sequence.prompt_token_ids)
         machine.service.submit(request)
     assert told(machine)[1] == f"the beginning of its prompt, which {who} computes"
+
+
+def test_one_whose_blocks_another_pool_has_waits_for_these() -> None:
+    world = World("peer")
+    first = world.sequence(10, 30)
+    finish(world, first)
+    second = next_turn(world, first)
+    world.submit(second)
+    words = waits(world.router, world.now_ns)[second.seq_id]
+    assert words.startswith("blocks of its prompt from another pool; ")
+    world.run()
+    assert waits(world.router, world.now_ns) == {}
 
 
 def test_one_that_has_begun_waits_for_nothing(machine: Machine) -> None:

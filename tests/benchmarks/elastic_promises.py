@@ -213,7 +213,7 @@ def report(prompts: list[Prompt]) -> None:
         own = [p for p in prompts if p.tree == tree]
         ratios = [p.gap_ratio for p in own if p.gap_ratio is not None]
         off = [p.ttft_ms / p.predicted_ttft_ms for p in own if p.predicted_ttft_ms]
-        starts = sorted({p.daemon: p.start_s for p in own}.values())
+        starts = sorted({p.start_s for p in own})  # one for each daemon
         print(
             f"{tree}: {len(own)} prompts in {len(starts)} daemons; chats' gap over usual: "
             f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}, "

@@ -139,6 +139,23 @@ def test_what_was_used_twice_comes_from_disk_and_the_prompt_is_told_so(arm):
     assert (once_more.num_cached_tokens, once_more.num_restored_tokens) == (40, 0)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "is_fetched"), [(1e2, True), (1e12, False)])
+def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_per_s, is_fetched):
+    world = TieredWorld("peer")
+    prompt = list(range(41))
+    for _ in range(2):
+        finish(world, world.sequence(prompt=prompt))
+    world.ledger.pools["prefill"].lose()
+    world.tier.costs.bytes_per_s = bytes_per_s
+    world.router.copies.expected_ms = lambda *_: 5.0
+    again = world.sequence(prompt=prompt)
+    finish(world, again)
+    assert again.num_cached_tokens == 40
+    assert again.num_restored_tokens == (0 if is_fetched else 40)
+    assert bool(world.router.counters.prefix_cache_fetches) == is_fetched
+    assert "by way of another pool 6.0 ms" in again.restore_reason
+
+
 def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts():
     world = TieredWorld("colocated", num_blocks=65)
     prompt = list(range(81))
