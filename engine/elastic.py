@@ -231,85 +231,70 @@ class _Forecaster:
             _Unknown: it cannot be predicted.
         """
         static, *others = self._s.candidates
-        chunk = self._s.max_step_tokens
-        forecasts = [self._moves(static) if static.moves else self._stays(static, chunk)]
+        forecasts = [self._of(static, self._s.max_step_tokens)]
         if self._ttft_target_ms is None:
             return forecasts
         for pair in others:
             if pair.decode not in self._added_ms:
                 continue
-            for chunk in [0] if pair.moves else self._chunks(pair.decode):
+            for chunk in self._chunks(pair):
                 with suppress(_Unknown):
-                    forecasts.append(self._stays(pair, chunk) if chunk else self._moves(pair))
+                    forecasts.append(self._of(pair, chunk))
         return forecasts
 
-    def _chunks(self, worker: str) -> list[int]:
+    def _chunks(self, pair: Pair) -> list[int]:
         """From the largest down; one is enough where nobody waits for a step's end."""
         chunks = [self._s.max_step_tokens]
-        while self._s.loads[worker].batch and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
+        is_beside = self._s.loads[pair.prefill].batch and not pair.moves
+        while is_beside and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
             chunks.append(chunks[-1] // 2)
         return chunks
 
-    def _stays(self, pair: Pair, chunk: int) -> Forecast:
-        """One worker does all of it."""
-        worker, load, tokens = pair.decode, self._s.loads[pair.decode], self._num_left(pair.decode)
-        cores = self._cores(worker, self._busy | {worker})
-        steps = math.ceil(tokens / chunk)
-        own_ms = self._prompt_ms(worker, cores, chunk, load)
+    def _of(self, pair: Pair, chunk: int) -> Forecast:
+        """One worker computes the prompt in steps of a chunk; it or another goes on."""
+        (first, end), load = pair, self._s.loads[pair.prefill]
+        tokens, busy = self._num_left(first), self._busy | {first}
+        cores, steps = self._cores(first, busy), math.ceil(tokens / chunk)
+        own_ms = self._prompt_ms(first, cores, chunk, load)
         # what is there already goes at the chunk it was given, which is taken to be the same
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
-        itl_ms, beside_ms = self._decode_ms(worker, cores, 1), 0.0
+        itl_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
         if load.batch:
-            beside_ms = self._decode_ms(worker, cores, 0)
             itl_ms = max(itl_ms, own_ms / steps)
-        cost_ms = (own_ms - beside_ms * steps) * cores + self._splits_ms(worker)
-        if not self._s.shares_memory_bus:
-            cost_ms = ahead_ms + own_ms + self._output_ms(itl_ms)
-        limit = chunk if load.batch and chunk < self._s.max_step_tokens else None
-        way = Way(pair, bool(load.batch), cores, size_class(min(tokens, chunk)))
-        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms, limit)
-
-    def _moves(self, pair: Pair) -> Forecast:
-        """One worker computes the prompt, another goes on."""
-        first, load = pair.prefill, self._s.loads[pair.prefill]
-        tokens, chunk = self._num_left(first), self._s.max_step_tokens
-        busy = self._busy | {first}
-        cores = self._cores(first, busy)
-        own_ms = self._prompt_ms(first, cores, chunk, load)
-        ahead_ms = own_ms * load.num_prefill_tokens / tokens
-        itl_ms = self._decode_ms(pair.decode, self._cores(pair.decode, busy | {pair.decode}), 1)
-        if load.batch:
-            itl_ms = max(itl_ms, own_ms / math.ceil(tokens / chunk))
-        copy_ms = self._s.copy_ms.get(pair)
-        if copy_ms is None:
-            raise _Unknown
-        cost_ms = own_ms * cores + MOVE_COST_MS + copy_ms + self._splits_ms(pair.decode)
-        if not self._s.shares_memory_bus:
+        core_ms, more_ms = 0.0, 0.0
+        if pair.moves:
+            copy_ms = self._s.copy_ms.get(pair)
+            if copy_ms is None:
+                raise _Unknown
             # blocks go behind the steps that fill them; those of the last are waited for
-            tail_ms = copy_ms * min(chunk / tokens, 1.0)
-            cost_ms = ahead_ms + own_ms + MOVE_COST_MS + tail_ms + self._output_ms(itl_ms)
-        is_beside = bool(load.batch or self._s.loads[pair.decode].batch)
-        way = Way(pair, is_beside, cores, size_class(min(tokens, chunk)))
-        return self._forecast(way, ahead_ms, own_ms, itl_ms, cost_ms)
+            core_ms = MOVE_COST_MS + copy_ms
+            more_ms = MOVE_COST_MS + copy_ms * min(chunk / tokens, 1.0)
+        elif load.batch:
+            core_ms = -self._decode_ms(end, cores, 0) * steps * cores
+        cost_ms = own_ms * cores + core_ms + self._splits_ms(end)
+        if not self._s.shares_memory_bus:
+            cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(itl_ms)
+        ttft_ms = ahead_ms + own_ms
+        target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
+        return Forecast(
+            way=Way(
+                pair,
+                is_beside=any(self._s.loads[name].batch for name in pair),
+                num_cores=cores,
+                size=size_class(min(tokens, chunk)),
+            ),
+            ttft_ms=ttft_ms,
+            own_ms=own_ms,
+            itl_ms=itl_ms,
+            cost_ms=cost_ms,
+            miss=max(ttft_ms / target_ms, itl_ms / self._itl_target_ms),
+            promise_ms=max(itl_ms, self._itl_target_ms),
+            max_chunk_tokens=chunk if chunk < self._s.max_step_tokens else None,
+        )
 
     def _num_left(self, worker: str) -> int:
         """Prompt tokens that a worker would have to compute."""
         return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
-
-    def _forecast(
-        self,
-        way: Way,
-        ahead_ms: float,
-        own_ms: float,
-        itl_ms: float,
-        cost_ms: float,
-        chunk: int | None = None,
-    ) -> Forecast:
-        ttft_ms = ahead_ms + own_ms
-        target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
-        miss = max(ttft_ms / target_ms, itl_ms / self._itl_target_ms)
-        promise_ms = max(itl_ms, self._itl_target_ms)
-        return Forecast(way, ttft_ms, own_ms, itl_ms, cost_ms, miss, promise_ms, chunk)
 
     def _cores(self, worker: str, busy: set[str]) -> int:
         """On how many a worker computes while these do; who has nothing to do lends his."""

@@ -7,7 +7,7 @@ CHECKOUT is a checkout of another commit with an environment of its own (.venv).
 all the time, on the same cores, and take turns, round by round. Each has KV memory for half of
 clients x (prompt + max_tokens). The clients are a closed loop and ask for max_tokens. In the first
 part each reads an output of a random length, a quarter of that in the mean, and hangs up; in the
-second it reads all.
+second it reads all. Tokens count that come within a round; what is under way then is cut off.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ class Counts:
     def __init__(self) -> None:
         self.num_tokens = self.num_errors = 0
         self.gaps_ms: list[float] = []
+        self.ttfts_ms: list[float] = []
 
 
-async def one(arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: Counts) -> None:
-    """Ask for max_tokens, take so many, hang up."""
+async def one(
+    arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: Counts, end_ns: int
+) -> None:
+    """Ask for max_tokens, take so many, hang up; no later than at the end."""
+    asked_ns = time.monotonic_ns()
     reader, writer = await asyncio.open_unix_connection(str(arm.socket))
     body = json.dumps(
         {
@@ -102,8 +106,11 @@ async def one(arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: C
             break
         if line.startswith(b"data: "):
             now_ns = time.monotonic_ns()
-            if num:
-                counts.gaps_ms.append((now_ns - last_ns) / 1e6)
+            if now_ns > end_ns:
+                read = num
+                break
+            since_ns, kind = (last_ns, counts.gaps_ms) if num else (asked_ns, counts.ttfts_ms)
+            kind.append((now_ns - since_ns) / 1e6)
             choices = json.loads(line[6:])["choices"]
             num += sum(len(choice["token_ids"]) for choice in choices)
             last_ns = now_ns
@@ -115,17 +122,17 @@ async def one(arm: Arm, prompt: list[int], max_tokens: int, read: int, counts: C
 async def part(arm: Arm, options: argparse.Namespace, *, is_short: bool, seed: int) -> Counts:
     """A closed loop for so many seconds; only what comes within them counts."""
     rng, counts, most = random.Random(seed), Counts(), options.max_tokens
-    end_s = time.monotonic() + options.seconds
+    end_ns = time.monotonic_ns() + round(options.seconds * 1e9)
 
     async def client() -> None:
-        while time.monotonic() < end_s:
+        while time.monotonic_ns() < end_ns:
             prompt = [rng.randrange(100, 10_000) for _ in range(options.prompt_tokens)]
             length = min(max(round(rng.expovariate(4 / most)), 1), most) if is_short else most
-            await one(arm, prompt, most, length, counts)
+            await one(arm, prompt, most, length, counts, end_ns)
 
-    began_s = time.monotonic()
     await asyncio.gather(*(client() for _ in range(options.clients)))
-    counts.num_tokens = round(counts.num_tokens / (time.monotonic() - began_s))  # a second
+    counts.num_tokens = round(counts.num_tokens / options.seconds)  # a second
+    await asyncio.sleep(0.5)  # the last of them have hung up
     return counts
 
 
@@ -149,7 +156,9 @@ async def main(options: argparse.Namespace) -> None:
                 print(
                     f"  {name}: {statistics.median(rates)} tok/s ({min(rates)} to {max(rates)}), "
                     f"gap p50 {quantile(gaps, 0.5):.1f} ms, p99 {quantile(gaps, 0.99):.1f} ms, "
-                    f"longest {max(gaps):.0f} ms, {sum(c.num_errors for c in each)} errors"
+                    f"longest {max(gaps):.0f} ms, first token p50 "
+                    f"{quantile([t for c in each for t in c.ttfts_ms], 0.5):.0f} ms, "
+                    f"{sum(c.num_errors for c in each)} errors; each round {rates}"
                 )
             base, ours = ([c.num_tokens for c in found[name]] for name in ("base", "here"))
             ratios = [b / a for a, b in zip(base, ours, strict=True)]
