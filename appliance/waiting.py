@@ -41,8 +41,8 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
             text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
-        elif (text := _coming(router, sequence)) is not None:
-            text = f"{text}; {_by_now(sequence, now_ns)}"
+        elif (coming := _coming(router, sequence)) is not None:
+            text = f"{coming}; {_by_now(sequence, now_ns)}"
         elif not router.ways.fits(sequence, spare):
             text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
         elif (leader := router.prefixes.leader(sequence, under_way)) is not None:

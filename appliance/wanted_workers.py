@@ -110,13 +110,13 @@ class WantedWorkers:
             )
         num_firsts = len(set(names) & set(self.names[0]))
         middle = min(max(num_cores * num_firsts // num_workers, 1), num_cores - 1)
-        shares = []
-        for count, cpus in (
-            (num_firsts, available[:middle]),
-            (num_workers - num_firsts, available[middle:]),
-        ):
-            shares += [((cpus or available)[i % len(cpus or available)],) for i in range(count)]
-        return shares
+        parts = (available[:middle] or available, available[middle:])
+        counts = (num_firsts, num_workers - num_firsts)
+        return [
+            (cpus[i % len(cpus)],)
+            for cpus, count in zip(parts, counts, strict=True)
+            for i in range(count)
+        ]
 
 
 def parse_place(value: object) -> WantedWorkers:
