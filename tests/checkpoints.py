@@ -146,6 +146,16 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
+def use_one_thread() -> None:
+    """Tiny matrices: a second thread of torch's costs five times what it brings, more under load.
+
+    It is this process's; daemons and their workers count their own.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def make_checkpoint(
     folder: Path,
     family: str = "llama",
@@ -163,6 +173,7 @@ def make_checkpoint(
 
     from tests.byte_tokenizer import write_tokenizer
 
+    use_one_thread()
     folder.mkdir(parents=True, exist_ok=True)
     keys = _TINY | _OWN.get(family, {}) | config_overrides
     config = AutoConfig.for_model(family, **{k: v for k, v in keys.items() if v is not ...})
@@ -256,4 +267,5 @@ def load_oracle(folder: Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    use_one_thread()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()

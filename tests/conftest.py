@@ -1,10 +1,11 @@
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, use_one_thread
 from tests.daemons import ARMS, Daemon
 
 # without a GPU Triton interprets its kernels; it asks when it is imported
@@ -16,6 +17,40 @@ if not Path("/dev/nvidiactl").exists():
 hypothesis.settings.register_profile("penstock", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("penstock")
+
+
+LONGEST = (
+    "test_exactness.py",
+    "test_manners.py",
+    "test_prefix_cache.py",
+    "test_recovery.py",
+    "test_swaps.py",
+    "test_ssd_cache.py",
+    "test_starter.py",
+    "test_several_gpus.py",
+    "test_replay.py",
+    "cli/test_bench.py",
+    "starter/test_train.py",
+    "test_kernels_compile.py",
+    "cli/test_demo.py",
+)
+"""Files that take longest, in this order: a process that began one of them at the end would work on
+it alone. xdist's own order, by the number of tests, begins with the quickest."""
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        path = item.path.as_posix()
+        found = (i for i, name in enumerate(LONGEST) if path.endswith(f"/{name}"))
+        return next(found, len(LONGEST))
+
+    items.sort(key=rank)  # others, and the tests of a file, stay in their order
+
+
+def pytest_collection_finish():
+    """Where torch was imported; where it is later, the makers of checkpoints see to it."""
+    if "torch" in sys.modules:
+        use_one_thread()
 
 
 @pytest.fixture(scope="session")

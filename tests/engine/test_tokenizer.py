@@ -68,7 +68,7 @@ def test_encodes_and_decodes_as_transformers_does(tmp_path, build, flags, text):
 @pytest.mark.parametrize("build", [byte_level, sentencepiece_like])
 def test_long_texts_become_what_short_ones_do(build):
     ours, alone = Tokenizer(build()), build()
-    text = "hello wörld 😀 12 <|end|><s>\n" * 20_000
+    text = "hello wörld 😀 12 <|end|><s>\n" * 2_000
     for add in (True, False):
         assert ours.encode(text, add) == alone.encode(text, add_special_tokens=add).ids
     encoding = alone.encode(text)

@@ -30,6 +30,7 @@ def flat(tensors):
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "STEP_TOKENS", 600)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # each with a share of a step
     return Training(tmp_path / "run", 0, "cpu")
 
 
