@@ -25,6 +25,8 @@ ARMS = {
     "colocated": ["--roles", "colocated"],
     "elastic": ["--roles", "elastic"],
 }
+ALONE = ARMS["colocated"]
+"""For tests to which roles do not matter: each worker less is a second and a half less."""
 MANY = {
     "1x1": ["--roles", "static", "--transport", "peer"],
     "2x1": ["--roles", "static", "--transport", "peer", "--place", "2x1 forced"],
@@ -34,6 +36,8 @@ MANY = {
 """Pools of the workers' own, and several workers of a role, who may have to share cores."""
 DOORS = ("socket", "tcp")
 READY_S = 60.0
+LOADING_POLL_S = 0.1
+"""Asking takes both sides a few milliseconds, which loading needs more."""
 
 
 class Daemon:
@@ -77,8 +81,8 @@ class Daemon:
         return self.stderr_path.read_text(errors="replace")
 
     def wait_ready(self) -> Daemon:
-        self.wait_for(self.is_listening, self.ready_s)
-        self.wait_for(lambda: self.get_status("/ready") == 200, self.ready_s)
+        self.wait_for(self.is_listening, self.ready_s, LOADING_POLL_S)
+        self.wait_for(lambda: self.get_status("/ready") == 200, self.ready_s, LOADING_POLL_S)
         return self
 
     @property
@@ -104,12 +108,12 @@ class Daemon:
     def get_status(self, path: str) -> int:
         return self.http.get(path).status_code
 
-    def wait_for(self, condition, timeout_s: float = 30.0):
+    def wait_for(self, condition, timeout_s: float = 30.0, poll_s: float = 0.02):
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert self.process.poll() is None, f"the daemon ended:\n{self.stderr}"
             assert time.monotonic() < deadline, f"not in {timeout_s} s:\n{self.stderr}"
-            time.sleep(0.02)
+            time.sleep(poll_s)
         return value
 
     def state(self) -> dict:

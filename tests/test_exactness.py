@@ -59,9 +59,15 @@ def make_served(tmp_path_factory, family):
     return folder, load_oracle(folder)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Checkpoint and oracle of a family, made once: what an oracle has said is not asked again."""
+    return cache(partial(make_served, tmp_path_factory))
+
+
 @pytest.fixture(scope="module", params=IN_ALL_ARMS)
-def served(request, tmp_path_factory):
-    return make_served(tmp_path_factory, request.param)
+def served(request, made):
+    return made(request.param)
 
 
 @pytest.fixture(scope="module", params=list(ARMS))
@@ -171,8 +177,8 @@ def test_many_prompts_at_once_with_others_joining_and_leaving(running):
 
 
 @pytest.mark.parametrize("arm", list(MANY))
-def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, tmp_path_factory):
-    folder, oracle = make_served(tmp_path_factory, "llama")
+def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, made, tmp_path_factory):
+    folder, oracle = made("llama")
     daemon = Daemon(tmp_path_factory.mktemp(arm), *MANY[arm], model=folder).wait_ready()
     lengths = [5, 300, 64, 17, 900, 33, 128, 1, 450, 70, 12, 256, 640, 65]
     cases = [(prompt, 10 + 7 * (i % 8)) for i, prompt in enumerate(prompts(lengths, seed=6))]
@@ -191,8 +197,8 @@ def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, tmp_p
 
 
 @pytest.mark.parametrize("arm", list(TINY_POOLS))
-def test_a_pool_that_is_too_small_for_all(arm, tmp_path_factory):
-    folder, oracle = make_served(tmp_path_factory, "llama")
+def test_a_pool_that_is_too_small_for_all(arm, made, tmp_path_factory):
+    folder, oracle = made("llama")
     options = [*(ARMS | MANY)[arm], "--max-model-len", "512"]
     if arm == "2x2":  # elastic roles may spread them so well that nobody is preempted
         options += ["--roles", "static"]
@@ -248,8 +254,8 @@ def test_logprobs_agree_with_the_reference(running):
     "family",
     [family for family in FAMILIES if family not in (*IN_ALL_ARMS, *NEWER)],
 )
-def test_families_that_differ_in_the_model_alone(family, tmp_path_factory):
-    folder, oracle = make_served(tmp_path_factory, family)
+def test_families_that_differ_in_the_model_alone(family, made, tmp_path_factory):
+    folder, oracle = made(family)
     options = [*ARMS["shm"], "--max-model-len", "1024"]
     daemon = Daemon(tmp_path_factory.mktemp(family), *options, model=folder).wait_ready()
     cases = zip(prompts([5, 64, 65, 300, 600], seed=5), [30, 9, 20, 12, 4], strict=True)
@@ -260,19 +266,13 @@ def test_families_that_differ_in_the_model_alone(family, tmp_path_factory):
     assert daemon.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def newer(tmp_path_factory):
-    """Checkpoint and oracle of a family, made once."""
-    return cache(partial(make_served, tmp_path_factory))
-
-
 @pytest.mark.parametrize(
     ("family", "transport"), [(family, each) for family in NEWER for each in NEWER[family]]
 )
 def test_newer_families_under_all_roles_across_deaths_and_from_the_cache(
-    newer, family, transport, tmp_path
+    made, family, transport, tmp_path
 ):
-    folder, oracle = newer(family)
+    folder, oracle = made(family)
     options = ["--roles", "static", "--transport", transport, "--max-model-len", "1024"]
     daemon = Daemon(tmp_path, *options, model=folder).wait_ready()
     cases = list(zip(prompts([5, 64, 65, 300, 600], seed=5), [30, 9, 20, 12, 4], strict=True))
