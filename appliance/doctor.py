@@ -62,6 +62,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _looked_at("log", lambda: _log(found.log_path))
         yield _looked_at("ssd", lambda: _ssd(found, state))
     yield _daemon(state)
+    yield from _links_down(state)
 
 
 def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
@@ -231,6 +232,17 @@ def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
     except PenstockError as error:
         return error
     return state
+
+
+def _links_down(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
+    """Links between devices that do not do what was placed."""
+    for link in [] if isinstance(state, PenstockError) else state.get("links", []):
+        if link["down"]:
+            found = (
+                f"{link['from_pool']} to {link['to_pool']} by {link['transport']}: {link['down']}"
+            )
+            hint = "it is tried again when its first worker starts; the kernel log may say more"
+            yield Finding("link", "bad", found, hint)
 
 
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:

@@ -25,3 +25,7 @@ class LinkFrame(msgspec.Struct):
     """Why `transport` is not what was placed; None: it is."""
     has_detour: bool = False
     """It goes from one device's memory into another's."""
+    num_bytes: int = 0
+    """That have ever arrived."""
+    num_strikes: int = 0
+    """Copies in a row that failed or came to less than half of what the try at start did."""

@@ -178,6 +178,8 @@ def request_frame(
         cancelled_by=request.cancelled_by,
         route=shown.route,
         route_reason=shown.route_reason,
+        workers=",".join(shown.workers) or None,
+        links=",".join(shown.links) or None,
         restore_reason=shown.restore_reason,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,

@@ -29,8 +29,7 @@ def utc_now() -> str:
 
 def iso_time(seconds: float) -> str:
     """Unix seconds in the same form."""
-    time = datetime.fromtimestamp(seconds, UTC)
-    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(seconds, UTC).isoformat("T", "milliseconds")[:-6] + "Z"
 
 
 class RequestFrame(msgspec.Struct):
@@ -73,8 +72,7 @@ class RequestFrame(msgspec.Struct):
     e2e_ms: float | None = None
     handoff_bytes: int | None = None
     route: str | None = None
-    """`move` (prefilled by one worker, decoded by the other), `decode` or `prefill` (all of it by
-    that worker); None until it is placed, and in old rows."""
+    """`move` (to another worker), `decode` or `prefill` (all of it by that); None in old rows."""
     route_reason: str | None = None
     """Why, in words."""
     prefill_j: float | None = None
@@ -88,11 +86,13 @@ class RequestFrame(msgspec.Struct):
     cached_tokens: int | None = None
     """Of prompt_tokens, those found computed; None: the prefix cache is off."""
     restore_reason: str | None = None
-    """What was decided about its blocks on disk, and what came of it; None: there were none."""
     restored_tokens: int = 0
-    """Of cached_tokens, those that were loaded from the disk for it."""
+    """What came of its blocks on disk (None: there were none); of cached_tokens, those loaded."""
     cancelled_by: str | None = None
     """Whose doing its end was; None unless somebody has cancelled it."""
+    workers: str | None = None
+    links: str | None = None
+    """Where it has run, with commas, and how its KV came to all but the first; None in old rows."""
 
 
 class WorkerFrame(msgspec.Struct):

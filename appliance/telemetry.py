@@ -137,7 +137,7 @@ class Telemetry:
         """What was handed over since the last call, and what is on its way."""
         before, counters = self._handoffs, router.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
-        probed = [w.copy_bytes_per_s for w in states if w.copy_bytes_per_s is not None]
+        probed = [rate for w in states for rate in w.probes.values() if rate]  # 0: it is down
         return HandoffFrame(
             transport=router.places.transport,
             num_in_flight=len(router.at.moving),
@@ -163,6 +163,8 @@ class Telemetry:
                     (state.num_bytes - before) / elapsed_s,
                     state.down,
                     link.detour is not None,
+                    state.num_bytes,
+                    state.num_strikes,
                 )
             )
         return frames

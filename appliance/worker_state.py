@@ -88,11 +88,6 @@ class WorkerState:
         return None if self.ready is None else self.ready.attention
 
     @property
-    def copy_bytes_per_s(self) -> float | None:
-        """Of blocks to another pool and back, when it started; of several pools the slowest."""
-        return min(self.probes.values(), default=None)
-
-    @property
     def probes(self) -> dict[str, float]:
         """By other pool: bytes a second when it started; 0: it cannot be reached."""
         return {} if self.ready is None else self.ready.probes

@@ -267,6 +267,19 @@ class Sequence:
     """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
     transport: str | None = None
     """`alias`, `peer` or `shm` once it was handed over; None before, or if it never moves."""
+    workers: list[str] = field(default_factory=list)
+    """Where it has run, in order."""
+    links: list[str] = field(default_factory=list)
+    """How its KV came to each of them but the first: a transport, or `none` where it was there
+    already, or was computed again."""
+
+    def runs_at(self, worker: str, transport: str | None) -> None:
+        """It is admitted there, by that transport; None: new, or after a pause or a death."""
+        if transport is None and self.workers[-1:] == [worker]:
+            return
+        if self.workers:
+            self.links.append(transport or "none")
+        self.workers.append(worker)
 
     def forget_computed(self, num_kept_tokens: int = 0) -> None:
         """Compute again what comes after so many positions, into the same blocks.

@@ -39,6 +39,9 @@ class Whereabouts:
         """It is there from now on. The queue is left, and the end is reached, by the caller."""
         if (before := self._container(sequence.where)) is not None:
             before.pop(sequence.seq_id, None)
+        if isinstance(where, On):
+            has_moved = isinstance(sequence.where, Moving)
+            sequence.runs_at(where.leg.worker, sequence.transport if has_moved else None)
         sequence.where = where
         if (after := self._container(where)) is not None:
             after[sequence.seq_id] = sequence

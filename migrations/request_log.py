@@ -265,21 +265,37 @@ _QUEUE_US = """CASE
   END"""
 
 
+_WITH_RESTORES = (
+    _WITH_PAUSES.replace("prompt_tokens,", "prompt_tokens, cached_tokens, restored_tokens,")
+    .replace("route_reason,", "route_reason, restore_reason,")
+    .replace(
+        f"{_QUEUE_US} / 1000.0 AS queue_ms",
+        f"max({_QUEUE_US} - coalesce(restored_us, 0), 0) / 1000.0 AS queue_ms,"
+        f" min(restored_us, {_QUEUE_US}) / 1000.0 AS restore_ms",
+    )
+)
+
+
 @migration()
 def m008_restores(db: Database) -> None:
     """Of a request's prompts, what was loaded from the disk, and how long it waited for that."""
-    with_cached = _WITH_PAUSES.replace("prompt_tokens,", "prompt_tokens, cached_tokens,")
     for statement in (
         "ALTER TABLE requests ADD COLUMN restored_tokens INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE requests ADD COLUMN restored_us INTEGER",
         "ALTER TABLE requests ADD COLUMN restore_reason TEXT",
         "DROP VIEW v_requests",
-        with_cached.replace("cached_tokens,", "cached_tokens, restored_tokens,")
-        .replace("route_reason,", "route_reason, restore_reason,")
-        .replace(
-            f"{_QUEUE_US} / 1000.0 AS queue_ms",
-            f"max({_QUEUE_US} - coalesce(restored_us, 0), 0) / 1000.0 AS queue_ms,"
-            f" min(restored_us, {_QUEUE_US}) / 1000.0 AS restore_ms",
-        ),
+        _WITH_RESTORES,
+    ):
+        db.conn.execute(statement)
+
+
+@migration()
+def m009_legs(db: Database) -> None:
+    """Where a request has run, in order, and how its KV came from each worker to the next."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN workers TEXT",
+        "ALTER TABLE requests ADD COLUMN links TEXT",
+        "DROP VIEW v_requests",
+        _WITH_RESTORES.replace("transport,", "transport, workers, links,"),
     ):
         db.conn.execute(statement)

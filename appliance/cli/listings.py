@@ -68,6 +68,8 @@ LOG = (
     Column("PREFILL J", "prefill_j", joules, is_wide=True),
     Column("DECODE J", "decode_j", joules, is_wide=True),
     Column("ERROR", "error", is_wide=True),
+    Column("WORKERS", "workers", is_wide=True),
+    Column("LINKS", "links", is_wide=True),
 )
 
 EVENTS = (

@@ -35,7 +35,7 @@ def page(frame: Row, *, width: int, bar: str) -> str:
         ("endpoint", word(frame.get("endpoint"))),
         ("received", word(frame.get("received_at"))),
         ("tokens", f"{count(frame.get('prompt_tokens'))} in{_cached(frame)}, {out}"),
-        ("worker", word(frame.get("worker"))),
+        ("worker", _workers(frame)),
         ("moved", _moved(frame)),
         ("ttft", ms(frame.get("ttft_ms"))),
         ("tpot", f"{ms(frame.get('tpot_ms'))}, first gap {ms(frame.get('first_itl_ms'))}"),
@@ -93,6 +93,20 @@ def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int, bar: 
     start = min(room - 1, int(room * offset_ms / whole_ms))
     length = max(1, min(room - start, round(room * value_ms / whole_ms)))
     return " " * start + bar * length
+
+
+def _workers(frame: Row) -> str:
+    """Of each leg the worker, and how blocks came there: `prefill0, by peer at decode1`."""
+    names = (frame.get("workers") or frame.get("worker") or "").split(",")
+    ways = (frame.get("links") or "").split(",")
+    first, *others = names
+    return ", ".join(
+        [word(first or None)]
+        + [
+            f"{'again' if way == 'none' else 'by ' + word(way)} at {word(name)}"
+            for name, way in zip(others, ways, strict=False)
+        ]
+    )
 
 
 def _moved(frame: Row) -> str:

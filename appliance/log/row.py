@@ -52,6 +52,10 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     route: str | None
     route_reason: str | None
     restore_reason: str | None
+    workers: str | None
+    """Where that sequence has run, in order."""
+    links: str | None
+    """How its KV came to each of them but the first: a transport, or `none`."""
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
@@ -117,6 +121,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             route=slowest.route,
             route_reason=slowest.route_reason,
             restore_reason=slowest.restore_reason,
+            workers=",".join(slowest.workers) or None,
+            links=",".join(slowest.links) or None,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
             handoff_blocks=sum(sequence.handoff_blocks for sequence in sequences),
             recoveries=sum(sequence.num_recoveries for sequence in sequences),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.metrics.family import Family, counter, gauge, histogram
-from appliance.protocol import DeviceFrame, Frame, WayFrame
+from appliance.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
 from appliance.ssd_frame import SsdFrame
 
 _STATES = ("loading", "ready", "draining", "degraded")
@@ -26,6 +26,7 @@ def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
     yield from _latency(frame, histograms)
     yield from _workers(frame)
     yield from _kv(frame)
+    yield from _links(frame.links)
     yield from _ssd(frame.ssd)
     yield from _energy(frame)
     yield from _devices(frame.devices)
@@ -227,6 +228,33 @@ def _kv(frame: Frame) -> Iterator[Family]:
             "What the transport carried when it was probed at start.",
             handoff.probe_bytes_per_s,
         )
+
+
+def _links(links: list[LinkFrame]) -> Iterator[Family]:
+    """Between pools, each by its own name; nothing where all share one pool."""
+    named = [({"from_pool": link.from_pool, "to_pool": link.to_pool}, link) for link in links]
+    yield gauge(
+        "penstock_link_up",
+        "1; 0 where its blocks go by the detour. The transport is that in force.",
+        [({**labels, "transport": link.transport}, link.down is None) for labels, link in named],
+    )
+    about = "Of blocks that have arrived over a link."
+    yield counter("penstock_link_bytes_total", about, [(n, x.num_bytes) for n, x in named])
+    yield gauge(
+        "penstock_link_copy_bytes_per_second",
+        "What a link has carried lately, while it copied.",
+        [(labels, link.copy_bytes_per_s) for labels, link in named],
+    )
+    yield gauge(
+        "penstock_link_probe_bytes_per_second",
+        "Of blocks there and back at start; 0: they came back changed.",
+        [(labels, link.probe_bytes_per_s) for labels, link in named],
+    )
+    yield gauge(
+        "penstock_link_strikes",
+        "Copies in a row that failed, or were slower than half of the try at start.",
+        [(labels, link.num_strikes) for labels, link in named],
+    )
 
 
 def _ssd(ssd: SsdFrame | None) -> Iterator[Family]:

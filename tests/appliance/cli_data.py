@@ -30,6 +30,8 @@ FINISHED = {
     "endpoint": "/v1/completions",
     "received_at": "2026-01-02T03:04:05.678Z",
     "transport": "shm",
+    "workers": "prefill0,decode1,decode0",
+    "links": "shm,none",
     "handoff_bytes": 1 << 20,
     "decode_wait_ms": 5.0,
     "decode_ms": 362.0,

@@ -618,6 +618,15 @@ def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, 
     world.assert_all_free()
 
 
+@pytest.mark.parametrize("transport", ["alias", "peer", "shm"])
+def test_where_a_sequence_has_run_and_how_its_blocks_came_there_is_kept(transport):
+    world = World(transport)
+    sequence = world.sequence(22, 4)
+    world.submit(sequence)
+    world.run()
+    assert (sequence.workers, sequence.links) == (["prefill", "decode"], [transport])
+
+
 def test_what_is_computed_in_a_pool_that_others_share_is_not_computed_again():
     world = World("alias")
     sequence = world.sequence(22, 8)
@@ -630,6 +639,7 @@ def test_what_is_computed_in_a_pool_that_others_share_is_not_computed_again():
     assert (sequence.worker, sequence.route) == ("decode", "decode")
     assert sequence.num_computed_tokens == computed
     assert sequence.route_reason.endswith("went on at decode")
+    assert (sequence.workers, sequence.links) == (["prefill", "decode"], ["none"])
 
 
 def test_what_has_arrived_is_not_computed_again_where_it_goes():

@@ -24,6 +24,8 @@ INTERNAL = {
     "requests.computed_tokens": "as a share while it is prefilled",
     "devices.parent": "places a slice under its GPU",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
+    "links.num_bytes": "the rate is shown; the sum is for /metrics",
+    "links.num_strikes": "shown until the link is down",
     "links.has_detour": "decides whether it is an alert when it is slow",
     "ssd.reuse_distances": "summed up in what caches of several sizes would find",
     "ssd.reason": "shown where the state is not `on`",
@@ -42,6 +44,7 @@ def rich() -> Frame:
     request = msgspec.structs.replace(
         frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode",
         restored_tokens=64, cached_tokens=128, restore_ms=3.0, restore_reason="x",
+        workers="prefill0,decode1,decode0", links="peer,none",
     )  # fmt: skip
     frame = frames.kv_critical()
     frame.workers = [
@@ -61,7 +64,7 @@ def rich() -> Frame:
             prefix_cache_hits=400,
         ),
         swaps=SwapsFrame(["small"], "small", 3, 2, 2100.0),
-        links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True)],
+        links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True, 14, 2)],
         devices=[device],
         requests=[request],
         num_requests=1,

@@ -103,6 +103,8 @@ def _link(link: LinkFrame, name: str) -> Line:
     copies = fmt.pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
     probe = f"at start {_per_s(link.probe_bytes_per_s)}"
     down = [] if link.down is None else [Span(f"  ▲ down: {link.down}", Tone.WARN)]
+    if link.num_strikes and link.down is None and link.has_detour:
+        down = [Span(f"  ▲ {link.num_strikes} copies in a row failed or were slow", Tone.WARN)]
     return [
         Span(name, Tone.MUTED),
         Span(fmt.pad(link.transport, 6)),

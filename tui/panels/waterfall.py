@@ -82,6 +82,8 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
     if request.route:
         reason = f": {request.route_reason}" if request.route_reason else ""
         lines += wrap(f"route {request.route}{reason}", width)
+    if request.workers and request.links:
+        lines += wrap(f"ran at {_legs(request.workers, request.links)}", width)
     if request.restore_reason:
         lines += wrap(f"restored {request.restore_reason}", width)
     if request.waits_for:
@@ -94,6 +96,14 @@ def _because(request: RequestFrame, width: int) -> list[Line]:
     if request.slow_because:
         lines += wrap(f"slow because {request.slow_because}", width, 0, Tone.STRONG)
     return lines
+
+
+def _legs(workers: str, links: str) -> str:
+    """Each worker, and how blocks came there: `prefill0, by peer at decode1`."""
+    first, *others = workers.split(",")
+    ways = ("again" if way == "none" else f"by {way}" for way in links.split(","))
+    legs = (f"{way} at {name}" for name, way in zip(others, ways, strict=False))
+    return ", ".join([first, *legs])
 
 
 def _input(request: RequestFrame) -> str:

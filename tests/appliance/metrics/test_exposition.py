@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,7 +22,7 @@ from appliance.protocol import (
     WayFrame,
 )
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
-from tests.tui.frames import busy, idle, loading, pool, three_pools, worker
+from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
 QUERIES = Path(__file__).with_name("vllm_dashboards.promql")
 BY_THE_SCRAPER = {"job", "instance"}
@@ -281,3 +282,25 @@ def test_what_came_of_predictions_is_counted_by_way() -> None:
     outcomes = {labels["outcome"]: n for labels, n in found["penstock_route_outcomes_total"]}
     assert outcomes == {"as predicted": 5, "twice as bad": 2, "gave way": 1}
     assert found["penstock_routes_closed"] == [({"route": "decode", "beside_decodes": "yes"}, 1)]
+
+
+def test_every_link_has_its_bytes_rates_strikes_and_whether_its_detour_is_taken():
+    frame = eight_gpus()
+    frame.links[0] = msgspec.structs.replace(frame.links[0], num_bytes=14, num_strikes=3)
+    found = scraped(frame)
+    first, broken = frame.links[0], frame.links[7]
+    named = {"from_pool": first.from_pool, "to_pool": first.to_pool}
+    for name, value in (
+        ("penstock_link_bytes_total", 14),
+        ("penstock_link_strikes", 3),
+        ("penstock_link_copy_bytes_per_second", first.copy_bytes_per_s),
+        ("penstock_link_probe_bytes_per_second", first.probe_bytes_per_s),
+    ):
+        assert (named, value) in found[name]
+        assert len(found[name]) == len(frame.links)
+    up = found["penstock_link_up"]
+    assert ({**named, "transport": "peer"}, 1) in up
+    assert [labels for labels, value in up if not value] == [
+        {"from_pool": broken.from_pool, "to_pool": broken.to_pool, "transport": "shm"}
+    ]
+    assert not [name for name in scraped(idle()) if name.startswith("penstock_link_")]
