@@ -19,13 +19,13 @@ from appliance.config import ServeConfig
 from appliance.gpu_placement import attention_for, installed_torch
 from appliance.models import cache
 from appliance.models.names import HubName
-from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan
+from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan, available_memory_bytes
 from appliance.placement_text import placement_lines
 from appliance.placing import Placing, this_inventory
 from appliance.request import ModelInfo
 from appliance.weights_plan import WeightsPlan, plan_weights
 from engine.attention_backends import this_machine
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, arena_layout
 from engine.errors import AlreadyRunning, ConfigError
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
@@ -249,7 +249,7 @@ def _setups(
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    specs_by_worker = _arenas(weights, placement)
+    specs_by_worker = _arenas(weights, placement) | _staged(checkpoint, dtype, placement)
     fds += {spec.fd for spec in specs_by_worker.values()}
     workers = []
     for plan in placement.workers:
@@ -289,6 +289,31 @@ def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec
         for index, name in enumerate(names):
             found[name] = weights.spec(fd, index, len(names))
     return found
+
+
+def _staged(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
+    """Memory of the host through which several devices get weights that are read from disk once.
+
+    It stays, so that a worker that starts again reads nothing either. None: one device alone, or
+    the host has no room for it, and each worker reads all files.
+    """
+    names = [p.name for p in placement.workers if p.gpu is not None and p.shares != "maps"]
+    num_bytes, room_bytes = arena_layout(checkpoint, dtype).num_bytes, available_memory_bytes() // 2
+    if len(names) < 2:
+        return {}
+    if num_bytes > room_bytes:
+        log.warning(
+            "each of %d workers reads all weights: sharing them takes %.1f GB of the host, "
+            "and half of what is free is %.1f GB",
+            len(names), num_bytes / 1e9, room_bytes / 1e9,
+        )  # fmt: skip
+        return {}
+    log.info("weights are read once, by %d workers, into memory of the host", len(names))
+    fd = _memfd("penstock-weights-staged", num_bytes)
+    return {
+        name: WeightsSpec(fd, num_bytes, index, len(names), is_filled=False)
+        for index, name in enumerate(names)
+    }
 
 
 def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:

@@ -29,9 +29,10 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
 
 class WeightsSpec(msgspec.Struct, frozen=True):
-    """A memfd for weights converted to the serving dtype; shared by all workers.
+    """A memfd for weights converted to the serving dtype; shared by workers.
 
-    The worker converts its share (`share_index` of `share_count`), or nothing if `is_filled`.
+    The worker converts its share (`share_index` of `share_count`), or nothing if `is_filled`. On
+    cores it computes from there; on a GPU it copies them all when every share is in place.
     """
 
     fd: int

@@ -52,7 +52,13 @@ from engine.workers.sizing import (
     num_blocks_that_fit,
     step_tokens,
 )
-from engine.workers.streaming import Progress, arena_views, stream_weights
+from engine.workers.streaming import (
+    Progress,
+    arena_views,
+    read_share,
+    stream_arena,
+    stream_weights,
+)
 
 _SEAL_BYTES = 16
 
@@ -192,7 +198,7 @@ def _weights(
     device: Device,
     progress: Progress,
 ) -> tuple[SharedMemory | None, torch.Tensor]:
-    """The bytes of all weights, read or mapped, when all workers have them."""
+    """The bytes of all weights, read or mapped, when all workers have their share of them."""
     if gpu.shares == "maps":
         channel.send(WeightsLoaded())
         channel.expect(Go)
@@ -201,6 +207,15 @@ def _weights(
         return shared, device.map(shared.weights)
     layout = arena_layout(checkpoint, setup.dtype)
     arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
+    spec = setup.weights
+    if spec is not None:  # other devices need them, too
+        if not spec.is_filled:
+            share = spec.share_index, spec.share_count
+            read_share(checkpoint, setup.dtype, spec.fd, share, progress)
+        channel.send(WeightsLoaded())
+        channel.expect(Go)
+        stream_arena(spec.fd, arena, device)
+        return None, arena
     views = arena_views(layout, setup.dtype, arena)
     if checkpoint.is_plain:
         stream_weights(checkpoint, views, device, progress)

@@ -3,27 +3,32 @@
 One read at a time leaves a fast disk, or the page cache, half idle, and a copy from ordinary memory
 waits for the host. So threads read pieces into pinned buffers, and each piece is copied as soon as
 it is there, to where it belongs in one arena of device memory. A buffer is read into again when the
-device has copied it.
+device has copied it. Where several devices need the weights each worker reads a share of the files
+into memory of the host that all inherit, and copies everything from there in the same way.
 Owns: the buffers and threads, while it runs.
-Invariant: the pages of the files are mapped nowhere, and the host holds no more than the buffers.
+Invariant: the pages of the files are mapped nowhere; no byte of a file is read by two workers that
+have shares; beside what they share the host holds no more than the buffers.
 Never: chooses the dtype or the layout (engine.checkpoint does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint import Checkpoint, WeightsLayout
+from engine.checkpoint import Checkpoint, WeightsLayout, arena_layout
 from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
+from engine.model.weights import convert_weights
 from engine.workers.device import Device
 
 PIECE_BYTES = 16 << 20
@@ -80,34 +85,109 @@ def stream_weights(
         CheckpointError: a file cannot be read, or is shorter than it was.
     """
     pieces = list(_pieces(checkpoint, views))
+    with _opened(piece.file for piece in pieces) as files:
+        _stream(pieces, files, device, progress)
+
+
+@torch.inference_mode()
+def read_share(
+    checkpoint: Checkpoint, dtype: str, fd: int, share: tuple[int, int], progress: Progress
+) -> None:
+    """Fill a part of an arena in the host's memory, as arena_layout() has it.
+
+    Args:
+        checkpoint: where the stored tensors lie, in whatever form.
+        dtype: that they are to be in.
+        fd: of the memory, which others fill the rest of.
+        share: (index, count) of the part.
+        progress: called with (bytes done, bytes to do), of the part.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is shorter than it was.
+    """
+    layout = arena_layout(checkpoint, dtype)
+    memory = torch.frombuffer(mmap.mmap(fd, layout.num_bytes), dtype=torch.uint8)
+    views = arena_views(layout, dtype, memory)
+    if any(tensor.dtype != dtype for tensor in checkpoint.tensors.values()):
+        convert_weights(checkpoint, views, progress, share)
+        return
+    index, count = share
+    pieces = list(_pieces(checkpoint, views))[index::count]
+    total_bytes, done_bytes = sum(piece.num_bytes for piece in pieces), 0
+    with (
+        _opened(piece.file for piece in pieces) as files,
+        ThreadPoolExecutor(NUM_READS, "read") as threads,
+    ):
+        reads = [
+            threads.submit(_read, files[piece.file], piece, piece.target.view(torch.uint8))
+            for piece in pieces
+        ]
+        for piece, read in zip(pieces, reads, strict=True):
+            read.result()
+            done_bytes += piece.num_bytes
+            progress(done_bytes, total_bytes)
+
+
+@torch.inference_mode()
+def stream_arena(fd: int, arena: torch.Tensor, device: Device) -> None:
+    """Copy an arena in the host's memory, which is filled, to one on a device.
+
+    Shapes: arena [num_bytes] of uint8.
+
+    Args:
+        fd: of the host's.
+        arena: the device's.
+        device: that it is on.
+    """
+    where = Path(f"/proc/self/fd/{fd}")
+    starts = range(0, len(arena), PIECE_BYTES)
+    targets = [arena[start : start + PIECE_BYTES] for start in starts]
+    pieces = [
+        _Piece(where, start, len(target), torch.uint8, target)
+        for start, target in zip(starts, targets, strict=True)
+    ]
+    _stream(pieces, {where: fd}, device, lambda *_: None)
+
+
+def _stream(
+    pieces: list[_Piece], files: Mapping[Path, int], device: Device, progress: Progress
+) -> None:
     total_bytes = sum(piece.num_bytes for piece in pieces)
     largest = max((piece.num_bytes for piece in pieces), default=0)
     free = deque(_Buffer(device, largest) for _ in range(min(_NUM_BUFFERS, len(pieces))))
     reading: deque[tuple[_Piece, _Buffer, Future[None]]] = deque()
     todo, done_bytes = iter(pieces), 0
-    files = {path: _open(path) for path in dict.fromkeys(piece.file for piece in pieces)}
+    with ThreadPoolExecutor(NUM_READS, "read") as threads:
+        while True:
+            while len(reading) < NUM_READS and (piece := next(todo, None)) is not None:
+                buffer = free.popleft()
+                if buffer.wait is not None:
+                    buffer.wait()
+                future = threads.submit(_read, files[piece.file], piece, buffer.memory)
+                reading.append((piece, buffer, future))
+            if not reading:
+                break
+            piece, buffer, future = reading.popleft()
+            future.result()
+            stored = buffer.memory[: piece.num_bytes].view(piece.dtype)
+            if piece.dtype != piece.target.dtype:
+                stored = stored.to(device.torch_device, non_blocking=True)
+            piece.target.copy_(stored, non_blocking=True)
+            buffer.wait = device.mark()
+            free.append(buffer)
+            done_bytes += piece.num_bytes
+            progress(done_bytes, total_bytes)
+    device.mark()()
+
+
+@contextlib.contextmanager
+def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
+    files: dict[Path, int] = {}
     try:
-        with ThreadPoolExecutor(NUM_READS, "read") as threads:
-            while True:
-                while len(reading) < NUM_READS and (piece := next(todo, None)) is not None:
-                    buffer = free.popleft()
-                    if buffer.wait is not None:
-                        buffer.wait()
-                    future = threads.submit(_read, files[piece.file], piece, buffer.memory)
-                    reading.append((piece, buffer, future))
-                if not reading:
-                    break
-                piece, buffer, future = reading.popleft()
-                future.result()
-                stored = buffer.memory[: piece.num_bytes].view(piece.dtype)
-                if piece.dtype != piece.target.dtype:
-                    stored = stored.to(device.torch_device, non_blocking=True)
-                piece.target.copy_(stored, non_blocking=True)
-                buffer.wait = device.mark()
-                free.append(buffer)
-                done_bytes += piece.num_bytes
-                progress(done_bytes, total_bytes)
-        device.mark()()
+        for path in paths:
+            if path not in files:
+                files[path] = _open(path)
+        yield files
     finally:
         for fd in files.values():
             os.close(fd)

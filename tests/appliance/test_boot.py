@@ -1,5 +1,6 @@
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,20 @@ def gpu(monkeypatch):
 
 
 def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny_llama):
-    plan = plan_of(model=tiny_llama)
+    plan = plan_of(model=tiny_llama, roles="colocated")
     ((placed, setup),) = plan.workers
     assert (plan.roles, plan.dtype) == ("colocated", "bfloat16")
     assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0"))
     assert setup.pool.fd is None
     assert plan.inherited_fds == []
     assert setup.weights is None
+
+
+def test_on_a_gpu_that_nobody_has_measured_two_workers_are_tried(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama)
+    assert plan.placement.is_trial
+    assert [setup.gpu.shares for _, setup in plan.workers] == ["maps", "exports"]
+    assert plan.roles == "elastic"
 
 
 def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
@@ -109,14 +117,34 @@ def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
     assert plan.roles == "static"
 
 
-def test_two_workers_on_a_gpu_that_copy_inherit_nothing_but_the_ring(plan_of, gpu, tiny_llama):
+def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_their_way(
+    plan_of, gpu, tiny_llama
+):
     plan = plan_of(model=tiny_llama, transport="shm")
     assert plan.roles == "elastic"
     assert [setup.gpu.shares for _, setup in plan.workers] == [None, None]
     assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
-    assert {spec.fd for _, setup in plan.workers for spec in setup.other_pools} == set(
-        plan.inherited_fds
-    )
+    (ring,) = {spec.fd for _, setup in plan.workers for spec in setup.other_pools}
+    (weights,) = {setup.weights.fd for _, setup in plan.workers}
+    assert {ring, weights} == set(plan.inherited_fds)
+
+
+def test_workers_on_several_gpus_read_a_share_of_the_weights_each(
+    plan_of, gpu, tiny_llama, monkeypatch, caplog
+):
+    gpus = tuple(replace(gpu, name=f"gpu{i}", uuid=f"GPU-{i}") for i in range(4))
+    machine = Inventory(gpus, memory_bytes=8 << 30)
+    monkeypatch.setattr("appliance.boot.this_inventory", lambda: machine)
+    plan = plan_of(model=tiny_llama)
+    shares = [setup.weights for _, setup in plan.workers]
+    assert [(each.share_index, each.share_count) for each in shares] == [(i, 4) for i in range(4)]
+    assert not any(each.is_filled for each in shares)
+    (fd,) = {each.fd for each in shares}
+    assert os.fstat(fd).st_size == shares[0].num_bytes > 0
+    monkeypatch.setattr("appliance.boot.available_memory_bytes", lambda: 1000)
+    plan = plan_of(model=tiny_llama)
+    assert [setup.weights for _, setup in plan.workers] == [None] * 4
+    assert "each of 4 workers reads all weights" in caplog.text
 
 
 def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_path):

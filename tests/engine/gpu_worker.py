@@ -30,7 +30,17 @@ def no_grammars():
 class GpuWorker:
     """A worker's start in a thread, with this test as the daemon."""
 
-    def __init__(self, checkpoint, name, device, gpu, num_blocks=64, dtype="float32", other=None):
+    def __init__(
+        self,
+        checkpoint,
+        name,
+        device,
+        gpu,
+        num_blocks=64,
+        dtype="float32",
+        other=None,
+        weights=None,
+    ):
         self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
         self.setup = Setup(
             worker=name,
@@ -39,7 +49,7 @@ class GpuWorker:
             block_size=BLOCK_SIZE,
             pool=PoolSpec("kv", None, num_blocks),
             other_pools=[] if other is None else [other],
-            weights=None,
+            weights=weights,
             cpus=[0],
             max_step_tokens=32,
             max_model_len=48,

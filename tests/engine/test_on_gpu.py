@@ -22,6 +22,7 @@ from engine.messages import (
     PoolSpec,
     Unmapped,
     WeightsLoaded,
+    WeightsSpec,
 )
 from engine.model.weights import load_weights
 from engine.workers import streaming
@@ -62,6 +63,66 @@ def test_streamed_weights_are_the_files_in_the_serving_dtype(
             assert torch.equal(view.cpu(), stored[name].values.to(getattr(torch, dtype)))
     assert told[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_workers_on_several_devices_read_each_byte_once_between_them(
+    checkpoint, dtype, monkeypatch
+):
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 1000)
+    num_bytes = arena_layout(checkpoint, dtype).num_bytes
+    fd = os.memfd_create("weights")
+    os.ftruncate(fd, num_bytes)
+    workers = []
+    for index in range(3):
+        spec = WeightsSpec(fd, num_bytes, index, 3, is_filled=False)
+        name, gpu = f"decode{index}", GpuSpec(f"GPU-{index}")
+        device = FakeDevice()
+        workers.append(GpuWorker(checkpoint, name, device, gpu, dtype=dtype, weights=spec))
+    with contextlib.ExitStack() as stack:
+        for worker in workers:
+            stack.enter_context(contextlib.closing(worker))
+            worker.report(WeightsLoaded)
+        # what each was to read is a part of the whole, and nobody else's
+        assert all(worker.told[-1][0] == worker.told[-1][1] for worker in workers)
+        assert sum(worker.told[-1][1] for worker in workers) == sum(
+            view.nbytes for view in views_of(checkpoint, dtype).values()
+        )
+        for worker in workers:
+            worker.send(Go())
+            worker.report(PoolMade)
+            worker.loop()
+        answers = [
+            [token for entry in worker.run(admit()) for token in entry.token_ids]
+            for worker in workers
+        ]
+    os.close(fd)
+    with contextlib.closing(start_alone(checkpoint, FakeDevice(), dtype=dtype)) as alone:
+        alone.report(PoolMade)
+        alone.loop()
+        expected = [token for entry in alone.run(admit()) for token in entry.token_ids]
+    assert len(expected) == 12
+    assert answers == [expected] * 3
+
+
+def test_a_worker_that_starts_again_reads_no_file(checkpoint):
+    num_bytes = arena_layout(checkpoint, "float32").num_bytes
+    fd = os.memfd_create("weights")
+    os.ftruncate(fd, num_bytes)
+    streaming.read_share(checkpoint, "float32", fd, (0, 1), lambda *_: None)
+    spec = WeightsSpec(fd, num_bytes, 0, 2, is_filled=True)
+    with contextlib.closing(start_alone(checkpoint, FakeDevice(), weights=spec)) as worker:
+        worker.report(PoolMade)
+        worker.loop()
+        assert not worker.told
+        tokens = [token for entry in worker.run(admit()) for token in entry.token_ids]
+    os.close(fd)
+    assert len(tokens) == 12
+
+
+def views_of(checkpoint, dtype):
+    layout = arena_layout(checkpoint, dtype)
+    return arena_views(layout, dtype, torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 
 def test_a_file_that_has_shrunk_is_named(tmp_path):
