@@ -84,7 +84,7 @@ class Inventory:
 
     gpus: tuple[Gpu, ...] = ()
     links: tuple[GpuLink, ...] = ()
-    """Between any two of `gpus`; MIG instances have none."""
+    """Between any two boards that `gpus` are, or are parts of."""
     nodes: tuple[Node, ...] = (Node(0, (0,)),)
     memory_bytes: int = 0
     """Of the host, that can be used."""
@@ -99,14 +99,15 @@ class Inventory:
     def link(self, one: Gpu, other: Gpu) -> GpuLink:
         """What joins two of the GPUs, in either order.
 
-        MIG instances reach nobody else's memory, not even that of the same GPU's other instances.
+        MIG instances reach nobody else's memory, not even that of the same GPU's other instances;
+        what they have of a link is how near their boards are.
         """
+        names = {one.board, other.board}
+        unknown = GpuLink(one.name, other.name, level=0 if len(names) == 1 else None)
+        found = next((each for each in self.links if {each.one, each.other} == names), unknown)
         if one.is_instance or other.is_instance:
-            level = 0 if one.board == other.board else None
-            return GpuLink(one.name, other.name, level=level, can_reach=False)
-        names = {one.name, other.name}
-        unknown = GpuLink(one.name, other.name)
-        return next((each for each in self.links if {each.one, each.other} == names), unknown)
+            return GpuLink(one.name, other.name, level=found.level, can_reach=False)
+        return found
 
     def cores_near(self, gpu: Gpu) -> tuple[int, ...]:
         """Those of its NUMA node; all, where its node is not known or has none."""
@@ -132,7 +133,7 @@ def read_inventory(
     """
     nvml = nvml or open_nvml()
     gpus = list_gpus(nvml, visible)
-    links = () if nvml is None else _links(nvml, [gpu for gpu in gpus if not gpu.is_instance])
+    links = () if nvml is None else _links(nvml, dict.fromkeys(gpu.board for gpu in gpus))
     return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes, mps_runs())
 
 
@@ -175,10 +176,10 @@ def _total_bytes(text: str) -> int | None:
     return None
 
 
-def _links(nvml: Nvml, gpus: list[Gpu]) -> tuple[GpuLink, ...]:
+def _links(nvml: Nvml, boards: Iterable[str]) -> tuple[GpuLink, ...]:
     handles = {
-        gpu.name: nvml.ask("nvmlDeviceGetHandleByIndex", int(gpu.name.removeprefix("gpu")))
-        for gpu in gpus
+        name: nvml.ask("nvmlDeviceGetHandleByIndex", int(name.removeprefix("gpu")))
+        for name in boards
     }
     ends = {name: (nvml.address(each), nvml.nvlinks(each)) for name, each in handles.items()}
     return tuple(

@@ -119,13 +119,16 @@ def _mask(bits: Iterable[int], num_words: int) -> Any:
     return words
 
 
-def _h100(node: int, **links: int) -> Board:
-    return Board("NVIDIA H100 80GB HBM3", 81559, (9, 0), node, **links)
+def _h100(node: int, **more: Any) -> Board:
+    return Board("NVIDIA H100 80GB HBM3", 81559, (9, 0), node, **more)
+
+
+def _parts(node: int, *profiles: tuple[str, int]) -> Board:
+    return _h100(node, profiles=profiles, is_divided=True)
 
 
 def _divided(*profiles: tuple[str, int]) -> Machine:
-    board = Board("NVIDIA H100 80GB HBM3", 81559, (9, 0), profiles=profiles, is_divided=True)
-    return Machine([board], nodes=((26, 220),))
+    return Machine([_parts(0, *profiles)], nodes=((26, 220),))
 
 
 def _near(*groups: set[int]) -> Callable[[int, int], int]:
@@ -152,6 +155,14 @@ def machines() -> dict[str, Machine]:
         ),
         "h100-mig-2x3g.40gb": _divided(("3g.40gb", 40448), ("3g.40gb", 40448)),
         "h100-mig-7x1g.10gb": _divided(*[("1g.10gb", 9984)] * 7),
+        "2xh100-mig-2x3g.40gb": Machine(
+            [_parts(node, *[("3g.40gb", 40448)] * 2) for node in (0, 1)],
+            nodes=((26, 220), (26, 220)),
+        ),
+        "2xh100-one-divided": Machine(
+            [_h100(0), _parts(1, ("4g.40gb", 40448), ("3g.40gb", 40448))],
+            nodes=((26, 220), (26, 220)),
+        ),
         "2xrtx4090-no-p2p": Machine(rtx, lambda one, other: 30, lambda one, other: False),
         "2xh100-one-hidden": Machine(
             [_h100(0, nvlinks={1: 18}, link_mb_per_s=26562),

@@ -162,6 +162,21 @@ def test_mig_instances_have_memory_of_their_own_and_the_gpu_has_the_power() -> N
         assert getattr(first, name) is None, name
 
 
+def test_instances_of_several_boards_have_each_their_own_boards_power() -> None:
+    boards = a100_divided(), a100_divided()
+    machine = Machine(*boards)
+    machine.read()
+    boards[1].readings["TotalEnergyConsumption"] += 200_000
+    found = machine.read()
+    power = {frame.name: frame.power_w for frame in found}
+    assert {frame.name: frame.parent for frame in found if frame.parent} == {
+        "gpu0/mig0": "gpu0", "gpu0/mig2": "gpu0", "gpu1/mig0": "gpu1", "gpu1/mig2": "gpu1",
+    }  # fmt: skip
+    assert power["gpu1"] == 200.0
+    assert power["gpu0"] == 0.0
+    assert {power[frame.name] for frame in found if frame.parent} == {None}
+
+
 def test_instances_come_and_go_at_the_next_look() -> None:
     gpu = a100_divided()
     machine = Machine(gpu)
