@@ -1,5 +1,6 @@
 """How many of several devices prefill, and which: by what a usual request costs each phase.
 
+Before a model was served that is an estimate by data sheets; from then on, by what its steps took.
 Owns: the estimate. Pure.
 Invariant: each role has a device; of all ways to divide them the one is taken whose slower role is
 quickest, and whose links between the roles are the best.
@@ -13,9 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from appliance.devices.inventory import Inventory
 from appliance.devices.listing import Gpu
+from engine.messages import RehearsedStep
 
 USUAL_PROMPT_TOKENS = 2048
 USUAL_OUTPUT_TOKENS = 256
+_USUAL_DEPTH = USUAL_PROMPT_TOKENS / 2
 MAX_BATCH = 32
 """Sequences that decode together; fewer where the KV of more has no room."""
 _PRODUCT_SHARE, _BANDWIDTH_SHARE = 0.55, 0.65
@@ -54,16 +57,41 @@ def phase_costs(
     return prefill, USUAL_OUTPUT_TOKENS * read_bytes / _BANDWIDTH_SHARE
 
 
-def num_prefilling(num_devices: int, costs: tuple[float, float]) -> tuple[int, str]:
+def measured_costs(steps: Sequence[RehearsedStep]) -> tuple[float, float] | None:
+    """The same from steps that were timed, in ms; None: too few of a kind to tell."""
+    prompts = [step for step in steps if step.num_tokens > 1]
+    decodes = [s for s in steps if s.num_tokens == 1 and s.num_sequences <= MAX_BATCH]
+    if not prompts or not decodes:
+        return None
+    # the largest, which are what a busy device makes, and of those the one most like a usual one
+    prompt = max(
+        prompts, key=lambda s: (s.num_sequences * s.num_tokens, -abs(_depth(s) - _USUAL_DEPTH))
+    )
+    decode = max(decodes, key=lambda s: (s.num_sequences, -abs(_depth(s) - USUAL_PROMPT_TOKENS)))
+    return (
+        USUAL_PROMPT_TOKENS * prompt.elapsed_ms / (prompt.num_sequences * prompt.num_tokens),
+        USUAL_OUTPUT_TOKENS * decode.elapsed_ms / decode.num_sequences,
+    )
+
+
+def _depth(step: RehearsedStep) -> float:
+    """Positions before a token of it, on average."""
+    return step.num_before + step.num_tokens / 2
+
+
+def num_prefilling(
+    num_devices: int, costs: tuple[float, float], *, are_measured: bool = False
+) -> tuple[int, str]:
     """How many of at least two prefill, and why."""
     prefill, decode = costs
     shares = f"{100 * prefill / (prefill + decode):.0f} to {100 * decode / (prefill + decode):.0f}"
     count = min(
         range(1, num_devices), key=lambda n: (max(prefill / n, decode / (num_devices - n)), n)
     )
+    how = "was measured to need" if are_measured else "is estimated to need"
     about = (
         f"{count} of {num_devices} prefill: a request of {USUAL_PROMPT_TOKENS:,} prompt and "
-        f"{USUAL_OUTPUT_TOKENS} output tokens is estimated to need prefill and decode as {shares}"
+        f"{USUAL_OUTPUT_TOKENS} output tokens {how} prefill and decode as {shares}"
     )
     return count, about
 

@@ -35,7 +35,7 @@ from appliance.log.retention import Limits
 from appliance.models.names import HubName
 from appliance.notify import notify, notify_watchdog
 from appliance.open_files import raise_limit
-from appliance.rehearsing import Rehearsing
+from appliance.rehearsing import rehearsing_of
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
 from appliance.ssd_cache import SsdCache
@@ -223,8 +223,9 @@ class _Daemon:
         self._supervisor.spawn_all()
         self._has_workers = True
         self._router = self._make_router()
-        max_step_tokens = plan.placement.max_step_tokens
-        self._rehearsing = Rehearsing(self._router, self._supervisor.send, max_step_tokens)
+        self._rehearsing = rehearsing_of(
+            plan, self._config.state_dir, self._router, self._supervisor.send
+        )
         return self._router, self._supervisor
 
     async def _stop_workers(self) -> None:

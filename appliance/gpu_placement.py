@@ -1,8 +1,8 @@
 """Which GPUs serve, and what each worker does on one.
 
-On one GPU both phases are one worker's unless roles or a transport are asked for: two processes
-take turns on it, and what they gain by not waiting for each other's steps has to be measured first.
-Asked for, they share weights and pool, or, if that is asked for, copy blocks by way of the host.
+On one GPU it is measured whether two processes gain more by not waiting for each other's steps
+than they lose by taking turns: a model's first start tries two, and what it finds holds after that.
+Two share weights and pool, or, if that is asked for, copy blocks by way of the host.
 Owns: nothing; pure.
 Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
 Never: asks a driver (devices does), allocates.
@@ -157,11 +157,12 @@ def place_on_gpu(
     max_model_len: int | None,
     cores: list[int],
     has_mps: bool = False,
+    why: str | None = None,
 ) -> Placement:
     """One worker, or two that share the GPU's memory; blocks are counted when they are made.
 
     A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
-    transport share nothing but the ring.
+    transport share nothing but the ring. `why` says what has been measured, or is to be.
 
     Raises:
         ConfigError: the KV memory holds nothing.
@@ -195,7 +196,7 @@ def place_on_gpu(
         max_model_len=wanted_len,
         max_step_tokens=GPU_STEP_TOKENS,
         block_size=block_size,
-        reasons=(_why(gpu, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
+        reasons=(_why(gpu, why, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
     )
 
 
@@ -218,13 +219,11 @@ def _two(
     ]
 
 
-def _why(gpu: Gpu, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:
+def _why(gpu: Gpu, why: str | None, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:
     if not has_two:
-        return (
-            f"one worker on {gpu.name}: two processes on a GPU take turns; --roles static makes two"
-        )
+        return f"one worker on {gpu.name}: {why or 'asked for'}; --roles static makes two"
     how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
     turns = "they take turns, for MPS does not run"
     if has_mps:
         turns = f"by MPS they compute at once, prefill on {PREFILL_PERCENT} % of the processors"
-    return f"two workers on {gpu.name} were asked for, and {how}; {turns}"
+    return f"two workers on {gpu.name}: {why or 'asked for'}; they {how}; {turns}"

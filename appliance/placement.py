@@ -73,6 +73,8 @@ class Placement:
     block_size: int = BLOCK_SIZE
     reasons: tuple[str, ...] = ()
     """For what was chosen, in words."""
+    is_trial: bool = False
+    """Two workers share a device to be timed; by that it is decided whether both go on."""
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""

@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from appliance.balance import divide, num_prefilling, phase_costs
+from appliance.balance import divide, measured_costs, num_prefilling, phase_costs
 from appliance.config import ServeConfig
 from appliance.devices.inventory import Inventory, read_inventory
 from appliance.devices.listing import Gpu
-from appliance.gpu_placement import attention_for, choose_gpus, name_gpus, place_on_gpu
+from appliance.gpu_placement import (
+    WORKER_BYTES,
+    attention_for,
+    choose_gpus,
+    name_gpus,
+    place_on_gpu,
+)
+from appliance.pairing import is_two_better
 from appliance.placement import (
     Placement,
     available_cores,
@@ -22,6 +29,7 @@ from appliance.placement import (
     place,
 )
 from appliance.spread import Shape, Spot, check_weights, spread, too_small
+from appliance.step_memory import Measured, StepMemory, key_of
 from appliance.wanted_workers import ONE_OF_EACH
 from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint, arena_layout, choose_dtype
@@ -99,9 +107,9 @@ class Placing:
         elif len(gpus) == 1 or config.roles == "colocated":
             others = ", ".join(gpu.name for gpu in gpus[1:])
             notes.append(others and f"{others} not used: colocated roles are one worker")
-            placement = self._on_one(gpus[0], self._shape(gpus, dtype), dtype)
+            placement = self._on_one_by_measure(gpus[0], self._shape(gpus, dtype), dtype)
         else:
-            placement, about = self._on_several(gpus, self._shape(gpus, dtype))
+            placement, about = self._on_several(gpus, self._shape(gpus, dtype), dtype)
             notes.append(about)
         return Placed(dtype, placement, "; ".join(filter(None, notes)) or None)
 
@@ -142,7 +150,36 @@ class Placing:
             memory_bytes=inventory.memory_bytes,
         )
 
-    def _on_one(self, gpu: Gpu, shape: Shape, dtype: str, roles: str | None = None) -> Placement:
+    def _on_one_by_measure(self, gpu: Gpu, shape: Shape, dtype: str) -> Placement:
+        """One worker or two, as they were timed here; two, to be timed, where they never were."""
+        config = self._config
+        if not (config.roles == config.transport == "auto" and config.place == ONE_OF_EACH):
+            return self._on_one(gpu, shape, dtype)
+        measured = self._measured(gpu, dtype)
+        if measured.pair is not None:
+            has_two, why = is_two_better(measured.pair)
+            return self._on_one(gpu, shape, dtype, "elastic" if has_two else None, why)
+        if measured.is_trying:
+            why = "two were started to be timed, and that start has failed"
+            return self._on_one(gpu, shape, dtype, why=why)
+        if shape.room_bytes(gpu) - WORKER_BYTES < shape.full_length_bytes:
+            return self._on_one(gpu, shape, dtype, why="it has no room for a second process")
+        why = "they are timed at this start, by which it is decided whether both go on"
+        return replace(self._on_one(gpu, shape, dtype, "elastic", why), is_trial=True)
+
+    def _measured(self, gpu: Gpu, dtype: str) -> Measured:
+        """What is known of this model on such a GPU."""
+        key = key_of(self._checkpoint, dtype, gpu)
+        return StepMemory(self._config.state_dir, key).read()
+
+    def _on_one(
+        self,
+        gpu: Gpu,
+        shape: Shape,
+        dtype: str,
+        roles: str | None = None,
+        why: str | None = None,
+    ) -> Placement:
         config = self._config
         if config.place != ONE_OF_EACH and roles is None:
             raise ConfigError(
@@ -168,9 +205,12 @@ class Placing:
             max_model_len=config.max_model_len,
             cores=list(self._inventory.cores_near(gpu)),
             has_mps=self._inventory.has_mps,
+            why=why,
         )
 
-    def _on_several(self, gpus: list[Gpu], shape: Shape) -> tuple[Placement, str | None]:
+    def _on_several(
+        self, gpus: list[Gpu], shape: Shape, dtype: str
+    ) -> tuple[Placement, str | None]:
         """A worker on each, or on as many as are wanted."""
         config = self._config
         check_weights(gpus, shape, "devices")
@@ -179,8 +219,11 @@ class Placing:
         if config.place.is_auto and len(gpus) > 2:
             token_bytes = shape.block_bytes // shape.block_size
             rooms = min(shape.room_bytes(gpu) for gpu in gpus)
-            costs = phase_costs(shape.weights_bytes, token_bytes, rooms, gpus[0].capability)
-            num_prefill, why = num_prefilling(len(gpus), costs)
+            costs = measured_costs(self._measured(gpus[0], dtype).steps)
+            found = costs or phase_costs(
+                shape.weights_bytes, token_bytes, rooms, gpus[0].capability
+            )
+            num_prefill, why = num_prefilling(len(gpus), found, are_measured=costs is not None)
             num_decode = len(gpus) - num_prefill
             reasons.append(why)
             names = config.place.of_each(num_prefill, num_decode).names

@@ -2,7 +2,7 @@
 
 Owns: the one rehearsal of a daemon, and how long it may take.
 Invariant: it ends: with the last worker's answer, with a worker's death, or when time is up.
-Never: decides what is rehearsed.
+Never: decides where requests go.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
+
+from appliance.boot import Plan
+from appliance.pairing import is_two_better, pair_times, programme
+from appliance.step_memory import StepMemory, key_of
 from engine.messages import Command, CoresUsed, Rehearsed, Report
 from engine.rehearsal import Rehearsal, steps
 from engine.router import Router
@@ -26,11 +32,23 @@ class Rehearsing:
         router: whose roles learn, with blocks of its ledger.
         send: passes a command to a worker.
         max_step_tokens: of prompts, in a worker's step.
+        memory: keeps what steps took for the next start; None: nothing is placed by that.
+        is_trial: two workers share a device, and are timed to find whether one would be better.
     """
 
     def __init__(
-        self, router: Router, send: Callable[[str, Command], None], max_step_tokens: int
+        self,
+        router: Router,
+        send: Callable[[str, Command], None],
+        max_step_tokens: int,
+        memory: StepMemory | None = None,
+        *,
+        is_trial: bool = False,
     ) -> None:
+        self._memory = memory
+        self._is_trial = is_trial and memory is not None
+        if memory is not None and self._is_trial:  # before anything can fail
+            memory.write(msgspec.structs.replace(memory.read(), is_trying=True))
         self._router = router
         self._send = send
         self._max_step_tokens = max_step_tokens
@@ -40,18 +58,44 @@ class Rehearsing:
     async def run(self, max_model_len: int) -> str | None:
         """Rehearse where elastic roles have something to choose; what there is to say about it."""
         roles = self._router.roles
+        if self._is_trial and self._memory is not None:
+            return await self._try_two(self._memory, max_model_len)
         if roles.roles != "elastic" or roles.acts_static:
             return None
         plan = steps(self._max_step_tokens, max_model_len)
-        self._rehearsal = Rehearsal(roles, self._router.ledger, self._send, plan)
         started_s = time.monotonic()
-        self._rehearsal.begin()
+        made = await self._rehearse(Rehearsal(roles, self._router.ledger, self._send, plan))
+        if self._memory is not None and made.made:
+            known = self._memory.read()
+            self._memory.write(msgspec.structs.replace(known, steps=made.made))
+        return _words(made, time.monotonic() - started_s)
+
+    async def _try_two(self, memory: StepMemory, max_model_len: int) -> str:
+        """Time two workers on one device, and go on with the better; why that is."""
+        router = self._router
+        prefill, decode = router.places.names
+        turns = programme(prefill, decode, self._max_step_tokens, max_model_len)
+        made = await self._rehearse(Rehearsal(router.roles, router.ledger, self._send, [], turns))
+        times = pair_times(made.by_turn)
+        if times is None:
+            return "two workers on one device could not be timed; the next start has one"
+        memory.write(msgspec.structs.replace(memory.read(), pair=times, is_trying=False))
+        has_two, why = is_two_better(times)
+        if has_two:
+            return f"both workers go on: {why}"
+        router.switch_roles("colocated", time.monotonic_ns())
+        return f"{decode} does everything, and the next start has no other worker: {why}"
+
+    async def _rehearse(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Until it is over, or has lasted too long."""
+        self._rehearsal = rehearsal
+        rehearsal.begin()
         self._note()
         try:
             await asyncio.wait_for(self._is_over.wait(), TIMEOUT_S)
         except TimeoutError:
-            self._rehearsal.give_up()
-        return _words(self._rehearsal, time.monotonic() - started_s)
+            rehearsal.give_up()
+        return rehearsal
 
     def reported(self, worker: str, report: Report) -> None:
         """A worker has said something; the router has heard it already."""
@@ -84,3 +128,15 @@ def _words(rehearsal: Rehearsal, elapsed_s: float) -> str:
         f"timed {len(made)} steps in {elapsed_s:.1f} s, by which each prompt gets its worker: "
         f"up to {size} prompt tokens a step, {depth:,} before them; up to {batch} replies together"
     )
+
+
+def rehearsing_of(
+    plan: Plan, state_dir: Path, router: Router, send: Callable[[str, Command], None]
+) -> Rehearsing:
+    """That of a plan; what steps take on its GPUs is kept in the state directory."""
+    gpu = next((worker.gpu for worker in plan.placement.workers if worker.gpu is not None), None)
+    memory = None
+    if gpu is not None:
+        memory = StepMemory(state_dir, key_of(plan.checkpoint, plan.dtype, gpu))
+    placement = plan.placement
+    return Rehearsing(router, send, placement.max_step_tokens, memory, is_trial=placement.is_trial)

@@ -9,7 +9,7 @@ Never: waits; outlives a worker's death, which ends it with what is known by the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.blocks import Ledger
 from engine.cores import Cpus
@@ -60,6 +60,7 @@ class Rehearsal:
         ledger: has the blocks.
         send: passes a command to a worker.
         plan: as steps() gives it.
+        programme: turns of other steps instead, each by worker; who is not in one computes nothing.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Rehearsal:
         ledger: Ledger,
         send: Callable[[str, Command], None],
         plan: list[RehearsalStep],
+        programme: Sequence[Mapping[str, Sequence[RehearsalStep]]] = (),
     ) -> None:
         self._roles = roles
         self._ledger = ledger
@@ -76,7 +78,10 @@ class Rehearsal:
         workers = roles.places.names
         cores = roles.cores
         self._turns: list[dict[str, Cpus]] = [dict(cores.own)]
-        if cores.can_lend:
+        self._programme = list(programme)
+        if programme:
+            self._turns = [{name: cores.own[name] for name in turn} for turn in programme]
+        elif cores.can_lend:
             # on one memory bus all workers are alike on the same cores
             alone = workers[-1:] if roles.places.shares_memory_bus else workers
             self._turns += [{name: cores.all} for name in alone]
@@ -88,6 +93,8 @@ class Rehearsal:
         """Of the blocks, by worker; no sequence has such an id."""
         self._last_id = 0
         self.made: list[RehearsedStep] = []
+        self.by_turn: list[dict[str, list[RehearsedStep]]] = []
+        """The same, by worker."""
         self.is_over = False
 
     def begin(self) -> None:
@@ -116,6 +123,7 @@ class Rehearsal:
             return
         self._roles.rehearsed(worker, report)
         self.made += report.steps
+        self.by_turn[-1][worker] = report.steps
         self._pending.pop(worker, None)
         if not self._pending:
             self._next_turn()
@@ -130,6 +138,7 @@ class Rehearsal:
             self._end()
             return
         self._pending, self._told = self._turns.pop(0), set()
+        self.by_turn.append({})
         cores = self._roles.cores
         cores.want({name: self._pending.get(name, frozenset()) for name in cores.own}, ())
         self.go_on()
@@ -147,4 +156,7 @@ class Rehearsal:
         block_ids = list(self._ledger.table(self._owners[worker], pool))
         self._last_id += 1
         self._ledger.open_command(("rehearse", self._last_id, 0), worker, {pool: block_ids})
-        self._send(worker, Rehearse(self._last_id, self._plan, block_ids, self._budget_ms))
+        steps = self._plan
+        if self._programme:
+            steps = list(self._programme[len(self.by_turn) - 1][worker])
+        self._send(worker, Rehearse(self._last_id, steps, block_ids, self._budget_ms))

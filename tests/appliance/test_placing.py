@@ -19,10 +19,12 @@ from appliance.config import ServeConfig
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.placement_text import placement_lines
 from appliance.placing import Placed, Placing
+from appliance.step_memory import Measured, PairTimes, StepMemory, key_of
 from appliance.wanted_workers import parse_place
 from engine.attention_backends import Machine
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
+from engine.messages import RehearsedStep
 from tests.appliance.inventories import machines
 from tests.appliance.large_model import make_large
 
@@ -78,11 +80,11 @@ def test_every_placement_keeps_what_placements_promise(
     assert len(set(cores)) == len(cores)
     assert set(cores) <= set(inventory.cores)
     gpus = [plan.gpu.name for plan in placement.workers if plan.gpu is not None]
-    assert len(set(gpus)) == len(gpus)
+    assert len(set(gpus)) == (1 if placement.is_trial else len(gpus))
     for plan in placement.workers:
         pool = placement.places.pool_by_name[plan.pool]
         if plan.gpu is not None:
-            assert pool.home == plan.name
+            assert pool.home == ("decode" if placement.is_trial else plan.name)
             num_bytes = pool.num_blocks * placement.block_bytes + models["1b"].num_bytes
             assert num_bytes < plan.gpu.memory_bytes
             assert set(plan.cpus) <= set(inventory.cores_near(plan.gpu))
@@ -133,6 +135,134 @@ def test_instances_are_put_by_uuid(models: dict[str, Checkpoint], inventory_of: 
     place = "prefill=MIG-01c0ffee-5eed decode=MIG-00c0ffee-5eed"
     placement = placed(models["8b"], machine, place=place).placement
     assert [plan.device for plan in placement.workers] == ["gpu0/mig1", "gpu0/mig0"]
+    assert placement.places.transport == "shm"
+
+
+def test_of_several_divided_boards_pairs_stand_on_one_each(
+    models: dict[str, Checkpoint], inventory_of: Any
+) -> None:
+    machine = inventory_of("2xh100-mig-2x3g.40gb")
+    both = placed(models["8b"], machine).placement
+    by_board: dict[str, list[str]] = {}
+    for plan in both.workers:
+        assert plan.gpu is not None
+        by_board.setdefault(plan.gpu.board, []).append(plan.name.rstrip("01"))
+    assert list(by_board.values()) == [["prefill", "decode"]] * 2
+    one = placed(models["8b"], machine, place="1x1").placement
+    assert len({plan.gpu.board for plan in one.workers if plan.gpu}) == 1
+    place = "prefill=MIG-00c0ffee-5eed decode=MIG-11c0ffee-5eed"
+    by_hand = placed(models["8b"], machine, place=place).placement
+    assert [plan.device for plan in by_hand.workers] == ["gpu0/mig0", "gpu1/mig1"]
+    assert by_hand.places.transport == "shm"
+    nodes = [set(node.cores) for node in machine.nodes]
+    assert [set(plan.cpus) <= nodes[at] for at, plan in enumerate(by_hand.workers)] == [True] * 2
+
+
+TIMES = PairTimes(4096, 8, 210.0, 9.0, 222.0, 14.0)
+"""Of two processes that compute at once."""
+TURNS = PairTimes(4096, 8, 210.0, 9.0, 410.0, 19.0)
+"""Of two that take turns."""
+
+
+@pytest.mark.parametrize(
+    ("known", "workers", "why"),
+    [
+        (Measured(), ["prefill", "decode"], "they are timed at this start"),
+        (Measured(pair=TIMES), ["prefill", "decode"], "219 ms in one worker and 14 ms in a second"),
+        (Measured(pair=TURNS), ["colocated"], "at 53% of the rate"),
+        (Measured(is_trying=True), ["colocated"], "that start has failed"),
+    ],
+)
+def test_one_gpu_has_one_worker_or_two_by_what_was_timed_there(
+    known: Measured,
+    workers: list[str],
+    why: str,
+    models: dict[str, Checkpoint],
+    inventory_of: Any,
+    tmp_path: Path,
+) -> None:
+    machine = inventory_of("2xh100-one-hidden")
+    gpu = next(gpu for gpu in machine.gpus if gpu.obstacle is None)
+    StepMemory(tmp_path, key_of(models["8b"], "bfloat16", gpu)).write(known)
+
+    def found(model: str, **settings: Any) -> Any:
+        config = ServeConfig(Path("socket"), tmp_path, **settings)
+        return Placing(config, models[model], machine, TORCH, MACHINE).place("bfloat16").placement
+
+    placement = found("8b")
+    assert placement.places.names == workers
+    assert placement.is_trial == (known == Measured())
+    assert why in placement.reasons[0]
+    assert found("1b").is_trial  # of another model nothing is known
+    asked = [found("8b", roles=roles) for roles in ("static", "colocated")]
+    assert [len(each.workers) for each in asked] == [2, 1]
+    assert not any(each.is_trial for each in asked)
+
+
+def h200_steps(prompt_ms: float, decode_ms: float) -> list[RehearsedStep]:
+    """As eight of them might report: chunks of prompts, and batches of single tokens."""
+    prompts = [
+        RehearsedStep(1, n, before, prompt_ms * n / 4096 * (1 + before / 80000))
+        for n in (16, 256, 1024, 4096)
+        for before in (0, 2048, 8192)
+    ]
+    decodes = [
+        RehearsedStep(n, 1, before, decode_ms * (1 + n * before / 4e5))
+        for n in (1, 4, 16)
+        for before in (64, 512, 2048)
+    ]
+    return prompts + decodes  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_prefill", "why"),
+    [
+        ([], 3, "is estimated to need"),
+        (h200_steps(prompt_ms=100.0, decode_ms=5.0), 3, "was measured to need"),
+        (h200_steps(prompt_ms=900.0, decode_ms=5.0), 6, "was measured to need"),
+        (h200_steps(prompt_ms=20.0, decode_ms=9.0), 1, "was measured to need"),
+        (h200_steps(prompt_ms=20.0, decode_ms=9.0)[:3], 3, "is estimated to need"),
+    ],
+)
+def test_of_several_gpus_as_many_prefill_as_step_times_say(
+    steps: list[RehearsedStep],
+    num_prefill: int,
+    why: str,
+    models: dict[str, Checkpoint],
+    inventory_of: Any,
+    tmp_path: Path,
+) -> None:
+    machine = inventory_of("8xh200-nvswitch")
+    memory = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", machine.gpus[0]))
+    memory.write(Measured(steps=steps))
+    config = ServeConfig(Path("socket"), tmp_path)
+    placement = Placing(config, models["8b"], machine, TORCH, MACHINE).place("bfloat16").placement
+    assert len(placement.places.playing("prefill")) == num_prefill
+    assert why in placement.reasons[0]
+
+
+def test_a_memory_of_steps_that_cannot_be_read_is_none(
+    models: dict[str, Checkpoint], inventory_of: Any, tmp_path: Path
+) -> None:
+    gpu = inventory_of("rtx4090").gpus[0]
+    memory = StepMemory(tmp_path, key_of(models["1b"], "bfloat16", gpu))
+    assert memory.read() == Measured()
+    (tmp_path / "step-times.json").write_text('{"a": [')
+    assert memory.read() == Measured()
+    memory.write(Measured(pair=TIMES))
+    assert memory.read().pair == TIMES
+    other = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", gpu))
+    other.write(Measured(is_trying=True))
+    assert memory.read().pair == TIMES
+
+
+def test_a_whole_gpu_and_a_part_of_another_are_placed_by_hand(
+    models: dict[str, Checkpoint], inventory_of: Any
+) -> None:
+    machine = inventory_of("2xh100-one-divided")
+    place = "prefill=gpu0 decode=gpu1/mig0,gpu1/mig1"
+    placement = placed(models["8b"], machine, place=place).placement
+    assert [plan.device for plan in placement.workers] == ["gpu0", "gpu1/mig0", "gpu1/mig1"]
     assert placement.places.transport == "shm"
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from engine.blocks import Ledger
 from engine.copies import Copies
-from engine.messages import CoresUsed, Rehearse, Rehearsed, RehearsedStep, UseCores
+from engine.messages import CoresUsed, RehearsalStep, Rehearse, Rehearsed, RehearsedStep, UseCores
 from engine.places import make_places
 from engine.rehearsal import BUDGET_MS, Rehearsal, steps
 from engine.roles import Roles
@@ -13,7 +13,9 @@ PLAN = steps(512, 8192)
 class Machine:
     """Two workers that answer when told to, each step in 10 ms for its core."""
 
-    def __init__(self, *, cores=None, transport="alias", num_blocks=300, is_one_bus=True):
+    def __init__(
+        self, *, cores=None, transport="alias", num_blocks=300, is_one_bus=True, programme=()
+    ):
         cores = cores or {"prefill": (0,), "decode": (1,)}
         self.sent = []
         send = lambda name, command: self.sent.append((name, command))  # noqa: E731
@@ -25,7 +27,7 @@ class Machine:
         self.roles = Roles(places, cores, "elastic", copies, 512, send)
         for name in cores:
             self.roles.worker_ready(name)
-        self.rehearsal = Rehearsal(self.roles, self.ledger, send, PLAN)
+        self.rehearsal = Rehearsal(self.roles, self.ledger, send, PLAN, programme)
 
     def answer(self):
         """Each command once; who rehearsed in one go, on which cores and blocks."""
@@ -128,3 +130,14 @@ def test_no_step_is_longer_than_the_model_or_larger_than_a_step(chunk, length):
         assert step.num_before + step.num_tokens <= length
     assert any(step.num_tokens == 1 for step in plan)
     assert any(step.num_tokens > 1 for step in plan)
+
+
+def test_a_programme_says_who_makes_which_steps_in_which_turn():
+    prompt, token = RehearsalStep(1, 256, 0), RehearsalStep(8, 1, 64)
+    turns = [{"decode": [prompt, token]}, {"prefill": [prompt], "decode": [token]}]
+    machine = Machine(cores={"prefill": (), "decode": ()}, programme=turns)
+    alone, both = machine.run()
+    assert {name: command.steps for name, (_, command) in alone.items()} == turns[0]
+    assert {name: command.steps for name, (_, command) in both.items()} == turns[1]
+    assert [set(turn) for turn in machine.rehearsal.by_turn] == [{"decode"}, {"prefill", "decode"}]
+    machine.ledger.check_invariants()
