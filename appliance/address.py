@@ -1,4 +1,4 @@
-"""Where a daemon is, and how to reach it: a Unix socket, loopback TCP, or ssh to its machine.
+"""Where a daemon is, and how to reach it: a Unix socket, TCP, or ssh to its machine.
 
 Owns: the forms of PENSTOCK_HOST and --host, and their order.
 Invariant: whatever the way, a dialled line carries plain HTTP to one daemon.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import subprocess
 
 DEFAULT_PORT = 8000
+HTTPS_PORT = 443
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 SSH_PATIENCE_S = 30.0
 """Logging in takes longer than any daemon needs for an answer."""
@@ -78,14 +79,22 @@ class TcpAddress:
 
     host: str
     port: int
+    is_tls: bool = False
 
     def __str__(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        scheme = "https" if self.is_tls else "http"
+        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def dial(self, timeout_s: float | None) -> Line:
         """Connect."""
         connection = socket.create_connection((self.host, self.port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.is_tls:
+            import ssl  # few need it, and it takes a moment
+
+            # roots are this machine's, and those that SSL_CERT_FILE names
+            context = ssl.create_default_context()
+            connection = context.wrap_socket(connection, server_hostname=self.host)
         return Line(connection)
 
 
@@ -171,8 +180,9 @@ def parse(text: str, *, where: str) -> Address:
     """An address from its URL.
 
     Args:
-        text: `unix:///path`, `http://host:port`, `ssh://[user@]host[:port][/path]`. The second may
-            end with `/v1`, as the base of OpenAI's API does.
+        text: `unix:///path`, `http://host:port`, `https://host:port` or
+            `ssh://[user@]host[:port][/path]`. The second and third may end with `/v1`, as the base
+            of OpenAI's API does.
         where: what set it, for the error.
 
     Raises:
@@ -187,8 +197,10 @@ def parse(text: str, *, where: str) -> Address:
         raise _wrong(text, where) from error
     if url.scheme == "unix" and not url.netloc and path:
         return UnixAddress(Path(path))
-    if url.scheme == "http" and url.hostname and path.rstrip("/") in ("", "/v1"):
-        return TcpAddress(url.hostname, DEFAULT_PORT if port is None else port)
+    if url.scheme in ("http", "https") and url.hostname and path.rstrip("/") in ("", "/v1"):
+        is_tls = url.scheme == "https"
+        default = HTTPS_PORT if is_tls else DEFAULT_PORT
+        return TcpAddress(url.hostname, default if port is None else port, is_tls)
     if url.scheme == "ssh" and url.hostname:
         user = f"{unquote(url.username)}@" if url.username else ""
         return SshAddress(f"{user}{url.hostname}", port, path.rstrip("/"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from appliance.protocol import Frame
 from appliance.request import ModelInfo
 
+IS_OPEN = "is open to the network: who reaches it and has a key can use it"
 GENERATION_FILE = "generation_config.json"
 ADVISED_TEMPERATURE = 0.3
 """Small models answer straight at it, and larger ones are not dull."""

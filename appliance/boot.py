@@ -346,5 +346,6 @@ def model_info(plan: Plan) -> ModelInfo:
         aliases=plan.aliases,
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
+        folder=str(plan.checkpoint.folder),
         others=plan.others,
     )

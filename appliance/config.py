@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from appliance import paths
 from appliance.models.names import HubName
 from appliance.models.tables import MODEL_SETTINGS, MODELS, read_tables
-from appliance.setting_kinds import a_path, is_meant
+from appliance.setting_kinds import a_path, is_loopback, is_meant
 from appliance.settings import SETTINGS
 from appliance.wanted_workers import ONE_OF_EACH, WantedWorkers
 from engine.errors import ConfigError
@@ -53,6 +53,9 @@ class ServeConfig:
     ssd_cache: int | str = "auto"
     ssd_dir: Path | None = None
     listen: tuple[str, int] | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    open_metrics: bool = False
     api_keys: Path | None = None
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     viewers: tuple[str, ...] = ()
@@ -87,6 +90,30 @@ class ServeConfig:
                 where="transport",
                 hint="leave out --transport, or --roles",
             )
+
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError(
+                "a certificate and its key go together",
+                where="tls_cert" if self.tls_key is None else "tls_key",
+                hint="name both: --tls-cert CHAIN.pem --tls-key KEY.pem",
+            )
+        if self.listen is not None and self.tls is None and not is_loopback(self.listen[0]):
+            raise ConfigError(
+                f"{self.listen[0]} is reached from beyond this machine, which needs TLS",
+                where="listen",
+                hint="add --tls-cert CHAIN.pem --tls-key KEY.pem, or listen on 127.0.0.1",
+            )
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The certificate and its key that TCP is spoken with."""
+        both = self.tls_cert, self.tls_key
+        return None if both[0] is None or both[1] is None else (both[0], both[1])
+
+    @property
+    def is_open_to_network(self) -> bool:
+        """Whether others than this machine can reach it."""
+        return self.listen is not None and not is_loopback(self.listen[0])
 
     @property
     def ssd_folder(self) -> Path:

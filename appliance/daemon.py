@@ -20,7 +20,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from appliance.address import TcpAddress
-from appliance.announcement import announcement
+from appliance.announcement import IS_OPEN, announcement
 from appliance.api.routes import build_app
 from appliance.boot import Plan, check_others, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.config import ServeConfig, changes, take_over, unknown_variables
@@ -90,11 +90,12 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         os.close(lock_fd)
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, is_tls: bool) -> str:
     """Where clients find it."""
     if listener.family == socket.AF_UNIX:
         return str(listener.getsockname())
-    return str(TcpAddress(*listener.getsockname()[:2]))
+    host, port = listener.getsockname()[:2]
+    return str(TcpAddress(host, port, is_tls))
 
 
 def _log_limits(config: ServeConfig) -> Limits:
@@ -173,7 +174,7 @@ class _Daemon:
             policy.check_tcp("the socket unit's ListenStream")
         elif self._config.listen is not None:
             listeners += bind_tcp(*self._config.listen)
-        self._addresses = [_address(listener) for listener in listeners]
+        self._addresses = [_address(each, policy.tls is not None) for each in listeners]
         return listeners
 
     def _start_model(self) -> Service:
@@ -305,7 +306,7 @@ class _Daemon:
             notify(RELOADING="1", MONOTONIC_USEC=time.monotonic_ns() // 1000)
         try:
             wanted = self._load_config()
-            policy = AccessPolicy.from_config(wanted)
+            policy = AccessPolicy.from_config(take_over(self._config, wanted))
         except PenstockError as error:
             self._service.event("error", "config.refused", f"nothing is reloaded: {error}")
             if self._is_ready:
@@ -395,3 +396,5 @@ class _Daemon:
             addresses=self._addresses,
         ):
             log.info("%s", line)
+        if self._config.is_open_to_network:
+            self._service.event("warning", "listen.open", f"{self._addresses[-1]} {IS_OPEN}")

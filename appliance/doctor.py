@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from appliance import cgroups, config
+from appliance.address import TcpAddress
 from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.devices.machine import Devices
+from appliance.dynamo import plane
 from appliance.finding import Finding
 from appliance.gpu_doctor import GpuHost, gpu_findings
+from appliance.http.access import AccessPolicy
 from appliance.models.names import HubName
 from appliance.open_files import max_connections
 from appliance.placement import available_cores, available_memory_bytes
@@ -48,6 +51,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _kernels()
     yield _cores()
     yield from _devices(Devices.of_machine())
+    yield _dynamo()
     try:
         found = config.load_asked(settings)
     except PenstockError as error:
@@ -57,6 +61,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _open_files(found.max_connections)
         if found.devices != "cpu":
             yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(found))
+        if found.listen is not None:
+            yield _looked_at("network", lambda: _network(found))
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
@@ -98,6 +104,17 @@ def _packages() -> Finding:
         hint = "install it: pip install -e ."
         return Finding("packages", "bad", f"{error.name} is not installed", hint)
     return Finding("packages", "ok", ", ".join(versions))
+
+
+def _dynamo() -> Finding:
+    """What `penstock worker --dynamo` lacks here, which most machines do not need."""
+    what = plane.missing()
+    if what is None:
+        return Finding("dynamo", "ok", f"{plane.PACKAGE} {plane.VERSION}")
+    about = f"{what}: for `penstock worker --dynamo` alone"
+    if what.endswith("not installed"):
+        return Finding("dynamo", "ok", f"{about}, {plane.INSTALL}")
+    return Finding("dynamo", "note", about, plane.INSTALL)
 
 
 def _kernels() -> Finding:
@@ -142,6 +159,19 @@ def _open_files(wanted: int) -> Finding:
         about = f"{found}: {fit} of {wanted} connections (max_connections) fit"
         return Finding("limits", "note", about, "raise the hard limit: ulimit -Hn, LimitNOFILE=")
     return Finding("limits", "ok", found)
+
+
+def _network(found: config.ServeConfig) -> Finding:
+    """Who can reach it on TCP, and what they must show."""
+    policy = AccessPolicy.from_config(found)
+    assert found.listen is not None
+    where = TcpAddress(*found.listen, is_tls=policy.tls is not None)
+    about = f"{where}, {len(policy.keys)} API keys"
+    about += "; /metrics without a key" if policy.has_open_metrics else ""
+    if not found.is_open_to_network:
+        return Finding("network", "ok", about)
+    hint = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
+    return Finding("network", "note", f"{about}: open to the network", hint)
 
 
 def _model(found: config.ServeConfig) -> Finding:

@@ -124,6 +124,7 @@ class Fetching:
     # What the api asks
 
     swaps = None
+    cache_contents = None
 
     def not_ready_reason(self) -> str | None:
         """How far it is."""

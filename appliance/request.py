@@ -20,6 +20,7 @@ from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.protocol import Frame
 from appliance.roles import RolesChange
 from appliance.swaps import Swaps
+from engine.cache_contents import CacheContents
 from engine.errors import RequestError
 from engine.prefix_hashes import PrefixChain
 from engine.sequence import Sequence, TokenLogprob
@@ -223,6 +224,8 @@ class ModelInfo:
     """The same of its reasoning, a name in api.output_format, or none."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it; `*` in them is any text."""
+    folder: str | None = None
+    """Where its files are on the daemon's machine."""
     others: tuple[str, ...] = ()
     """Models that a request may name instead; each is swapped in when one does."""
 
@@ -271,6 +274,10 @@ class Appliance(Protocol):
     @property
     def swaps(self) -> Swaps | None:
         """Which models a request may name; None: one is served, and no other."""
+
+    @property
+    def cache_contents(self) -> CacheContents | None:
+        """What the prefix cache holds by tokens; None: there is no model yet."""
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining."""

@@ -61,8 +61,8 @@ class Service:
         devices: Devices | None = None,
         ssd: SsdCache | None = None,
     ) -> None:
-        self._router, self._supervisor = router, supervisor
-        self._tokenizer, self._log = tokenizer, request_log
+        self._router, self._supervisor, self._log = router, supervisor, request_log
+        self._tokenizer, self.cache_contents = tokenizer, router.prefixes.contents
         self.log_rows, self.log_events = request_log.rows, request_log.events
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
@@ -113,10 +113,10 @@ class Service:
         self, plan: Plan, router: Router, workers: Supervisor, text: Tokenizer
     ) -> None:
         """Serve another model from now on; no request is live."""
-        old, self._router = self._router, router
+        old, self._router, self._supervisor = self._router, router, workers
         router.counters, router.roles.counts = old.counters, old.roles.counts
         router.roles.slo = old.roles.slo  # which an operator may have changed
-        self._supervisor, self._tokenizer = workers, text
+        self._tokenizer, self.cache_contents = text, router.prefixes.contents
         self._frames.change_model(plan, model_info(plan), router, workers)
         self.deadlines.change_model(router, workers, plan.placement.max_step_tokens)
         self.availability.change_model(router, workers)

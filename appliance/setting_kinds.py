@@ -7,14 +7,13 @@ Never: knows which settings there are.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appliance.wanted_workers import GPU_NAME
-
-LOOPBACK_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
@@ -102,12 +101,25 @@ def a_path(value: object) -> Path:
 
 
 def an_address(value: object) -> tuple[str, int]:
-    """A loopback host and a port."""
+    """An address of this machine and a port."""
     host, colon, port = str(value).rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-    if not colon or host not in LOOPBACK_HOSTS or not is_port:
-        raise ValueError("a loopback address and a port up to 65535, such as 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not is_port or not (host == "localhost" or _is_address(bare, host != bare)):
+        raise ValueError("an IP address and a port up to 65535, such as 127.0.0.1:8000")
+    return bare, int(port)
+
+
+def _is_address(text: str, is_in_brackets: bool) -> bool:
+    try:
+        return (ipaddress.ip_address(text).version == 6) == is_in_brackets
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; `host` as an_address() has it."""
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
 
 
 def names(value: object) -> tuple[str, ...]:

@@ -106,7 +106,17 @@ SETTINGS: Mapping[str, Setting] = {
     "ssd_dir": Setting(a_path, "folder for that; by default kv in the state folder"),
     "socket": Setting(a_path, "the Unix socket to listen on"),
     "state_dir": Setting(a_path, "folder for the request log"),
-    "listen": Setting(an_address, "loopback TCP beside the socket, as 127.0.0.1:8000"),
+    "listen": Setting(
+        an_address,
+        "TCP beside the socket, as 127.0.0.1:8000; beyond loopback, as 0.0.0.0:8443, only with TLS",
+    ),
+    "tls_cert": Setting(
+        a_path, "certificate (PEM, with what leads to its root) for TLS on TCP; a reload reads it"
+    ),
+    "tls_key": Setting(a_path, "its private key (PEM), likewise"),
+    "open_metrics": Setting(
+        on_or_off, "let whoever reaches TCP read /metrics without a key, as gateways do", True
+    ),
     "api_keys": Setting(a_path, "file of the keys that clients on TCP need", True),
     "operators": Setting(
         names, "users and @groups who may cancel anything and drain, with commas", True

@@ -12,13 +12,13 @@ Never: moves bytes, knows requests or clocks. A timer may start an abort, never 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
 from engine.errors import InvariantViolated
-from engine.prefix_hashes import PrefixChain
+from engine.prefix_hashes import Hash, PrefixChain
 from engine.prefix_index import PrefixIndex
 
 Owner = int
@@ -43,6 +43,10 @@ class BlockState(StrEnum):
     """Named by commands, and no reference: nobody needs it, but a worker may still touch it."""
 
 
+def _nobody(_: Hash) -> None:
+    """Nobody wants to know what a pool has forgotten."""
+
+
 class BlockPool:
     """The books of one pool: ids 1 to num_blocks - 1, in the order they became free."""
 
@@ -61,6 +65,8 @@ class BlockPool:
         """Blocks that a disk may still touch that has not answered in time: nobody knows when
         they will be free."""
         self.index = PrefixIndex(name)
+        self.on_forget: Callable[[Hash], None] = _nobody
+        """Called with each hash that no block here has any more."""
         self.counts = dict.fromkeys(BlockState, 0)
         self.counts[BlockState.FREE] = self.capacity
 
@@ -127,7 +133,7 @@ class BlockPool:
         before = self.state(block_id)
         if before is BlockState.CACHED:
             self._move(block_id, before, BlockState.FREE)
-        self.index.forget(block_id)
+        self.on_forget(self.index.forget(block_id))
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
@@ -162,7 +168,9 @@ class Ledger:
         if num_blocks != books.num_blocks:
             if books.num_free != books.capacity:
                 raise InvariantViolated("a pool in use cannot change its size", where=pool)
+            on_forget = books.on_forget
             books = self.pools[pool] = BlockPool(pool, num_blocks, books.block_size)
+            books.on_forget = on_forget
         return books.capacity * books.block_size
 
     # References

@@ -18,6 +18,7 @@ from time import perf_counter_ns
 
 from engine.ahead import Ahead
 from engine.blocks import BlockState, Ledger
+from engine.cache_contents import CacheContents
 from engine.counters import Counters
 from engine.fetches import Fetches, Lookup, longest
 from engine.places import PREFILL, Places
@@ -51,6 +52,7 @@ class PrefixCache:
         self._fetches = fetches
         self._max_step_tokens = max_step_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
+        self.contents = CacheContents(ledger.pools)
         self.tier: SsdTier | None = None
         """Blocks on disk; None: there are none."""
 
@@ -314,6 +316,7 @@ class PrefixCache:
         if len(chain) < num_full:
             chain.grow(sequence.tokens_between(chain.num_tokens, num_full * size))
         self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
+        self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
         if self.tier is not None and not chain.is_secret:
             self.tier.computed(chain.hashes[first:num_full])

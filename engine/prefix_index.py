@@ -55,6 +55,10 @@ class PrefixIndex:
 
     # Finding
 
+    def has_hash(self, block_hash: Hash) -> bool:
+        """Whether a block here has this hash."""
+        return block_hash in self._blocks
+
     def num_hit(self, hashes: Sequence[Hash]) -> int:
         """How many blocks of a chain are probably here, from the first on.
 
@@ -95,14 +99,15 @@ class PrefixIndex:
         self.held[user] += 1
         return True
 
-    def forget(self, block_id: int) -> None:
-        """The block has no hash any more; it is in use, or was evicted."""
+    def forget(self, block_id: int) -> Hash:
+        """The block has no hash any more, which it had; it is in use, or was evicted."""
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
         self.held[hashed.user] -= 1
         if not self.held[hashed.user]:
             del self.held[hashed.user]
             self._tails.pop(hashed.user, None)
+        return hashed.hash
 
     # Eviction
 

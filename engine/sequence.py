@@ -90,7 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     max_tokens: int
     """Output tokens at most; at least 1."""
     seed: int
-    """0 <= seed < 2**63. The draw for output i is a function of (seed, i) alone."""
+    """0 <= seed < 2**63. The draw for output i is a function of (seed, i) alone; output_offset is
+    the first i."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -108,7 +109,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """No end-of-text or stop id is sampled before so many output tokens."""
+    """No end-of-text or stop id is sampled before so many output tokens, those that output_offset
+    counts among them."""
+    output_offset: int = 0
+    """The last so many tokens of the prompt are output of an earlier request, which this one goes
+    on with: draws, penalties, min_tokens, bad words and the grammar count them as output,
+    max_tokens does not."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these are sampled; None: all are."""
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -13,6 +13,7 @@ from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange
+from engine.cache_contents import CacheContents
 from engine.errors import QueueFull, Unavailable
 from engine.prefix_hashes import PrefixChain, PrefixHasher
 from engine.sequence import Ended, FinishReason, Leg, On, Sequence, TokenLogprob
@@ -32,6 +33,7 @@ class FakeAppliance:
     """
 
     swaps = None
+    cache_contents: CacheContents | None = None
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Each is asked for on the socket and on TCP, whole and streamed: presence_penalty
 repetition_penalty, logit_bias, n, echo, min_tokens, logprobs in both forms, max_completion_tokens,
 content in parts and all roles, response_format (json_object, json_schema), tools and tool_choice
 (auto, none, required, a named function), stream_options (include_usage, continuous_usage_stats),
-best_of; vLLM's prompt_logprobs, allowed_token_ids, bad_words.
+best_of; vLLM's prompt_logprobs, allowed_token_ids, bad_words; our output_offset.
 """
 
 from __future__ import annotations
@@ -160,6 +160,18 @@ def test_only_allowed_tokens_and_no_bad_words_come(client, stream):
     (without,) = complete(client, extra_body={**free, "bad_words": [word]}, stream=stream)
     assert without.text[:3] == plain.text[:3]
     assert word not in without.text
+
+
+def test_an_answer_goes_on_where_another_was_cut_off(client, stream):
+    drawn = {"seed": 7, "temperature": 2, "frequency_penalty": 1, "stream": stream}
+    extra = {"ignore_eos": True, "min_tokens": 20}
+    (whole,) = complete(client, **drawn, extra_body=extra)
+    prompt = whole.prompt_token_ids
+    for cut in (1, 9, 23):
+        fields = {"prompt": prompt + whole.token_ids[:cut], "max_tokens": 24 - cut}
+        (rest,) = complete(client, **drawn, **fields, extra_body={**extra, "output_offset": cut})
+        assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+        assert whole.text.endswith(rest.text)
 
 
 def test_the_best_of_several_is_the_likeliest(client):

@@ -107,6 +107,8 @@ class Ask:
     has_running_usage: bool
     """Every chunk of a stream tells the usage so far."""
     return_token_ids: bool
+    returns_tokens_as_ids: bool = False
+    """Log-probabilities of a completion name tokens by their ids."""
     shows_special: bool = False
     """Special tokens have a text in the output."""
     shows_stop: bool = False
@@ -171,8 +173,10 @@ class Ask:
             raise self._too_long(max_model_len, str(num_prompt_tokens))
         default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
         max_tokens = min(room, default) if self.max_tokens is None else max(self.max_tokens, 1)
-        if self.base.min_tokens > max_tokens:
-            raise invalid_value("min_tokens", f"is more than max_tokens, which is {max_tokens}")
+        most = self.base.output_offset + max_tokens
+        if self.base.min_tokens > most:
+            what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
+            raise invalid_value("min_tokens", f"is more than {what}, which is {most}")
         seed = secrets.randbits(63) if self.seed is None else self.seed + choice
         return msgspec.structs.replace(
             self.base,

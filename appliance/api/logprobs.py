@@ -23,15 +23,24 @@ from engine.tokenizer import Tokenizer
 Json = dict[str, object]
 
 
-def completion_logprobs(tokenizer: Tokenizer, delta: Delta, most: int) -> Json:
-    """Columns, at most so many alternatives by their text; an echoed prompt's tokens come first."""
+def completion_logprobs(
+    tokenizer: Tokenizer, delta: Delta, most: int, *, by_ids: bool = False
+) -> Json:
+    """Columns, at most so many alternatives by their text; an echoed prompt's tokens come first.
+
+    Args:
+        tokenizer: spells tokens.
+        delta: of a sequence.
+        most: alternatives to each token.
+        by_ids: tokens are `token_id:ID` instead of texts, of which two can be alike.
+    """
     token_ids, offsets = delta.token_ids, delta.text_offsets
     entries: list[TokenLogprob | None] = [*delta.logprobs]
     if delta.echo:
         token_ids = delta.sequence.prompt_token_ids + token_ids
         offsets = delta.echo.offsets + offsets
         entries = [None, *delta.sequence.prompt_logprobs, *entries]  # nothing precedes the first
-    key = cache(partial(token_key, tokenizer))
+    key = _id_key if by_ids else cache(partial(token_key, tokenizer))
     pairs = list(zip(token_ids, entries, strict=True))
     return {
         "text_offset": offsets,
@@ -104,11 +113,15 @@ def token_key(tokenizer: Tokenizer, token_id: int) -> str:
     """A token's text, or its bytes spelled out where it is only part of a character."""
     raw = tokenizer.token_bytes(token_id)
     if raw is None:
-        return f"token_id:{token_id}"
+        return _id_key(token_id)
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _id_key(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def finite(logprob: float) -> float:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from appliance.api.ask import Ask, Chat, checked_salt
 from appliance.api.constraints import read_constraint
 from appliance.api.messages import read_messages
 from appliance.api.model_names import check_model
+from appliance.api.prompts import check_ids, read_output_offset, read_prompts
 from appliance.api.tools import read_tools
 from appliance.fields import (
     INT64_MAX,
@@ -26,7 +29,6 @@ from appliance.fields import (
     unsupported,
 )
 from appliance.request import ModelInfo
-from engine.errors import RequestError
 from engine.sequence import SamplingParams
 
 MAX_CHOICES = 128
@@ -68,6 +70,7 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "prediction": (),
     "web_search_options": (),
     "chat_template": (),
+    "output_offset": (0,),
 }
 
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -84,13 +87,16 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
     refuse_unsupported(fields, COMPLETION_NEUTRAL)
     is_echo = fields.boolean("echo")
     num_logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    prompts = read_prompts(fields.required("prompt"), model, max_prompts)
     return _ask(
         fields,
         model,
         num_logprobs,
         num_echo_logprobs=num_logprobs if is_echo else None,
+        output_offset=read_output_offset(fields, prompts),
+        returns_tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         chat=None,
-        prompts=_prompts(fields.required("prompt"), model, max_prompts),
+        prompts=prompts,
         suffix=fields.text("suffix") or None,
         max_tokens=_max_tokens(fields, 0 if is_echo else 1),
         is_echo=is_echo,
@@ -160,6 +166,7 @@ def _ask(
     num_logprobs: int | None,
     *,
     num_echo_logprobs: int | None = None,
+    output_offset: int = 0,
     **own: Any,
 ) -> Ask:
     """The fields that both endpoints have, checked, together with an endpoint's `own`."""
@@ -175,7 +182,10 @@ def _ask(
         "num_choices": num_choices,
         "num_best": num_best,
         "seed": fields.integer("seed", -INT64_MAX - 1),
-        "base": _base(fields, model, sampled, max(of_prompt, default=None)),
+        "base": msgspec.structs.replace(
+            _base(fields, model, sampled, max(of_prompt, default=None)),
+            output_offset=output_offset,
+        ),
         "logprobs": num_logprobs,
         "prompt_logprobs": prompt_logprobs,
         "bad_words": _bad_words(fields),
@@ -289,7 +299,7 @@ def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None
     if len(value) > MAX_ALLOWED_IDS:
         what = f"has {len(value)} entries, at most {MAX_ALLOWED_IDS} may be"
         raise invalid_value("allowed_token_ids", f"{what}; `structured_outputs.regex` says more")
-    _check_ids(value, "allowed_token_ids", vocab_size)
+    check_ids(value, "allowed_token_ids", vocab_size)
     return tuple(sorted(set(value)))
 
 
@@ -339,42 +349,3 @@ def _stops(value: object) -> tuple[str, ...]:
 def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     ids = fields.items("stop_token_ids", MAX_STOP_IDS)
     return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in ids)
-
-
-def _prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | list[int]]:
-    """One prompt or many, as text or token ids, told apart by the first element."""
-    if isinstance(value, str):
-        prompts: list[Any] = [value]
-    elif not isinstance(value, list):
-        raise invalid_type("prompt", "a string, token ids, or a list of either", value)
-    elif value and isinstance(value[0], str | list):
-        prompts = value
-    else:
-        prompts = [value]
-    if len(prompts) > max_prompts:
-        what = f"has {len(prompts)} prompts; the queue takes {max_prompts} from one request"
-        raise invalid_value("prompt", what)
-    return [_prompt(prompt, model) for prompt in prompts]
-
-
-def _prompt(value: object, model: ModelInfo) -> str | list[int]:
-    if not isinstance(value, str | list):
-        raise invalid_type("prompt", "a string, token ids, or a list of either", value)
-    if not value:
-        raise invalid_value("prompt", "is empty")
-    if isinstance(value, list):
-        if len(value) > model.max_model_len:  # before each of them is looked at
-            raise RequestError(
-                f"the model's context is {model.max_model_len} tokens; the prompt has {len(value)}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        _check_ids(value, "prompt", model.vocab_size)
-    return value
-
-
-def _check_ids(values: list[Any], param: str, vocab_size: int) -> None:
-    """Refuse what is no list of token ids; it may be long, and is not empty."""
-    if set(map(type, values)) != {int} or not 0 <= min(values) <= max(values) < vocab_size:
-        for one in values:  # to say what is wrong
-            integer(one, param, 0, vocab_size - 1)

@@ -221,6 +221,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "cancelRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
     ),
     ("GET", "/v1/penstock/state"): Operation("state", "Everything as it is now.", ref("Frame")),
+    ("GET", "/v1/penstock/cache"): Operation(
+        "cache",
+        "What the prefix cache holds by tokens, and each change of that; for operators.",
+        {},
+        streams=(LINES,),
+        errors=(403, 409),
+    ),
     ("GET", "/v1/penstock/stream"): Operation(
         "stream",
         "A frame now, and each new one: as lines, or as events if those are accepted.",

@@ -184,7 +184,8 @@ class ReplyShape:
             return None
         if self.ask.is_chat:
             return chat_logprobs(self.tokenizer, delta)
-        return completion_logprobs(self.tokenizer, delta, self.ask.logprobs)
+        by_ids = self.ask.returns_tokens_as_ids
+        return completion_logprobs(self.tokenizer, delta, self.ask.logprobs, by_ids=by_ids)
 
     def _usage(self) -> Json:
         """Each prompt counts once, also where it has several choices."""
@@ -284,7 +285,10 @@ def model_object(model: ModelInfo) -> Json:
         "created_at": iso_time(model.created),
         "created": model.created,
         "owned_by": "penstock",
+        "root": model.folder,
         "max_model_len": model.max_model_len,
+        "tool_parser": model.tool_parser,
+        "reasoning_parser": model.reasoning_parser,
         "note": model.note,
         "sampling": {
             name: {"value": value, "source": "model" if name in model.sampling else "default"}

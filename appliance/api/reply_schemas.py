@@ -143,7 +143,7 @@ _REPLIES: Json = {
                 ),
             },
         },
-        {"note": STRING},
+        {"note": STRING, "root": STRING, "tool_parser": STRING, "reasoning_parser": STRING},
     ),
     "Error": shape(
         {

@@ -154,6 +154,8 @@ REQUESTS: Json = {
             **SAMPLING,
             "logprobs": whole(0, MAX_LOGPROBS),
             "suffix": {"type": "string", "maxLength": 0},  # more, where the model can
+            "output_offset": whole(0, 0),  # more, with a prompt of token ids
+            "return_tokens_as_token_ids": BOOLEAN,
         },
     ),
     "ChatRequest": shape(

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from appliance.api.admission import AdmissionTurns
 from appliance.api.authority import peer_of
+from appliance.api.cache import cache_routes
 from appliance.api.control import control_routes
 from appliance.api.early import EarlyRefusals
 from appliance.api.edge import Edge
@@ -52,6 +53,7 @@ def build_app(appliance: Appliance) -> Edge:
             Route("/openapi.json", openapi),
             Route("/metrics", metrics),
             *control_routes(),
+            *cache_routes(),
             Route("/v1/penstock/roles", switch_roles, methods=["POST"]),
             *log_routes(),
         ],

@@ -22,6 +22,9 @@ from appliance.request import Appliance, Request, TokensEmitted
 from engine.detokenizer import Detokenizer
 from engine.sequence import FinishReason, Sequence, TokenLogprob
 
+_CONTEXT_TOKENS = 64
+"""Before a text, that tell a decoder where it stands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
@@ -181,7 +184,15 @@ class _Voice:
         self._sequence = sequence
         self._echo = echo
         self._is_mute = ask.max_tokens == 0
-        context_ids = sequence.prompt_token_ids[-64:] if ask.is_continuation else []
+        prompt_ids = sequence.prompt_token_ids
+        start = len(prompt_ids) - sequence.sampling.output_offset
+        earlier_ids = prompt_ids[start:]
+        # what is held back of a text is no longer than a stop string, and half a character
+        num_said = max(len(earlier_ids) - max(map(len, ask.stop), default=0) - _CONTEXT_TOKENS, 0)
+        end = start + num_said
+        context_ids = prompt_ids[max(end - _CONTEXT_TOKENS, 0) : end]
+        if not ask.is_continuation:
+            context_ids = []
         self._detokenizer = Detokenizer(tokenizer, context_ids)
         self._stop = StopMatcher(ask.stop, is_shown=ask.shows_stop)
         self._shown = tokenizer if ask.shows_special else None
@@ -193,6 +204,7 @@ class _Voice:
         self._num_tokens = 0
         self._num_chars = len(echo.text) if echo else 0
         self.is_closed = False
+        self._go_on_with(earlier_ids[num_said:], num_said)
 
     def take(self, emitted: TokensEmitted, delta: Delta) -> None:
         """Add emitted tokens to a delta, up to a stop string."""
@@ -223,17 +235,33 @@ class _Voice:
         is_last = emitted.is_last and index == len(emitted.token_ids) - 1
         if is_last and self._sequence.finish_reason is FinishReason.STOP:
             return False  # the worker ended it on this id: an end-of-text or stop id is no text
+        return self._say(self._text_of(token_id), delta)
+
+    def _text_of(self, token_id: int) -> str:
+        """What it completes of the text."""
         if token_id in self._marks:
-            return self._say(self._detokenizer.flush() + self._marks[token_id], delta)
+            return self._detokenizer.flush() + self._marks[token_id]
         if self._shown is not None and self._shown.is_silent(token_id):
-            text = self._detokenizer.flush() + self._shown.token_text(token_id)
-            return self._say(text, delta)
-        return self._say(self._detokenizer.push(token_id), delta)
+            return self._detokenizer.flush() + self._shown.token_text(token_id)
+        return self._detokenizer.push(token_id)
+
+    def _go_on_with(self, token_ids: list[int], num_before: int) -> None:
+        """Take what an earlier request has output, for what it held back of the text of that.
+
+        Args:
+            token_ids: the last of it.
+            num_before: how many there were before these.
+        """
+        for index, token_id in enumerate(token_ids, num_before + 1):
+            text = self._text_of(token_id)
+            if index > self._sequence.sampling.min_tokens:
+                self._stop.push(text)
 
     def _say(self, piece: str, delta: Delta) -> bool:
         """Add a piece's text; True if that was all, and the sequence is closed."""
         self._num_chars += len(piece)
-        may_stop = self._num_tokens > self._sequence.sampling.min_tokens
+        num_tokens = self._num_tokens + self._sequence.sampling.output_offset
+        may_stop = num_tokens > self._sequence.sampling.min_tokens
         self._pass(self._stop.push(piece) if may_stop else piece, delta)
         if not (self._stop.has_matched or (self._parser and self._parser.is_done)):
             return False

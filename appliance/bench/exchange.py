@@ -32,8 +32,8 @@ async def exchange(address: Address, request: bytes, reply: Reply, deadline_s: f
             match address:
                 case UnixAddress(path):
                     await loop.create_unix_connection(lambda: line, str(path))
-                case TcpAddress(host, port):
-                    await loop.create_connection(lambda: line, host, port)
+                case TcpAddress(host, port, is_tls):
+                    await loop.create_connection(lambda: line, host, port, ssl=is_tls or None)
                 case _:
                     raise ConfigError(
                         "a benchmark does not go through ssh",

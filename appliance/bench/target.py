@@ -126,7 +126,7 @@ class Target:
         fixed = {"model": self._model, "temperature": 0, "ignore_eos": True, "stream": True}
         content = msgspec.json.encode({**fixed, **body})
         is_tcp = isinstance(self.address, TcpAddress)
-        host = str(self.address).removeprefix("http://") if is_tcp else "localhost"
+        host = str(self.address).partition("://")[2] if is_tcp else "localhost"
         key = os.environ.get("PENSTOCK_API_KEY") if is_tcp else None
         head = [
             f"POST {path} HTTP/1.1",

@@ -50,6 +50,7 @@ VERBS: Mapping[str, str] = {
     "keys": "control",
     "whoami": "look",
     "install-service": "install",
+    "worker": "worker",
     "doctor": "doctor",
     "devices": "devices",
     "version": "look",

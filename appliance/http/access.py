@@ -14,6 +14,7 @@ import grp
 import os
 import pwd
 import socket
+import ssl
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from appliance.config import DEFAULT_OPERATORS, ServeConfig
 from appliance.http.keys import ApiKey, find_key, read_keys
+from appliance.http.tls import tls_context
 from appliance.request import Peer, Role
 from engine.errors import ConfigError
 
@@ -91,6 +93,10 @@ class AccessPolicy:
     max_body_bytes: int = 8 << 20
     cors_origins: tuple[str, ...] = ()
     """Web pages that may use the API from a browser."""
+    tls: ssl.SSLContext | None = None
+    """What TCP is spoken with; None: as it is, which is for loopback only."""
+    has_open_metrics: bool = False
+    """Whoever reaches TCP may read /metrics, without a key."""
 
     @classmethod
     def from_config(
@@ -99,7 +105,8 @@ class AccessPolicy:
         """Read names and keys as they are now.
 
         Raises:
-            ConfigError: the file of keys is wrong, or TCP is to be served without one.
+            ConfigError: the file of keys or of a certificate is wrong, or TCP is to be served
+                without keys.
         """
         path = _keys_path(config, environ)
         if path is None and config.listen is not None:
@@ -111,6 +118,8 @@ class AccessPolicy:
             max_connections=config.max_connections,
             max_body_bytes=config.max_body_bytes,
             cors_origins=config.cors_origins,
+            tls=tls_context(*config.tls) if config.tls is not None else None,
+            has_open_metrics=config.open_metrics,
         )
 
     def check_tcp(self, where: str) -> None:

@@ -4,7 +4,8 @@ Owns: the request's Arrival with its peer; the key that TCP asks for, and the li
 bodies.
 Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
 the memory for half-sent bodies nobody holds more than is left for all others.
-Never: knows a route but /health, which tells nothing and is open so that probes need no key.
+Never: knows a route but /health, which tells nothing and is open so that probes need no key, and
+/metrics, which can be opened, for it names no user and no request.
 
 Browsers: a page cannot send a key without asking first (CORS), and only pages of `cors_origins`
 are answered with yes. Otherwise the Origin header proves nothing that the key does not, and is not
@@ -27,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from appliance.arrival import Arrival
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.cors import allowed_origin, is_preflight, preflight, readable
-from appliance.request import Peer
+from appliance.request import Peer, Role
 from appliance.wire import error_response
 from engine.errors import Forbidden, RequestError, Unavailable
 
@@ -38,6 +39,8 @@ MAX_ARRIVING_BODIES = 16
 UNCOUNTED_BYTES = 64 << 10
 """Of each body, so that a small one always gets in; the number of connections bounds these."""
 OPEN_PATH = "/health"
+METRICS_PATH = "/metrics"
+"""Open only where the policy says so: gateways that scrape it cannot show a key."""
 BUSY_RETRY_MS = 1000
 
 _LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
@@ -102,7 +105,9 @@ class Gate:
     def _peer(self, scope: Scope, line: Line) -> Peer:
         if line.credentials is not None:
             return self.policy.peer_of(line.credentials)
-        if not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
+        # a page whose name was rebound to this machine has no certificate for it
+        is_encrypted = scope["scheme"] == "https"
+        if not is_encrypted and not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
             raise Forbidden(
                 "the Host header names another machine",
                 code="host_not_allowed",
@@ -112,6 +117,8 @@ class Gate:
         peer = self.policy.holder_of(key)
         if peer is None and scope["path"] == OPEN_PATH:
             return Peer()
+        if peer is None and scope["path"] == METRICS_PATH and self.policy.has_open_metrics:
+            return Peer(role=Role.VIEWER)
         if peer is None:
             raise RequestError(
                 "the API key is missing" if not key else "the API key is not valid",

@@ -1,4 +1,4 @@
-"""Listening sockets: the Unix socket, loopback TCP, and the accepting.
+"""Listening sockets: the Unix socket, TCP, and the accepting.
 
 Owns: the socket file from bind to removal, and the turn from a listener to connections.
 Invariant: the file is never open to others, not for a moment, and a live daemon's is never taken,
@@ -76,7 +76,7 @@ def bind_socket(path: Path) -> socket.socket:
 
 
 def bind_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on loopback; for `localhost` on both families, lest another user takes one.
+    """Listening sockets; for `localhost` on both families, lest another user takes one.
 
     Raises:
         ConfigError: the port is taken, or the address is not there.
@@ -132,9 +132,9 @@ def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
             )
         if listener.family != socket.AF_UNIX and not _is_loopback(listener):
             raise ConfigError(
-                "TCP is served on loopback addresses only",
+                "a socket unit's TCP is served on loopback addresses only",
                 where=f"{listener.getsockname()[0]}, of the socket unit",
-                hint="ListenStream=127.0.0.1:8000, and a proxy in front of it",
+                hint="ListenStream=127.0.0.1:8000; beyond loopback with the setting listen",
             )
         listener.setblocking(False)
         found.append(listener)

@@ -36,6 +36,8 @@ SHARE_OF_ONE = 0.75
 STRAGGLER_S = 2.0
 """For one more request on a connection that was open before a stop."""
 STRAGGLER_CHECK_S = 0.02
+HANDSHAKE_S = 5.0
+"""For a client on TCP to agree on how to encrypt."""
 
 
 class ApiServer:
@@ -179,7 +181,9 @@ class ApiServer:
         if who is not None and self._refused_at_once(connection, who):
             return
         if not self._has_room(who):
-            self._turned_away.tell(connection, self._name(who))
+            is_encrypted = who is None and self.policy.tls is not None
+            turn_away = self._turned_away.drop if is_encrypted else self._turned_away.tell
+            turn_away(connection, self._name(who))
             return
         state = self._server.server_state
         protocol = ClientProtocol(
@@ -192,9 +196,13 @@ class ApiServer:
 
     async def _open(self, connection: socket.socket, protocol: ClientProtocol) -> None:
         loop = asyncio.get_running_loop()
+        tls = self.policy.tls if protocol.credentials is None else None
+        patience_s = None if tls is None else HANDSHAKE_S
         try:
-            await loop.connect_accepted_socket(lambda: protocol, connection)
-        except OSError:  # it is gone already
+            await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=patience_s
+            )
+        except OSError:  # it is gone already, or does not speak TLS
             self._server.server_state.connections.discard(protocol)
 
     def _has_room(self, who: Credentials | None) -> bool:

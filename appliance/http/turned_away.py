@@ -48,6 +48,11 @@ class TurnedAway:
         self._told_s = -math.inf
         self._loop = asyncio.get_running_loop()
 
+    def drop(self, connection: socket.socket, whose: str) -> None:
+        """Close one that could not read an answer, for it has not agreed on how to encrypt it."""
+        self.count(whose)
+        connection.close()
+
     def tell(self, connection: socket.socket, whose: str) -> None:
         """Answer 503 in one write, which the empty buffer of a new connection takes, and wait."""
         self.count(whose)

@@ -53,13 +53,16 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
     fullest = max(used, default=None)
     yield gauge("vllm:kv_cache_usage_perc", "Of the fullest pool, 0 to 1.", [(labels, fullest)])
     about = {
-        "block_size": ",".join(sorted({str(pool.block_size) for pool in pools})),
+        # whole numbers: gateways read them; the pools of a daemon have one layout
+        "block_size": str(pools[0].block_size if pools else 0),
         "cache_dtype": frame.dtype,
         "enable_prefix_caching": str(frame.totals.has_prefix_cache),
         "num_gpu_blocks": str(sum(pool.num_blocks for pool in pools)),
         "engine": labels["engine"],
     }
     yield gauge("vllm:cache_config_info", "The KV pools.", [(about, 1)])
+    none = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    yield gauge("vllm:lora_requests_info", "There are no adapters here.", [(none, 1)])
 
 
 def _counters(frame: Frame, histograms: Histograms, labels: dict[str, str]) -> Iterator[Family]:

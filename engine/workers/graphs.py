@@ -166,7 +166,7 @@ class DecodeGraphs:
         logits = self._logits[:num]
         if not all(is_plain(r.sampling) for r in sequences):
             return logits, None
-        draws = [draw_of(r.sampling, r.num_output_tokens + ahead) for r in sequences]
+        draws = [draw_of(r.sampling, r.next_index + ahead) for r in sequences]
         is_greedy = all(draw == NO_DRAW for draw in draws)
         if not is_greedy:
             flat = [value for draw in draws for value in draw] + [*NO_DRAW] * (size - num)

@@ -140,7 +140,7 @@ class Runner:
         assert self._device is not None
         if not sampling or not all(is_plain(r.sampling) for r in sampling):
             return None
-        draws = [draw_of(r.sampling, r.num_output_tokens) for r in sampling]
+        draws = [draw_of(r.sampling, r.next_index) for r in sampling]
         if all(draw == NO_DRAW for draw in draws):
             return self._transformer.sample_rows(logits, None)
         flat = self._device.pinned([value for draw in draws for value in draw], torch.float64)
@@ -321,7 +321,7 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
         logits = raw_logits.clone()
         rows = zip(logits, sequences, masks, strict=True)
         errors = [_adjust(row, r, mask) for row, r, mask in rows]
-    samples = sample(logits, params, [r.num_output_tokens for r in sequences], raw_logits)
+    samples = sample(logits, params, [r.next_index for r in sequences], raw_logits)
     return [
         Sampled(error=error) if error else Sampled([token_id], [logprob] if logprob else [])
         for error, (token_id, logprob) in zip(errors, samples, strict=True)

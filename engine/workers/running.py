@@ -100,13 +100,18 @@ class Running:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt, a new list."""
-        return self.token_ids[: self.num_prompt_tokens]
+        """The prompt, a new list, without what was output before; see output_offset."""
+        return self.token_ids[: self.num_prompt_tokens - self.sampling.output_offset]
 
     @property
     def output_ids(self) -> list[int]:
-        """The output known, a new list."""
-        return self.token_ids[self.num_prompt_tokens :]
+        """The output known, a new list, with what was output before."""
+        return self.token_ids[self.num_prompt_tokens - self.sampling.output_offset :]
+
+    @property
+    def next_index(self) -> int:
+        """Which output is sampled next, counted from the first of all: what its draw depends on."""
+        return self.num_output_tokens + self.sampling.output_offset
 
     @property
     def is_ready(self) -> bool:

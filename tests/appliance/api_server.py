@@ -90,7 +90,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    appliance: FakeAppliance, path: Path, door: str = "socket"
+    appliance: FakeAppliance, path: Path, door: str = "socket", grace_s: float = 2.0
 ) -> AsyncIterator[Served]:
     """Serve until the block ends; then every accepted request must have been closed."""
     listeners, entrance, policy = [bind_socket(path)], (), None
@@ -105,7 +105,7 @@ async def serving(
         yield served
     finally:
         await served.close()
-        await server.stop(grace_s=2.0)
+        await server.stop(grace_s=grace_s)
     assert len(appliance.closed) == len(appliance.submitted)
 
 

@@ -32,6 +32,8 @@ from tests.appliance.fake_daemon import FakeDaemon, Script, _Handler, text_event
         ("http://127.0.0.1:9000", TcpAddress("127.0.0.1", 9000)),
         ("http://[::1]:9000/", TcpAddress("::1", 9000)),
         ("http://localhost", TcpAddress("localhost", 8000)),
+        ("https://box.lan:8443/v1", TcpAddress("box.lan", 8443, is_tls=True)),
+        ("https://box.lan", TcpAddress("box.lan", 443, is_tls=True)),
         ("http://localhost:9000/v1", TcpAddress("localhost", 9000)),
         ("http://localhost:9000/v1/", TcpAddress("localhost", 9000)),
         ("ssh://box", SshAddress("box")),
@@ -67,7 +69,7 @@ def test_a_host_and_a_port_need_no_scheme(text, address):
         "http://x:port",
         "http://x/path",
         "ssh://",
-        "https://x",
+        "https://x/path",
     ],
 )
 def test_what_is_no_address_is_refused_with_the_forms_there_are(text):

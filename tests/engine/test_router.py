@@ -68,6 +68,7 @@ class World:
         self.ended = {}
         self.scheduled = Counter()
         self.num_checks = 0
+        self.told, self.num_told = {}, 0
         self.router = Router(
             self.places,
             self.ledger,
@@ -197,6 +198,29 @@ class World:
             for block_id, hashed in pool.index._hashed.items():
                 tokens = [self.memory[name, block_id, i] for i in range(BLOCK_SIZE)]
                 assert HASHER.hashes(hashed.parent, tokens) == [hashed.hash]
+        self.check_contents()
+
+    def check_contents(self):
+        """Who follows what is told of the cache knows what is in it, and nothing else."""
+        contents, root = self.router.prefixes.contents, HASHER.root("")
+        for is_stored, block in contents.changes(self.num_told, root):
+            if is_stored:
+                assert block.block_id not in self.told
+                self.told[block.block_id] = block
+            else:
+                assert self.told.pop(block.block_id) == block
+        self.num_told = contents.num_changes
+        assert contents.blocks(root) == sorted(self.told.values(), key=lambda block: block.place)
+        hashes = [one.hash for p in self.ledger.pools.values() for one in p.index._hashed.values()]
+        assert set(self.told) <= {int.from_bytes(h[:8], "little", signed=True) for h in hashes}
+        for block in self.told.values():
+            tokens, before = list(block.token_ids), block
+            while before.parent_id is not None and before.parent_id in self.told:
+                before = self.told[before.parent_id]
+                tokens = [*before.token_ids, *tokens]
+            if before.parent_id is None:
+                last = HASHER.hashes(root, tokens)[-1]
+                assert int.from_bytes(last[:8], "little", signed=True) == block.block_id
 
     def assert_all_free(self):
         for pool in self.ledger.pools.values():

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.call_grammar import CallSyntax, calls_grammar
 from engine.checkpoint import Checkpoint
@@ -216,6 +218,36 @@ def test_penalties_count_the_same_after_a_recovery(machine, prompt):
     assert machine.run(prompt, (1, 7, 8), **options)[0] == whole
     free, _ = machine.run(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
     assert whole != free
+
+
+RULES = {
+    "drawn": {"temperature": 1.5, "top_p": 0.95},
+    "penalised": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "no end too early": {"min_tokens": 9, "logit_bias": {297: 100.0}, "ignore_eos": False},
+    "no bad words": {"bad_words": ((65, 66), (67,)), "allowed_token_ids": (65, 66, 67, 68)},
+    "a grammar": {"grammar": json_grammar(POINT), "temperature": 2.0},
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(list(RULES)), st.integers(0, 2**31), st.data())
+def test_who_goes_on_at_any_offset_gets_the_tokens_of_who_was_never_cut(
+    machine, prompt, rules, seed, data
+):
+    options = {"max_tokens": 16, "seed": seed, "ignore_eos": True} | RULES[rules]
+    whole, ends = machine.run(prompt, **options)
+    offset = data.draw(st.integers(1, len(whole) - 1)) if len(whole) > 1 else 0
+    options |= {"max_tokens": 16 - offset, "output_offset": offset}
+    rest, rest_ends = machine.run([*prompt, *whole[:offset]], **options)
+    assert whole[:offset] + rest == whole
+    assert rest_ends[-1].finish_reason == ends[-1].finish_reason
+
+
+def test_without_the_offset_draws_begin_anew(machine, prompt):
+    options = {"seed": 3, "temperature": 2.0, "ignore_eos": True}
+    whole, _ = machine.run(prompt, max_tokens=16, **options)
+    anew, _ = machine.run([*prompt, *whole[:8]], max_tokens=8, **options)
+    assert anew != whole[8:]
 
 
 @pytest.fixture(scope="module")

@@ -281,6 +281,38 @@ def test_penalties_biases_and_minimum_reach_the_sampler(parse):
     )
 
 
+def test_an_answer_that_goes_on_counts_what_was_output_before():
+    ask = completion(prompt=[1, 2, 3, 4], output_offset=3, max_tokens=2, min_tokens=5)
+    assert ask.base.output_offset == 3
+    sampling = ask.sampling(4, 100)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.output_offset) == (2, 5, 3)
+    late = completion(prompt=[1, 2, 3, 4], output_offset=3, max_tokens=2, min_tokens=6)
+    assert refusal(lambda: late.sampling(4, 100)).param == "min_tokens"
+    assert completion(output_offset=0).base.output_offset == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "text"},
+        {"prompt": [[1, 2], [3, 4]]},
+        {"prompt": [1]},
+        {"prompt": [1, 2], "output_offset": 2},
+        {"prompt": [1, 2], "output_offset": -1},
+        {"prompt": [1, 2], "n": 2},
+        {"prompt": [1, 2], "echo": True},
+        {"prompt": [1, 2], "truncate_prompt_tokens": 1},
+    ],
+)
+def test_what_nobody_could_go_on_with_is_refused(fields):
+    error = refusal(completion, **{"output_offset": 1, **fields})
+    assert (error.param, error.status) == ("output_offset", 400)
+
+
+def test_a_chat_has_no_output_to_go_on_with():
+    assert refusal(chat, output_offset=1).param == "output_offset"
+
+
 def test_choices_have_seeds_of_their_own_that_repeat():
     ask = completion(n=3, seed=5)
     assert ask.num_choices == 3
@@ -482,7 +514,7 @@ NAMES = [
     *("stream", "stream_options", "return_token_ids", "user", "n", "best_of", "echo", "min_tokens"),
     *("presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
     *("structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar"),
-    *("prompt_logprobs", "allowed_token_ids", "bad_words"),
+    *("prompt_logprobs", "allowed_token_ids", "bad_words", "output_offset"),
     *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"),
 ]
 

@@ -37,7 +37,7 @@ CHECKS = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
-ENDLESS = "/v1/penstock/stream"
+ENDLESS = ("/v1/penstock/stream", "/v1/penstock/cache")
 
 
 class TrueAppliance(FakeAppliance):
@@ -199,7 +199,9 @@ SOMETHING = settings(
 )
 
 
-@pytest.mark.parametrize(("method", "path"), [route for route in OPERATIONS if route[1] != ENDLESS])
+@pytest.mark.parametrize(
+    ("method", "path"), [route for route in OPERATIONS if route[1] not in ENDLESS]
+)
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
 def test_what_is_sent_by_the_document_is_answered_by_it(schema, running, method, path, mode):
     operation = schema[path][method]

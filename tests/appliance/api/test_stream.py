@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.api.ask import Ask
-from appliance.api.openai import chat_ask
+from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta, Reply, StopMatcher
 from appliance.fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
@@ -213,6 +213,39 @@ def test_the_text_does_not_depend_on_how_tokens_are_batched(appliance, text, sto
 
 
 @settings(max_examples=300, deadline=None)
+@given(text=TEXTS, stops=STOPS, data=st.data())
+def test_the_text_goes_on_where_an_earlier_reply_was_cut_off(appliance, text, stops, data):
+    ids = appliance.tokenizer.encode(text, False)
+    cut = data.draw(st.integers(0, len(ids)))
+    before, after = ids[:cut], ids[cut:]
+    whole = asyncio.run(continued(appliance, [], ids, stops))
+    if before:
+        unsaid = asyncio.run(continued(appliance, [], before, stops, has_ended=False))
+        if unsaid.finish_reason is not None:
+            return  # it had ended
+        rest = asyncio.run(continued(appliance, before, after, stops))
+        assert unsaid.text + rest.text == whole.text
+        assert rest.finish_reason == whole.finish_reason
+
+
+async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta:
+    """What a reply says of these tokens, after earlier ones that another has told."""
+    request = request_of()
+    body = {"prompt": [1, *before], "output_offset": len(before), "stop": list(stops)}
+    ask = completion_ask(Fields(body), ModelInfo("m", 10_000, 300, (), None, 0), 1)
+    request.sequences[0].prompt_token_ids = [1, *before]
+    request.sequences[0].sampling = ask.sampling(1 + len(before), 10_000)
+    reply = Reply(appliance, request, ask)
+    said = Delta(request.sequences[0])
+    emit(request, after, reason=FinishReason.LENGTH if has_ended else None)
+    async for deltas in reply.deltas(0.01):
+        for delta in deltas:
+            said.add(delta)
+        if not deltas or not has_ended:
+            break
+    return said
+
+
 @given(pieces=st.lists(TEXTS, max_size=8), stops=STOPS)
 def test_a_matcher_lets_out_what_precedes_the_first_complete_stop(pieces, stops):
     matcher = StopMatcher(stops)

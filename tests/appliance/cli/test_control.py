@@ -109,7 +109,8 @@ def test_serve_takes_its_settings_from_a_file_that_is_named(
     assert f"{settings}:2: dtype" in ended.stderr
     ended = penstock(environ, "serve", "--listen", "0.0.0.0:80")
     assert ended.returncode == 78
-    assert "--listen" in ended.stderr
+    assert "listen: 0.0.0.0" in ended.stderr
+    assert "--tls-cert" in ended.stderr
 
 
 def test_serve_has_a_flag_for_every_setting_that_says_what_it_is(environ: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from appliance.protocol import (
     LatencyFrame,
     WayFrame,
 )
+from appliance.signals import RING
 from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
@@ -33,7 +34,6 @@ NOT_HERE = {
     "vllm:prompt_tokens_recomputed_": "not counted",
     'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': "prompts come from here",
     "vllm:mm_cache_": "text only",
-    "vllm:lora_": "no adapters",
     "vllm:spec_decode_": "no speculation",
     "vllm:engine_sleep_state": "it does not sleep",
     "vllm:sleep_mode_": "it does not sleep",
@@ -224,6 +224,47 @@ def test_what_is_not_reported_has_no_sample():
     absent = ("penstock_device_", "penstock_energy_", "penstock_handoff_probe_", "penstock_slo_")
     assert not [name for name in samples if name.startswith(absent)]
     assert "penstock_worker_last_step_age_seconds" not in samples
+
+
+def as_the_endpoint_picker_reads_it(frame) -> dict[str, object]:
+    """What the Gateway API's endpoint picker and llm-d's keep of a scrape, by their rules.
+
+    A family that is missing or empty is an error, and so is a label that Go's strconv.Atoi does not
+    take. Gauges are read as floats and cut to whole numbers, adapters are a list with commas.
+    """
+    samples = scraped(frame)
+    read: dict[str, object] = {}
+    for name in ("num_requests_waiting", "num_requests_running"):
+        read[name] = int(samples[f"vllm:{name}"][-1][1])
+    read["kv_cache_usage_perc"] = samples["vllm:kv_cache_usage_perc"][-1][1]
+    adapters = samples["vllm:lora_requests_info"][-1][0]
+    for name in ("running_lora_adapters", "waiting_lora_adapters"):
+        read[name] = [one.strip() for one in adapters[name].split(",") if one.strip()]
+    cache = samples["vllm:cache_config_info"][-1][0]
+    for name, labels in (("max_lora", adapters), ("block_size", cache), ("num_gpu_blocks", cache)):
+        assert re.fullmatch(r"[+-]?[0-9]+", labels[name]), (name, labels[name])
+        read[name] = int(labels[name])
+    return read
+
+
+@pytest.mark.parametrize("frame", [busy(1), idle(), three_pools()])
+def test_endpoint_pickers_of_gateways_find_what_they_route_by(frame):
+    read = as_the_endpoint_picker_reads_it(frame)
+    pools = [pool for pool in frame.pools if pool.name != RING]
+    assert read["block_size"] == pools[0].block_size
+    assert read["num_gpu_blocks"] == sum(pool.num_blocks for pool in pools)
+    assert read["num_requests_waiting"] == frame.queue.queued + frame.queue.paused
+    assert 0 <= read["kv_cache_usage_perc"] <= 1
+    assert (read["max_lora"], read["running_lora_adapters"], read["waiting_lora_adapters"]) == (
+        0, [], [],
+    )  # fmt: skip
+
+
+def test_a_daemon_that_loads_breaks_no_reader_of_gateways():
+    samples = scraped(loading())
+    ((cache, _),) = samples["vllm:cache_config_info"]
+    assert cache["block_size"].isdigit()
+    assert cache["num_gpu_blocks"].isdigit()
 
 
 def test_units_are_those_of_the_names():

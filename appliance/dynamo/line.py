@@ -1,0 +1,125 @@
+"""HTTP/1.1 on the daemon's socket, for the adapter: a request a connection, its reply line by line.
+
+Owns: the connection.
+Invariant: whatever goes wrong on the way is a LostError; hanging up makes the daemon cancel.
+Never: tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import h11
+import msgspec
+
+from appliance.dynamo.told import LostError
+
+_READ_BYTES = 1 << 16
+CONNECT_S = 5.0
+
+
+class Line:
+    """One exchange; use it as a context manager.
+
+    Args:
+        socket: of the daemon.
+        silence_s: of a reply that is more than that is taken for a death; None: it may wait.
+    """
+
+    def __init__(self, socket: Path, silence_s: float | None = None) -> None:
+        self._socket = socket
+        self._silence_s = silence_s
+        self._parser = h11.Connection(h11.CLIENT)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_hung_up = False
+        self.status = 0
+
+    async def __aenter__(self) -> Line:
+        """Connect."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                opened = await asyncio.open_unix_connection(str(self._socket))
+        except (OSError, TimeoutError) as error:
+            raise LostError(f"no daemon answers on {self._socket}") from error
+        self._reader, self._writer = opened
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hang up."""
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End it now; whoever reads it gets a LostError."""
+        self._is_hung_up = True
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    async def ask(self, method: str, target: str, body: object = None) -> None:
+        """Send a request and read the head of the reply into `status`."""
+        assert self._writer is not None
+        content = b"" if body is None else msgspec.json.encode(body)
+        headers = [("host", "localhost"), ("content-length", str(len(content)))]
+        headers += [("content-type", "application/json"), ("connection", "close")]
+        request = h11.Request(method=method, target=target, headers=headers)
+        for part in (request, h11.Data(data=content), h11.EndOfMessage()):
+            self._writer.write(self._parser.send(part) or b"")
+        while not isinstance(event := await self._next_event(), h11.Response):
+            if isinstance(event, h11.ConnectionClosed | h11.EndOfMessage):
+                raise LostError("the daemon closed the connection without an answer")
+        self.status = event.status_code
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The reply's body, line by line as they come, without empty ones."""
+        rest = b""
+        while isinstance(event := await self._next_event(), h11.Data):
+            *lines, rest = (rest + bytes(event.data)).split(b"\n")
+            for line in lines:
+                if line:
+                    yield line
+        if rest:
+            yield rest
+
+    async def body(self) -> Any:
+        """The whole reply, decoded."""
+        return msgspec.json.decode(b"\n".join([line async for line in self.lines()]) or b"null")
+
+    async def _next_event(self) -> h11.Event:
+        assert self._reader is not None
+        try:
+            while (event := self._parser.next_event()) is h11.NEED_DATA:
+                async with asyncio.timeout(self._silence_s):
+                    data = await self._reader.read(_READ_BYTES)
+                if self._is_hung_up:
+                    raise LostError("hung up")
+                self._parser.receive_data(data)
+        except (OSError, TimeoutError) as error:
+            raise LostError("the daemon is silent or gone") from error
+        except h11.RemoteProtocolError as error:  # an end inside a reply
+            raise LostError("the daemon went away") from error
+        if isinstance(event, h11.ConnectionClosed):
+            raise LostError("the daemon went away")
+        if not isinstance(event, h11.Event):
+            raise LostError("this is not the daemon")
+        return event
+
+
+async def get(socket: Path, target: str, silence_s: float = 10.0) -> Any:
+    """One answer, decoded.
+
+    Raises:
+        LostError: there is none, or it is a refusal.
+    """
+    with contextlib.suppress(msgspec.DecodeError):
+        async with Line(socket, silence_s) as line:
+            await line.ask("GET", target)
+            body = await line.body()
+            if line.status == 200:
+                return body
+            error = body.get("error", {}) if isinstance(body, dict) else {}
+            raise LostError(error.get("message") or f"the daemon answers {line.status}")
+    raise LostError("the daemon's answer cannot be read")

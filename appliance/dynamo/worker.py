@@ -1,0 +1,253 @@
+"""The adapter: an appliance as a worker of Dynamo, through the daemon's own socket.
+
+Owns: whether the router may choose this appliance, and the replies under way.
+Invariant: who asked gets every token once; what another worker can make good is never an answer.
+While the daemon drains, is gone or silent the router does not know of it.
+Never: keeps a request that the daemon has lost; speaks to Dynamo but through its Plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from appliance.dynamo.asked import Prompts, asked_of
+from appliance.dynamo.contents import Contents, Publisher
+from appliance.dynamo.line import Line, get
+from appliance.dynamo.served import Served, served_of, used_blocks
+from appliance.dynamo.told import LostError, output_of, raise_error
+from engine.errors import PenstockError
+
+SILENCE_S = 5.0
+"""Without a frame, of which one comes each second: the daemon hangs, or was stopped."""
+RETRY_S = 0.5
+LEAVE_S = 1.0
+"""From leaving the router until it has heard of it."""
+PEERS_S = 1.0
+"""For other adapters to note a prompt; who takes longer is not waited for."""
+
+Json = dict[str, Any]
+log = logging.getLogger("penstock.dynamo")
+
+
+class Asker(Protocol):
+    """Who has asked: Dynamo's context."""
+
+    def id(self) -> str:
+        """The same when the request comes again, here or elsewhere."""
+
+    def on_stop(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call something when it does not want the answer any more; returns what undoes that."""
+
+
+class Plane(Publisher, Protocol):
+    """What the adapter needs of Dynamo."""
+
+    async def register(self, served: Served) -> None:
+        """Tell frontends of the model, and serve requests from now on."""
+
+    async def join(self) -> None:
+        """The router may choose it."""
+
+    async def leave(self) -> None:
+        """The router may not choose it any more."""
+
+    async def tell_peers(self, request_id: str, num_tokens: int) -> None:
+        """Let other adapters know how long a request's prompt is."""
+
+    def load(self, used_blocks: int) -> None:
+        """Let the router know how full it is."""
+
+
+class Adapter:
+    """One daemon's.
+
+    Args:
+        socket: of the daemon.
+        plane: Dynamo.
+    """
+
+    def __init__(self, socket: Path, plane: Plane) -> None:
+        self._socket = socket
+        self._plane = plane
+        self._contents = Contents(plane)
+        self.prompts = Prompts()
+        self._served: Served | None = None
+        self._is_joined = False
+        self._open: set[Line] = set()
+        self._idle = asyncio.Event()  # while no reply is under way
+        self._idle.set()
+        self._ended = asyncio.Event()
+
+    # The daemon's state
+
+    async def run(self) -> None:
+        """Follow the daemon, through any number of its lives, until end() is called.
+
+        Raises:
+            PenstockError: it serves what cannot be told to Dynamo, or another model than before.
+        """
+        following = asyncio.create_task(self._follow())
+        ended = asyncio.create_task(self._ended.wait())
+        await asyncio.wait({following, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+        await self._leave("told to end")
+
+    def end(self) -> None:
+        """Leave the router; replies under way go on."""
+        self._ended.set()
+
+    async def drained(self, limit_s: float) -> bool:
+        """Wait for the replies under way; False if some are left after so long."""
+        await asyncio.sleep(LEAVE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        return not self._open
+
+    async def _follow(self) -> None:
+        told = ""
+        while True:
+            try:
+                await self._follow_frames()
+            except LostError as error:
+                if not self._is_joined and str(error) != told:
+                    log.info("waiting for the daemon: %s", error)
+                told = str(error)
+                await self._lost(told)
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow_frames(self) -> None:
+        contents: asyncio.Task[None] | None = None
+        try:
+            async with Line(self._socket, SILENCE_S) as line:
+                await line.ask("GET", "/v1/penstock/stream")
+                async for raw in line.lines():
+                    frame = msgspec.json.decode(raw)
+                    if frame.get("state") in ("ready", "degraded"):
+                        await self._ready(frame)
+                        self._plane.load(used_blocks(frame))
+                        if contents is None or contents.done():
+                            contents = asyncio.create_task(self._follow_contents())
+                    else:
+                        await self._leave(f"the daemon is {frame.get('state')}")
+            raise LostError("the daemon has ended")
+        finally:
+            if contents is not None:
+                contents.cancel()
+
+    async def _ready(self, frame: Json) -> None:
+        if self._is_joined and self._served is not None and frame["model"] == self._served.model_id:
+            return
+        served = served_of(await get(self._socket, "/v1/models"), frame)
+        if self._served is None:
+            await self._plane.register(served)
+            self._served = served
+        elif served != self._served:
+            raise PenstockError(
+                f"the daemon serves {served.model_id} otherwise than before, or another model",
+                hint="start the adapter again: it tells Dynamo of one model",
+            )
+        if not self._is_joined:
+            self._is_joined = True
+            await self._plane.join()
+            log.info("the router may choose this appliance: %s", served.model_id)
+
+    async def _leave(self, why: str) -> None:
+        if self._is_joined:
+            self._is_joined = False
+            await self._plane.leave()
+            log.info("left the router: %s", why)
+
+    async def _lost(self, why: str) -> None:
+        """The daemon is gone: its replies go on elsewhere, and nothing is cached."""
+        await self._leave(why)
+        for line in list(self._open):
+            line.hang_up()
+        self._contents.forget_all()
+
+    async def _follow_contents(self) -> None:
+        try:
+            async with Line(self._socket) as line:
+                await line.ask("GET", "/v1/penstock/cache")
+                if line.status != 200:
+                    log.warning("no events of the prefix cache: %s", await line.body())
+                    await asyncio.sleep(3600)
+                async for raw in line.lines():
+                    self._contents.read(msgspec.json.decode(raw))
+        except LostError:
+            pass  # the frames end with it, and say so
+        finally:
+            self._contents.forget_all()
+
+    # Requests
+
+    def peer_told(self, request_id: str, num_tokens: int) -> None:
+        """Another adapter has got a request, whose prompt is so long."""
+        self.prompts.came(request_id, num_tokens)
+
+    async def generate(self, request: Json, asker: Asker) -> AsyncIterator[Json]:
+        """Outputs for one request, the last with a finish reason.
+
+        Raises:
+            Refused: its client can mend it.
+            LostError: another worker can.
+        """
+        if self._served is None:
+            raise LostError("the daemon is not there yet")
+        request_id, num_tokens = asker.id(), len(request["token_ids"])
+        is_new = self.prompts.came(request_id, num_tokens)
+        num_output = self.prompts.num_output(request_id, num_tokens)
+        asked = asked_of(request, request_id, num_output, self._served)
+        if not asked.body["max_tokens"]:
+            yield {"token_ids": [], "finish_reason": "length"}
+            return
+        telling = asyncio.create_task(self._tell_peers(request_id, num_tokens)) if is_new else None
+        line = Line(self._socket)
+        undo = asker.on_stop(line.hang_up)
+        self._open.add(line)
+        self._idle.clear()
+        try:
+            async with line:
+                await line.ask("POST", "/v1/completions", asked.body)
+                if line.status != 200:
+                    body = await line.body()
+                    raise_error((body or {}).get("error") or {})
+                last: Json | None = None
+                async for raw in line.lines():
+                    if (output := output_of(raw)) is None:
+                        continue
+                    if telling is not None:  # no token is out that a peer could not go on from
+                        await telling
+                        telling = None
+                    if last is not None:
+                        last |= output  # the usage, which comes behind
+                    elif "finish_reason" in output:
+                        last = output
+                    else:
+                        yield output
+                if last is None:
+                    raise LostError("the daemon broke off its reply")
+                yield last
+        finally:
+            self._open.discard(line)
+            if not self._open:
+                self._idle.set()
+            undo()
+            if telling is not None:
+                telling.cancel()
+
+    async def _tell_peers(self, request_id: str, num_tokens: int) -> None:
+        try:
+            async with asyncio.timeout(PEERS_S):
+                await self._plane.tell_peers(request_id, num_tokens)
+        except TimeoutError:
+            log.warning("another adapter does not answer: a death now may not be gone on exactly")

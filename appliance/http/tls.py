@@ -1,0 +1,43 @@
+"""TLS: a certificate and its key for the listener on TCP.
+
+Owns: which versions are spoken, and the files' reading.
+Invariant: a context has a certificate that its key fits; versions before 1.2 are not spoken.
+Never: asks clients for certificates: who they are is said by their API keys.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What a server speaks TLS with, as the files are now.
+
+    Args:
+        certificate: PEM; the server's own first, then those that lead to a root.
+        key: PEM, without a passphrase.
+
+    Raises:
+        ConfigError: a file cannot be read, or the key does not fit the certificate.
+    """
+    for path, name in ((certificate, "tls_cert"), (key, "tls_key")):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}", where=name) from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise ConfigError(
+            f"{certificate} and {key} are no certificate with its key: {reason}",
+            where="tls_cert",
+            hint="both are PEM; the server's own certificate comes first; no passphrase",
+        ) from error
+    return context

@@ -1,0 +1,63 @@
+"""penstock worker: what it needs to be told, and what it says where Dynamo is not."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from appliance import doctor
+from appliance.dynamo import plane
+from tests.appliance.cli_process import ROOT, penstock, user_environ
+
+FOUND = ("--discovery", "file:found")
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return user_environ(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "--dynamo"),
+        (("--dynamo",), "file:FOLDER"),
+        (("--dynamo", "--discovery", "smoke:signals"), "smoke:signals"),
+        (("--dynamo", "--discovery", "etcd:here"), "etcd:here"),
+        (("--dynamo", *FOUND, "--host", "http://127.0.0.1:8000"), "beside the daemon"),
+    ],
+)
+def test_what_it_cannot_know_it_asks_for(environ, words, says):
+    ended = penstock(environ, "worker", *words)
+    assert ended.returncode == 78
+    assert says in ended.stderr
+
+
+@pytest.mark.skipif(plane.missing() is None, reason="Dynamo is here")
+def test_without_the_wheels_it_says_which_and_how(environ, tmp_path):
+    ended = penstock(environ, "worker", "--dynamo", *FOUND, "--host", str(tmp_path / "p.sock"))
+    assert ended.returncode == 78
+    assert plane.PACKAGE in ended.stderr
+    assert plane.INSTALL in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "verdict"),
+    [
+        (None, "ok"),
+        (f"{plane.PACKAGE} is not installed", "ok"),
+        (f"{plane.PACKAGE} is 9.9; the adapter was made for {plane.VERSION}", "note"),
+    ],
+)
+def test_doctor_names_what_is_missing(monkeypatch, what, verdict):
+    monkeypatch.setattr(plane, "missing", lambda: what)
+    finding = doctor._dynamo()
+    assert (finding.check, finding.verdict) == ("dynamo", verdict)
+    assert what is None or what in finding.found
+
+
+def test_the_extra_is_the_version_that_the_adapter_was_made_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["dynamo"]
+    assert extra == [f"{plane.PACKAGE}=={plane.VERSION}"]
