@@ -96,6 +96,8 @@ class Copier:
         self._thread: Thread | None = None
         self._due: deque[_Job | _Mapping] = deque()
         """The loop's, where there is none."""
+        self._failed: set[int] = set()
+        """Copies that were reported to be over, by an error, before all their parts came."""
         self._page_maker = ThreadPoolExecutor(1, "pages") if device is None else None
 
     def take(self, copy: Copy, running: Running | None) -> None:
@@ -181,10 +183,17 @@ class Copier:
                 self._do(self._jobs.get())
 
     def _do(self, job: _Job | _Mapping) -> None:
-        if isinstance(job, _Job):
-            self._send(self._done(job))
-        else:
+        if not isinstance(job, _Job):
             self._remap(job)
+            return
+        copy_id = job.copy.copy_id
+        if copy_id not in self._failed:
+            report = self._done(job)
+            self._send(report)
+            if report.error is not None:
+                self._failed.add(copy_id)
+        if job.is_last:
+            self._failed.discard(copy_id)
 
     def _remap(self, mapping: _Mapping) -> None:
         self._pools.pop(mapping.pool, None)  # with the last reference the mapping is closed

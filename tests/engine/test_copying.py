@@ -135,3 +135,22 @@ def test_pages_of_a_copys_target_are_made_before_there_is_something_to_copy():
     assert not copier.has_work
     assert not target[10:13].any()
     assert target[30].eq(7.0).all()
+
+
+@pytest.mark.parametrize("num_pairs", [3, 2 * copying.REPORTED_PAIRS + 1])
+def test_a_copy_that_fails_is_over_once_and_the_next_is_made(num_pairs):
+    pool, other = torch.rand(40, *SHAPE), torch.zeros(40, *SHAPE)
+    reports = []
+    copier = Copier({"kv": pool, "other": other}, 4, reports.append)
+    pairs = [(i, i) for i in range(num_pairs)]
+    copier.take(Copy(1, "kv", "gone", pairs, None), None)
+    copier.take(Copy(2, "kv", "other", pairs, None), None)
+    while copier.has_work:
+        copier.work(time.monotonic_ns())
+    failed, *copied = reports
+    assert (failed.copy_id, failed.num_pairs, failed.is_last) == (1, 0, True)
+    assert "gone" in failed.error
+    assert {report.copy_id for report in copied} == {2}
+    assert [report.is_last for report in copied] == [False] * (len(copied) - 1) + [True]
+    assert sum(report.num_pairs for report in copied) == num_pairs
+    assert other[:num_pairs].equal(pool[:num_pairs])
