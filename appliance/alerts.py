@@ -72,6 +72,7 @@ THRESHOLDS = (
     Threshold(
         "link.slow", signals.link_slowdown, 0.5, None, "the link from {} is as it was at start", 5
     ),
+    Threshold("ssd.down", signals.ssd_down, 1, None, "the SSD cache is on again", is_state=True),
     Threshold("ssd.off", signals.ssd_off, 1, None, "there is an SSD cache again", is_state=True),
     Threshold("log.rows_lost", signals.log_rows_lost, None, 1, "the request log loses no rows now"),
     Threshold("device.power", signals.device_power_ratio, 0.95, None, "{} draws less power", 10),

@@ -179,6 +179,12 @@ def ssd_off(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(1, f"there is no SSD cache: {frame.ssd.reason}")
 
 
+def ssd_down(frame: Frame, past: Past) -> Iterator[Signal]:
+    """The disk cannot be relied on: nothing is stored or loaded until a probe passes."""
+    if frame.ssd is not None and frame.ssd.state == "down":
+        yield Signal(1, f"the SSD cache is off until a probe passes: {frame.ssd.reason}")
+
+
 def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
     """How far a link between devices has fallen below what it did at start."""
     for link in frame.links:

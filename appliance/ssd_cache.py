@@ -227,7 +227,7 @@ class SsdCache:
 
     async def flush(self) -> None:
         """Nobody computes any more: store what is warm, as long as that takes, but for a limit."""
-        if self.tier is None:
+        if self.tier is None or self.tier.reason is not None:  # a disk that hangs is not waited for
             return
         self._settled = asyncio.Event()
         self.tier.flush()

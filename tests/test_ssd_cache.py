@@ -81,6 +81,28 @@ def test_a_daemon_that_ends_stores_what_it_has_computed(served, tmp_path):
     assert daemon.stop() == 0
 
 
+class HangingDaemon(Daemon):
+    """Its disk takes no blocks: who writes one never comes back."""
+
+    program = (
+        "-c",
+        "import threading; from engine.tiers import slabs; from appliance.cli import main\n"
+        "slabs.Slabs.write = lambda *_: threading.Event().wait()\n"
+        "main()",
+    )
+
+
+def test_a_daemon_whose_disk_hangs_ends_in_time(served, tmp_path):
+    model, _ = served
+    daemon = HangingDaemon(tmp_path, *CACHE, *ARMS["alias"], model=model).wait_ready()
+    daemon.wait_for(lambda: ssd(daemon)["state"] == "on")
+    store(daemon, prompts(LENGTHS))
+    daemon.wait_for(lambda: ssd(daemon)["state"] == "down")
+    assert "ssd.down" in {alert["code"] for alert in daemon.fresh_state()["alerts"]}
+    assert ask(daemon, prompts(LENGTHS)[0])
+    assert daemon.stop() == 0
+
+
 def test_damage_and_another_layout_are_found_out_and_computed_again(served, tmp_path):
     model, oracle = served
     asked = prompts(LENGTHS)

@@ -1,7 +1,9 @@
 """What loads and stores have in common: the pools, the disk, the clocks, and who is told.
 
-Owns: the numbers of copies between pools and the disk.
-Invariant: no two copies have one number.
+Owns: the numbers of copies between pools and the disk, and which of them have not been answered in
+time although a thread has begun them.
+Invariants: no two copies have one number; the blocks of those that are overdue, and no others, are
+counted as stuck in their pool.
 Never: decides anything.
 """
 
@@ -12,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from engine.blocks import Ledger
-from engine.tiers.disk import Disk, Job
+from engine.blocks import BlockPool, Ledger
+from engine.tiers.disk import CopyJob, Disk, Job
 from engine.tiers.index import SlabIndex
 
 TIER = Disk.tier
@@ -67,3 +69,21 @@ class Context:
     tell: Tell
     counts: Counts = field(default_factory=Counts)
     numbers: count[int] = field(default_factory=lambda: count(1))
+    overdue: set[CopyJob] = field(default_factory=set)
+
+    def is_late(self, job: CopyJob) -> None:
+        """A thread has begun it and does not end: nobody knows when its blocks will be free."""
+        if job not in self.overdue:
+            self.overdue.add(job)
+            self._books(job).num_stuck += len(job.copy.pairs)
+
+    def answered(self, job: CopyJob) -> None:
+        """A thread will not touch its blocks any more."""
+        if job in self.overdue:
+            self.overdue.discard(job)
+            self._books(job).num_stuck -= len(job.copy.pairs)
+
+    def _books(self, job: CopyJob) -> BlockPool:
+        """Of the pool that it copies from or to."""
+        copy = job.copy
+        return self.ledger.pools[copy.to_pool if copy.from_pool == TIER else copy.from_pool]

@@ -2,8 +2,8 @@
 
 A job is a Copy with the places of its blocks, or a slab to make, places to sweep, a probe. Bytes go
 from the pool's memory to a buffer of the thread's own and from there to the disk, or back: a block
-reaches a pool only when its checksums are right. One thread writes, two read, so that reading goes
-on while a checksum is made; a write never holds up a read for longer than the disk itself does.
+reaches a pool only when its checksums are right. Two threads write, two read, so that the disk has
+something to do while a checksum is made; a write never holds up a read for longer than it does.
 They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
 has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
 Owns: the threads and their buffers. Reports come back by a callback, from the thread.
@@ -30,7 +30,7 @@ from engine.tiers.index import Entry, Place
 from engine.tiers.records import SlabHead
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 
-NUM_READERS = 2
+NUM_READERS = NUM_WRITERS = 2
 WRITE_SHARE = 0.25
 """Of a core, that writing may take while requests are served."""
 PROBE_NAME = ".penstock-probe"
@@ -137,7 +137,7 @@ class Disk:
         """May change at any time: what is stored at the end is waited for."""
         self._reads: SimpleQueue[Job | None] = SimpleQueue()
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
-        queues = [self._reads] * NUM_READERS + [self._writes]
+        queues = [self._reads] * NUM_READERS + [self._writes] * NUM_WRITERS
         self._beginning = Lock()
         self._threads = [
             Thread(target=self._run, args=(queue,), name="ssd", daemon=True) for queue in queues
@@ -162,7 +162,8 @@ class Disk:
         """End the threads when they have done what they were given; False: one is stuck."""
         for _ in range(NUM_READERS):
             self._reads.put(None)
-        self._writes.put(None)
+        for _ in range(NUM_WRITERS):
+            self._writes.put(None)
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(end_s - time.monotonic(), 0))
@@ -184,7 +185,7 @@ class Disk:
             self._report(job)
             is_urgent = isinstance(job, CopyJob) and job.is_urgent
             if queue is self._writes and self.write_share < 1 and not is_urgent:
-                time.sleep(used_s * (1 / self.write_share - 1))
+                time.sleep(used_s * (NUM_WRITERS / self.write_share - 1))
 
     def _do(self, job: Job, buffer: RecordBuffer) -> None:
         match job:
@@ -237,6 +238,7 @@ def probe(slabs: Slabs) -> float:
     Raises:
         OSError: it cannot be done, or what was read is not what was written.
     """
+    slabs.remake_folder()
     path = slabs.folder / PROBE_NAME
     path.unlink(missing_ok=True)  # of a process that was killed
     size = slabs.probe_bytes

@@ -115,8 +115,6 @@ class Loads:
         self._jobs: dict[tuple[str, Hash], CopyJob] = {}
         """By pool and block."""
         self._targets: dict[CopyJob, list[_Target]] = {}
-        self._overdue: set[CopyJob] = set()
-        """Begun by a thread, and needed by nobody since their deadline."""
 
     def __contains__(self, seq_id: int) -> bool:
         """True while a sequence waits for the disk."""
@@ -200,9 +198,7 @@ class Loads:
             return
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
         books = context.ledger.pools[pool]
-        if job in self._overdue:
-            self._overdue.discard(job)
-            books.num_stuck -= len(job.copy.pairs)
+        context.answered(job)
         for target in targets[: job.num_done]:
             books.index.publish(target.block_id, target.block_hash, target.parent, target.user)
         context.ledger.close_command(("load", job.copy.copy_id, 0))
@@ -245,10 +241,8 @@ class Loads:
             begun = load.jobs
             self._end(load, is_in_time=False)
             for job in begun & self._targets.keys():
-                if job.is_void and job not in self._overdue:
-                    self._overdue.add(job)
-                    books = self._context.ledger.pools[job.copy.to_pool]
-                    books.num_stuck += len(job.copy.pairs)
+                if job.is_void:
+                    self._context.is_late(job)
 
     def _end(self, load: _Load, *, is_in_time: bool) -> None:
         del self._loads[load.wanted.seq_id]

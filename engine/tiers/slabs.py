@@ -215,6 +215,7 @@ class Slabs:
         Raises:
             OSError: it could not be made, and nothing is left of it.
         """
+        self.remake_folder()
         with self._growing:
             need = self._need_bytes(self._num_records)
             if self._claimed_bytes() + need > self._slab_cap_bytes:
@@ -236,6 +237,21 @@ class Slabs:
                 raise
             self._slabs[number] = _Slab(head, path, fd)
             return head
+
+    def remake_folder(self) -> None:
+        """If somebody has deleted the folder, or the lock in it, make it again and take it.
+
+        Raises:
+            BusyError: another process was faster.
+            OSError: it cannot be made.
+        """
+        with self._growing:
+            if self._lock_fd is None or os.fstat(self._lock_fd).st_nlink:
+                return
+            if not self.folder.is_dir():
+                make_private(self.folder)
+            lock_fd, self._lock_fd = self._lock_fd, lock(self.folder)
+            os.close(lock_fd)
 
     def forget_lost(self) -> list[int]:
         """Numbers of slabs whose files somebody has deleted; their space is given back."""

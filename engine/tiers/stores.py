@@ -48,8 +48,6 @@ class Stores:
         self._context = context
         self._hangs = hangs
         self._under_way: set[CopyJob] = set()
-        self._overdue: set[CopyJob] = set()
-        """Of those, what a thread has begun and does not end."""
         self._last_done_ns = 0
         self._wanted: OrderedDict[Hash, None] = OrderedDict()
         """To be stored, the oldest first."""
@@ -161,12 +159,11 @@ class Stores:
         if left_s > 0:
             context.later(left_s, lambda: self._is_due(job))
             return
-        for waiting in list(self._under_way - self._overdue):
+        for waiting in list(self._under_way - context.overdue):
             if context.disk.cancel(waiting):
                 self.done(waiting)
             else:
-                self._overdue.add(waiting)
-                context.ledger.pools[waiting.copy.from_pool].num_stuck += len(waiting.copy.pairs)
+                context.is_late(waiting)
         self._hangs(f"no block was written in {DEADLINE_S:.0f} s")
 
     @property
@@ -208,9 +205,7 @@ class Stores:
         context = self._context
         self._last_done_ns = context.now_ns()
         self._under_way.discard(job)
-        if job in self._overdue:
-            self._overdue.discard(job)
-            context.ledger.pools[job.copy.from_pool].num_stuck -= len(job.copy.pairs)
+        context.answered(job)
         context.ledger.close_command(("store", job.copy.copy_id, 0))
         for number, entry in enumerate(job.entries):
             context.index.end_store(entry, is_written=number < job.num_done)

@@ -163,6 +163,10 @@ WRONG = {
         idle(ssd=SsdFrame("failed", "it is not a folder", "/a")),
         {"ssd.off": "warning"},
     ),
+    "a disk that hangs": (
+        idle(ssd=SsdFrame("down", "no block was written in 5 s", "/a")),
+        {"ssd.down": "warning"},
+    ),
     "no SSD cache": (idle(ssd=SsdFrame("off", "switched off", "/a")), {}),
     "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
     "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),

@@ -1,9 +1,9 @@
 """What the SSD cache gains, and what it costs those who decode meanwhile.
 
 usage: python -m tests.benchmarks.ssd_cache restart [--model FOLDER] [--rounds 3] [--length 4000]
-       python -m tests.benchmarks.ssd_cache gaps [--model FOLDER] [--rounds 3] [--tokens 300]
+       python -m tests.benchmarks.ssd_cache gaps [--model FOLDER] [--rounds 3] [--prompts 200]
        python -m tests.benchmarks.ssd_cache ladder [--model FOLDER] [--rounds 2] [--seconds 20]
-       python -m tests.benchmarks.ssd_cache trace [--model FOLDER]
+       python -m tests.benchmarks.ssd_cache trace [--model FOLDER] [--kind agents|mooncake]
        python -m tests.benchmarks.ssd_cache copies | decisions | throttled | flips
 
 restart: a pool of little more than two prompts. One is computed, asked for again (from the pool,
@@ -11,15 +11,17 @@ and stored), pushed out of the pool by two others, asked for (from the disk); th
 killed with SIGKILL, and its successor is asked (from the disk, after a restart). The disk is read
 by O_DIRECT: no page cache.
 
-gaps: a client streams tokens while another asks for fresh prompts, each twice, so that their blocks
-are stored all the time. Daemons without the cache, with it, and without it again take turns; the
-last two without it are the band within which nothing is shown.
+gaps: a client streams tokens while another asks once more for prompts that are in the pool, so
+that little is computed and their blocks are stored all the time. Daemons without the cache, with
+it, and without it again take turns; the two without it are the band within which nothing is shown.
 
 ladder: clients whose KV needs twice the pool, so that sequences are preempted; tokens a second with
-the cache, without it (a victim is computed again), and without it again.
+the cache, without it (a victim is computed again), without it where only so many clients are served
+as surely fit (the others are refused, and ask again 50 ms later), and without it again.
 
-trace: conversations that take turns, all beginning alike, in a pool of a tenth of what they have
-in all; of the prompts' tokens, those found with the cache, without it, and by a cache without end.
+trace: conversations that take turns, all beginning alike, or prompts about documents of which some
+are asked about often, in a pool of a tenth of what they have in all (but of the longest prompt); of
+the prompts' tokens, those found with the cache, without it, and by a cache without end.
 
 copies: loads and stores beside plain reads and writes by O_DIRECT of as many bytes, in turns.
 decisions: what the tier takes of the daemon's loop for a prompt of 4,000 tokens.
@@ -144,24 +146,26 @@ def restart(options: argparse.Namespace) -> None:
     ratios(found, "computed")
 
 
-def gaps_of(daemon: Daemon, seed: int, num_tokens: int) -> list[float]:
-    """Between tokens of a stream while prompts are asked for, each twice."""
+def gaps_of(daemon: Daemon, seed: int, options: argparse.Namespace) -> list[float]:
+    """Between tokens of a stream while prompts are asked for that were computed before it."""
+    prompts = [fresh(1000, seed + n) for n in range(options.prompts)]
+    for prompt in prompts:
+        daemon.complete(prompt, max_tokens=1, ignore_eos=True)
     is_over = threading.Event()
 
     def ask() -> None:
-        number = seed
-        while not is_over.is_set():
-            number += 1
-            for _ in range(2):
-                daemon.complete(fresh(1000, number), max_tokens=1, ignore_eos=True)
+        for prompt in prompts:
+            if is_over.is_set():
+                return
+            daemon.complete(prompt, max_tokens=1, ignore_eos=True)
+            time.sleep(0.02)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    times = [
-        time.monotonic()
-        for event in daemon.stream(fresh(64, seed), max_tokens=num_tokens, ignore_eos=True)
-        if any(choice["token_ids"] for choice in event["choices"])
-    ]
+    asking, times = threading.Thread(target=ask), []
+    for event in daemon.stream(fresh(64, seed), max_tokens=options.tokens, ignore_eos=True):
+        if any(choice["token_ids"] for choice in event["choices"]):
+            times.append(time.monotonic())
+            if len(times) == 1:
+                asking.start()
     is_over.set()
     asking.join()
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
@@ -173,7 +177,7 @@ def in_turns(options: argparse.Namespace, settings: tuple[str, ...], measure) ->
     for number in range(options.rounds):
         for arm in ("off", "on", "off again"):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                cache = CACHE if arm == "on" else OFF
+                cache = options.tiers if arm == "on" else OFF
                 daemon = Daemon(Path(folder), *cache, *settings, model=options.model)
                 daemon.wait_ready()
                 if arm == "on":
@@ -188,11 +192,11 @@ def in_turns(options: argparse.Namespace, settings: tuple[str, ...], measure) ->
 
 def gaps(options: argparse.Namespace) -> None:
     def measure(daemon: Daemon, number: int) -> tuple[float, float]:
-        gaps_of(daemon, 1, 30)
-        ranked = sorted(gaps_of(daemon, 1000 * (number + 1), options.tokens))
+        ranked = sorted(gaps_of(daemon, 1000 * (number + 1), options))
         return ranked[len(ranked) // 2], ranked[int(len(ranked) * 0.99)]
 
-    found = in_turns(options, ("--roles", options.roles), measure)
+    memory = kv_memory(options, 1024 * (options.prompts + 4))
+    found = in_turns(options, ("--roles", options.roles, *memory), measure)
     for place, name in enumerate(("p50", "p99")):
         print(name)
         ratios({arm: [each[place] for each in values] for arm, values in found.items()}, "off")
@@ -201,19 +205,24 @@ def gaps(options: argparse.Namespace) -> None:
 def ladder(options: argparse.Namespace) -> None:
     num_clients, num_prompt, num_output = 6, 900, 500
     memory = kv_memory(options, num_clients * (num_prompt + num_output) // 2)
+    found: dict[str, list] = {}
 
-    def measure(daemon: Daemon, number: int) -> float:
+    def measure(daemon: Daemon, number: int, num_taken: int) -> float:
         end_s, done = time.monotonic() + options.seconds, []
+        taken = threading.Semaphore(num_taken)
 
         def ask(client: int) -> None:
             for turn in itertools.count():
+                while not taken.acquire(blocking=False):  # refused: it comes again
+                    time.sleep(0.05)
                 if time.monotonic() >= end_s:
+                    taken.release()
                     return
-                seed = 10_000 * number + 100 * client + turn
-                prompt = fresh(num_prompt, seed)
+                prompt = fresh(num_prompt, 10_000 * number + 100 * client + turn)
                 for event in daemon.stream(prompt, max_tokens=num_output, ignore_eos=True):
                     now_s = time.monotonic()
                     done.append((now_s, sum(len(c["token_ids"]) for c in event["choices"])))
+                taken.release()
 
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(num_clients)]
         began_s = time.monotonic()
@@ -221,31 +230,67 @@ def ladder(options: argparse.Namespace) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        print("preemptions", daemon.fresh_state()["totals"].get("preemptions"))
         return sum(n for _, n in done) / (time.monotonic() - began_s)
 
+    arms = {
+        "recompute only": (OFF, num_clients),
+        "ladder": (options.tiers, num_clients),
+        "refuse only": (OFF, num_clients // 2),
+        "recompute only again": (OFF, num_clients),
+    }
     settings = (*memory, "--roles", options.roles, "--max-model-len", "1472")
-    ratios(in_turns(options, settings, measure), "off", "tokens/s")
+    for number in range(options.rounds):
+        for arm, (cache, num_taken) in arms.items():
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                daemon = Daemon(Path(folder), *cache, *settings, model=options.model)
+                daemon.wait_ready()
+                value = measure(daemon, number, num_taken)
+                found.setdefault(arm, []).append(value)
+                count = daemon.fresh_state()["totals"].get("preemptions")
+                print(f"round {number}, {arm}: {value:.1f}, {count} preemptions", flush=True)
+                daemon.kill()
+    for of in ("recompute only", "refuse only"):
+        ratios(found, of, "tokens/s")
+
+
+def agents(num_talks: int, num_turns: int) -> list[list[int]]:
+    """Conversations that take turns, all beginning alike."""
+    num_first, num_more = 640, 192
+    talks = [fresh(320, 7) + fresh(num_first - 320, 100 + n) for n in range(num_talks)]
+    return [
+        talks[n] + [t for i in range(turn) for t in fresh(num_more, 1000 + 50 * n + i)]
+        for turn in range(num_turns)
+        for n in range(num_talks)
+    ]
+
+
+def mooncake(num_prompts: int) -> list[list[int]]:
+    """Few beginnings that many share, documents asked about as often as their rank says, and ends.
+
+    As in the trace that Mooncake's authors published: most blocks are used once, few very often.
+    """
+    rng, prompts = random.Random(11), []
+    weights = [1 / (rank + 1) for rank in range(num_prompts // 2)]
+    for number in range(num_prompts):
+        document = rng.choices(range(len(weights)), weights)[0]
+        start = fresh(192, 20 + document % 3)
+        middle = fresh(256 + 128 * (document % 7), 300 + document)
+        prompts.append(start + middle + fresh(rng.randrange(40, 200), 5000 + number))
+    return prompts
 
 
 def trace(options: argparse.Namespace) -> None:
-    num_talks, num_turns, num_first, num_more = 10, 6, 640, 192
-    talks = [fresh(320, 7) + fresh(num_first - 320, 100 + n) for n in range(num_talks)]
-    order = [(turn, n) for turn in range(num_turns) for n in range(num_talks)]
-    sizes = [num_first + num_more * turn for turn in range(num_turns)]
-    working_set = num_talks * sizes[-1]
-    prompts = [
-        talks[n] + [t for i in range(turn) for t in fresh(num_more, 1000 + 50 * n + i)]
-        for turn, n in order
-    ]
+    size = options.size
+    prompts = agents(size, size // 2 + 1) if options.kind == "agents" else mooncake(12 * size)
     seen: set[bytes] = set()
     hasher, endless = PrefixHasher(bytes(32), b"", BLOCK_SIZE), 0
     for prompt in prompts:
         hashes = hasher.chain(prompt).hashes[: (len(prompt) - 1) // BLOCK_SIZE]
         endless += sum(block_hash in seen for block_hash in hashes) * BLOCK_SIZE
         seen.update(hashes)
-    total = sum(map(len, prompts))
-    print(f"{len(prompts)} prompts, {total} tokens, {working_set} in all")
+    total, longest = sum(map(len, prompts)), max(map(len, prompts))
+    working_set = len(seen) * BLOCK_SIZE
+    print(f"{options.kind}: {len(prompts)} prompts, {total} tokens, {working_set} in all")
     print(f"a cache without end finds {endless / total:.3f}")
 
     def measure(daemon: Daemon, number: int) -> float:
@@ -256,11 +301,11 @@ def trace(options: argparse.Namespace) -> None:
         rows = daemon.log_rows()
         cached = sum(row["cached_tokens"] for row in rows)
         restored = sum(row["restored_tokens"] for row in rows)
-        print(f"hit {cached / total:.3f}, of it from disk {restored / total:.3f}, {took_s:.1f} s")
+        print(f"hit {cached / total:.3f}, of it from a tier {restored / total:.3f}, {took_s:.1f} s")
         return took_s
 
-    settings = (*kv_memory(options, working_set // 10), "--roles", options.roles)
-    settings = (*settings, "--max-model-len", str(sizes[-1] + 32))
+    settings = (*kv_memory(options, max(working_set // 10, longest + 64)), "--roles", options.roles)
+    settings = (*settings, "--max-model-len", str(longest + 32))
     ratios(in_turns(options, settings, measure), "off", "s")
 
 
@@ -518,9 +563,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--readers", type=int, default=disk_module.NUM_READERS)
+    parser.add_argument("--kind", choices=["agents", "mooncake"], default="agents")
+    parser.add_argument("--size", type=int, default=10, help="of a trace")
     parser.add_argument("--flips", type=int, default=10_000)
     options = parser.parse_args()
-    disk_module.NUM_READERS = options.readers
+    disk_module.NUM_READERS, options.tiers = options.readers, CACHE
     next(way for way in ways if way.__name__ == options.what)(options)
 
 

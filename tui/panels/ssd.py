@@ -38,8 +38,9 @@ def _figures(ssd: SsdFrame) -> list[tuple[str, str]]:
         always.append(("took", fmt.millis_unit(ssd.load_ms)))
         always.append(("computing", fmt.millis_unit(ssd.compute_ms)))
         always.append(("regret", fmt.millis_unit(ssd.regret_ms)))
-    for ratio, share in ssd.would_find.items():
-        always.append(("finds" if ratio == "1" else f"x{ratio} finds", fmt.ratio(share)))
+    if "1" in ssd.would_find:
+        others = [f"x{ratio} {fmt.ratio(v)}" for ratio, v in ssd.would_find.items() if ratio != "1"]
+        always.append(("finds", f"{fmt.ratio(ssd.would_find['1'])} ({', '.join(others)})"))
     seldom = (
         ("waiting", ssd.waiting),
         ("declined", ssd.declined_loads),

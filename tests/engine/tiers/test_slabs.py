@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.tiers import slabs as module
+from engine.tiers.disk import probe
 from engine.tiers.files import BusyError, check_records, delete_slabs, slab_bytes, survey
 from engine.tiers.index import Place, SlabIndex
 from engine.tiers.records import DIGEST_BYTES, HEADER_BYTES, PAGE
@@ -238,6 +239,30 @@ def test_slabs_that_somebody_deletes_are_noticed_and_their_space_given_back(slab
     assert slabs.num_bytes == 0
     with pytest.raises(OSError, match="gone"):
         put(slabs, Place(0, 0), name(1))
+    assert slabs.grow().number == 1
+
+
+@pytest.mark.parametrize("way", ["a probe", "a slab"])
+def test_a_folder_that_somebody_deletes_is_made_again_and_is_ones_own(slabs, folder, way):
+    shutil.rmtree(folder)
+    if way == "a probe":
+        assert probe(slabs) > 0
+        assert slabs.forget_lost() == [0]
+    head = slabs.grow()
+    assert head.number == 1  # no number twice
+    put(slabs, Place(1, 0), name(7))
+    assert get(slabs, Place(1, 0), name(7)) == content(name(7))
+    with pytest.raises(BusyError):
+        open_slabs(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_deleted_folder_that_another_process_has_made_again_is_left_to_it(slabs, folder):
+    shutil.rmtree(folder)
+    other, _ = open_slabs(folder)
+    with pytest.raises(BusyError):
+        slabs.grow()
+    other.close()
     assert slabs.grow().number == 1
 
 
