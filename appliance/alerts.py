@@ -72,6 +72,7 @@ THRESHOLDS = (
     Threshold(
         "link.slow", signals.link_slowdown, 0.5, None, "the link from {} is as it was at start", 5
     ),
+    Threshold("dram.down", signals.dram_down, 1, None, "the DRAM cache is on again", is_state=True),
     Threshold("ssd.down", signals.ssd_down, 1, None, "the SSD cache is on again", is_state=True),
     Threshold("ssd.off", signals.ssd_off, 1, None, "there is an SSD cache again", is_state=True),
     Threshold("log.rows_lost", signals.log_rows_lost, None, 1, "the request log loses no rows now"),

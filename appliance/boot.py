@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from appliance.config import ServeConfig
+from appliance.dram_room import num_arena_blocks
 from appliance.gpu_placement import attention_for, installed_torch
 from appliance.models import cache
 from appliance.models.names import HubName
@@ -28,6 +29,7 @@ from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.errors import AlreadyRunning, ConfigError
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
+from engine.places import DRAM
 
 log = logging.getLogger("penstock")
 
@@ -49,6 +51,8 @@ class Plan:
     """Those to start with."""
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
+    arena: PoolSpec | None = None
+    """Below the pools, in the host's memory; None: there is none."""
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
     tool_parser: str = "auto"
@@ -107,7 +111,10 @@ def make_plan(config: ServeConfig) -> Plan:
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
-    workers, fds = _setups(checkpoint, dtype, placement, weights, has_graphs=not config.eager)
+    arena = _arena(config, placement)
+    workers, fds = _setups(
+        checkpoint, dtype, placement, weights, arena, has_graphs=not config.eager
+    )
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
         roles = "colocated"
@@ -129,6 +136,7 @@ def make_plan(config: ServeConfig) -> Plan:
         roles,
         workers,
         fds,
+        arena,
         aliases=config.model_aliases,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
@@ -149,6 +157,7 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
+    num_arena_blocks(config.dram_cache, placement, available_memory_bytes())
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
     about = f"; {weights.words}" if weights.words else ""
     return (
@@ -237,12 +246,14 @@ def _setups(
     dtype: str,
     placement: Placement,
     weights: WeightsPlan,
+    arena: PoolSpec | None,
     *,
     has_graphs: bool,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     places = placement.places
-    specs, fds = {}, []
+    specs: dict[str, PoolSpec] = {}
+    fds = [] if arena is None or arena.fd is None else [arena.fd]
     for pool in places.pools:
         fd = None
         if pool.home is None:
@@ -265,10 +276,24 @@ def _setups(
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
             node=plan.node,
-            other_pools=[specs[name] for name in places.copied_by(plan.name)],
+            other_pools=[
+                *(specs[name] for name in places.copied_by(plan.name)),
+                *(() if arena is None else (arena,)),
+            ],
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _arena(config: ServeConfig, placement: Placement) -> PoolSpec | None:
+    """Memory for a tier below the pools, with a block of padding as they have."""
+    if not config.prefix_cache:
+        return None
+    num_blocks = num_arena_blocks(config.dram_cache, placement, available_memory_bytes())
+    if not num_blocks:
+        return None
+    fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * placement.block_bytes)
+    return PoolSpec(DRAM, fd, num_blocks + 1)
 
 
 def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:

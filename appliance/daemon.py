@@ -30,6 +30,7 @@ from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
 from appliance.journal import Formatter, has_terminal
+from appliance.kv_caches import KvCaches
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
@@ -38,7 +39,6 @@ from appliance.open_files import raise_limit
 from appliance.rehearsing import rehearsing_of
 from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
-from appliance.ssd_cache import SsdCache
 from appliance.stacks import wait_for_signal
 from appliance.supervisor import Supervisor
 from appliance.swapping import Swapping
@@ -188,7 +188,7 @@ class _Daemon:
             transport=plan.placement.places.transport,
         )
         self._start_workers(plan)
-        self._ssd = SsdCache(self._config, lambda *event: self._service.event(*event))
+        self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
         self._service = Service(
             plan,
             self._router,
@@ -196,7 +196,7 @@ class _Daemon:
             Tokenizer.from_folder(plan.checkpoint.folder),
             self._request_log,
             keeps_text=self._config.log_text,
-            ssd=self._ssd,
+            caches=self._caches,
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         if self._config.models:
@@ -233,7 +233,7 @@ class _Daemon:
         """End them, and give back what they shared."""
         if not self._has_workers:
             return
-        await self._ssd.close()
+        await self._caches.close()
         await self._supervisor.stop()
         self._has_workers = False
         for fd in self._plan.inherited_fds:
@@ -277,14 +277,15 @@ class _Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
         else:
-            await self._ssd.flush()
+            await self._caches.flush()
         stop_now.cancel()
 
     async def _load(self) -> str | None:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
         await asyncio.gather(self._supervisor.run(), self._service.rekey(self._config, self._plan))
-        await self._ssd.open(self._plan, self._service.hasher, self._router)
+        hasher = self._service.hasher
+        await self._caches.open(self._plan, hasher, self._router, self._supervisor)
         about = await self._rehearsing.run(self._service.model.max_model_len)
         self._service.availability.is_rehearsing = False
         return about

@@ -22,6 +22,7 @@ from appliance.boot import Plan
 from appliance.devices.machine import Devices
 from appliance.energy import Energy
 from appliance.explain import limit, slow_because
+from appliance.kv_caches import KvCaches
 from appliance.parts import pool_frames, queue_frame, request_frame, waiting, way_frames
 from appliance.placement import num_machine_cores
 from appliance.protocol import (
@@ -35,7 +36,6 @@ from appliance.protocol import (
 )
 from appliance.request import ModelInfo, Request
 from appliance.roles import roles_frame
-from appliance.ssd_cache import SsdCache
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
@@ -73,7 +73,7 @@ class Frames:
         telemetry: Telemetry,
         devices: Devices | None,
         record: Callable[[Frame], None],
-        ssd: SsdCache | None = None,
+        caches: KvCaches | None = None,
     ) -> None:
         self._plan = plan
         self.model = model
@@ -85,7 +85,7 @@ class Frames:
         self.energy = Energy(num_machine_cores(), gpus)
         self._devices = devices or Devices.of_machine()
         self._record = record
-        self._ssd = ssd
+        self._caches = caches
         self._alerts = Alerts()
         self._usual = Usual()
         self._started_ns = time.monotonic_ns()
@@ -191,7 +191,7 @@ class Frames:
             "num_requests": len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
             "swaps": swaps,
-            "ssd": None if self._ssd is None else self._ssd.frame(),
+            **({} if self._caches is None else self._caches.frames()),
             **roles_frame(router),
         }
 

@@ -16,7 +16,7 @@ from appliance.link_frame import LinkFrame as LinkFrame
 from appliance.pool_frame import HolderFrame as HolderFrame
 from appliance.pool_frame import OwnerFrame as OwnerFrame
 from appliance.pool_frame import PoolFrame as PoolFrame
-from appliance.ssd_frame import SsdFrame
+from appliance.tier_frame import TierFrame
 
 FRAME_VERSION = 1
 PHASES = ("queued", "prefilling", "handing_off", "paused", "decoding", "finished")
@@ -391,9 +391,9 @@ class Frame(msgspec.Struct):
     handoff: HandoffFrame | None = None
     energy: EnergyFrame | None = None
     swaps: SwapsFrame | None = None
-    links: list[LinkFrame] = []
-    """Between pools that blocks are copied between."""
-    ssd: SsdFrame | None = None
+    links: list[LinkFrame] = []  # between pools that blocks are copied between
+    dram: TierFrame | None = None
+    ssd: TierFrame | None = None
     weights: str | None = None  # what became of them, at what loss; None: served as stored
 
 

@@ -24,12 +24,12 @@ from appliance.config import ServeConfig
 from appliance.deadlines import Deadlines
 from appliance.devices.machine import Devices
 from appliance.frames import Frames, Standing
+from appliance.kv_caches import KvCaches
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
-from appliance.ssd_cache import SsdCache
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
 from appliance.telemetry import Telemetry
@@ -59,7 +59,7 @@ class Service:
         *,
         keeps_text: bool,
         devices: Devices | None = None,
-        ssd: SsdCache | None = None,
+        caches: KvCaches | None = None,
     ) -> None:
         self._router, self._supervisor, self._log = router, supervisor, request_log
         self._tokenizer, self.cache_contents = tokenizer, router.prefixes.contents
@@ -73,7 +73,7 @@ class Service:
         model = model_info(plan)
         self._telemetry = Telemetry(model.max_model_len)
         self._frames = Frames(
-            plan, model, router, supervisor, self._telemetry, devices, request_log.frame, ssd
+            plan, model, router, supervisor, self._telemetry, devices, request_log.frame, caches
         )
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -100,6 +100,10 @@ SETTINGS: Mapping[str, Setting] = {
         "whose prompts share what is kept: none sets nobody apart; user lets nobody find out, by "
         "the time of a first token, what another user has asked",
     ),
+    "dram_cache": Setting(
+        a_size_or("auto", "off"),
+        "most KV to keep in the host's memory below the pools, as 8GiB; off; auto has it for GPUs",
+    ),
     "ssd_cache": Setting(
         a_size_or("auto", "off"), "most KV to keep on disk across restarts, as 20GiB; or auto, off"
     ),

@@ -14,6 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from appliance.protocol import Frame, PoolFrame
+from appliance.tier_frame import TierFrame
 
 PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
@@ -175,14 +176,23 @@ def link_down(frame: Frame, past: Past) -> Iterator[Signal]:
 
 def ssd_off(frame: Frame, past: Past) -> Iterator[Signal]:
     """An SSD cache that was asked for, and cannot be had."""
-    if frame.ssd is not None and frame.ssd.state == "failed":
-        yield Signal(1, f"there is no SSD cache: {frame.ssd.reason}")
+    yield from _tier_in(frame.ssd, "failed", "there is no SSD cache")
 
 
 def ssd_down(frame: Frame, past: Past) -> Iterator[Signal]:
     """The disk cannot be relied on: nothing is stored or loaded until a probe passes."""
-    if frame.ssd is not None and frame.ssd.state == "down":
-        yield Signal(1, f"the SSD cache is off until a probe passes: {frame.ssd.reason}")
+    yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe passes")
+
+
+def dram_down(frame: Frame, past: Past) -> Iterator[Signal]:
+    """Copies to or from the DRAM cache fail, or did when it was tried at start."""
+    yield from _tier_in(frame.dram, "down", "the DRAM cache is off until a while has passed")
+    yield from _tier_in(frame.dram, "failed", "there is no DRAM cache")
+
+
+def _tier_in(tier: TierFrame | None, state: str, about: str) -> Iterator[Signal]:
+    if tier is not None and tier.state == state:
+        yield Signal(1, f"{about}: {tier.reason}")
 
 
 def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:

@@ -18,16 +18,19 @@ from dataclasses import dataclass
 from appliance.boot import Plan
 from appliance.cache_identity import PromptHasher
 from appliance.config import ServeConfig
-from appliance.ssd_frame import SsdFrame
 from appliance.ssd_room import HINT, Allowance, allowance, gib
+from appliance.tier_frame import TierFrame
+from appliance.tier_parts import Prediction, frame_of
+from engine.places import SSD
 from engine.router import Router
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
-from engine.tiers.disk import Disk, Job, probe
+from engine.tiers.disk import Disk, probe
 from engine.tiers.files import BusyError, Contents
 from engine.tiers.index import SlabIndex
+from engine.tiers.jobs import Job
 from engine.tiers.slabs import Reclaimed, Slabs
-from engine.tiers.ssd import SsdTier
+from engine.tiers.tier import Tier
 
 SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
@@ -69,7 +72,7 @@ class SsdCache:
 
     def __init__(self, config: ServeConfig, tell: Callable[[str, str, str], None]) -> None:
         self.folder = config.ssd_folder
-        self.tier: SsdTier | None = None
+        self.tier: Tier | None = None
         self.slabs: Slabs | None = None
         self.reason = "it is being opened"
         """Why there is no tier."""
@@ -119,39 +122,15 @@ class SsdCache:
             self._attach(slabs, found, bytes_per_s, blocks, router)
             self._say_what_is_there(slabs, allowed)
 
-    def frame(self) -> SsdFrame:
+    def frame(self) -> TierFrame:
         """How it stands."""
         tier = self.tier
         if tier is None or self.slabs is None:
             off = "failed" if self._has_failed else "off"
             state = off if self.is_off else "opening"
-            return SsdFrame(state, self.reason, str(self.folder))
-        costs, counts, index = tier.costs, tier.counts, tier.index
-        return SsdFrame(
-            state="on" if tier.reason is None else "down",
-            reason=tier.reason or "",
-            folder=str(self.folder),
-            blocks=len(index),
-            num_bytes=tier.num_bytes,
-            max_bytes=tier.max_bytes,
-            waiting=tier.num_waiting,
-            stored_blocks=counts.stored_blocks,
-            loaded_blocks=counts.loaded_blocks,
-            loaded_tokens=counts.loaded_tokens,
-            loads=costs.num_loads,
-            declined_loads=costs.num_declined,
-            load_ms=costs.load_ms,
-            compute_ms=costs.compute_ms,
-            regret_ms=costs.regret_ms,
-            missed_deadlines=counts.missed_deadlines,
-            evicted_blocks=index.num_evicted,
-            expired_blocks=index.num_expired,
-            damaged_blocks=index.num_damaged + self.slabs.reclaimed.num_damaged_records,
-            failed_stores=counts.failed_stores,
-            would_find=_would_find(tier),
-            reuse_distances=_distances(tier),
-            read_bytes_per_s=costs.bytes_per_s,
-        )
+            return TierFrame(state, self.reason, str(self.folder))
+        num_damaged = self.slabs.reclaimed.num_damaged_records
+        return frame_of(tier, str(self.folder), num_damaged)
 
     def _off(self, reason: str, *, is_wanted: bool = True) -> None:
         self.reason, self.is_off = reason, True
@@ -181,7 +160,7 @@ class SsdCache:
         disk = self._disk = Disk(slabs, blocks.pool_fds, report)
         context = Context(
             router.ledger,
-            list(blocks.pool_fds),
+            SSD,
             index,
             disk,
             blocks.num_bytes,
@@ -189,15 +168,16 @@ class SsdCache:
             now_s=lambda: int(time.time()),
             later=loop.call_later,
             tell=self._tell,
+            numbers=router.prefixes.tiers.numbers,
         )
-        self.tier = SsdTier(
+        self.tier = Tier(
             context,
             slabs.max_places,
             Costs(bytes_per_s),
-            _Prediction(router).prompt_ms,
+            Prediction(router).prompt_ms,
             changed=lambda: router.dispatch(time.monotonic_ns()),
         )
-        router.prefixes.tier = self.tier
+        router.prefixes.tiers.each.append(self.tier)
         self._sweep()
 
     def _say_what_is_there(self, slabs: Slabs, allowed: Allowance) -> None:
@@ -251,20 +231,6 @@ class SsdCache:
             self._pool_fds = []
 
 
-class _Prediction:
-    """What a prompt takes, by what is known of the router's workers."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def prompt_ms(self, pool: str, num_tokens: int, num_before: int) -> float | None:
-        """The least of those workers that have their blocks in the pool; None: unknown."""
-        places, roles = self._router.places, self._router.roles
-        names = [worker.name for worker in places.workers if worker.pool == pool]
-        known = [roles.prompt_ms(name, num_tokens, num_before) for name in names]
-        return min((each for each in known if each is not None), default=None)
-
-
 def _open(slabs: Slabs) -> tuple[list[Contents], float]:
     """What is in the folder, and bytes per second at which it is read."""
     try:
@@ -273,16 +239,6 @@ def _open(slabs: Slabs) -> tuple[list[Contents], float]:
     except OSError:
         slabs.close()
         raise
-
-
-def _would_find(tier: SsdTier) -> dict[str, float]:
-    shares = {f"{ratio:g}": tier.would_find(ratio) for ratio in (0.5, 1, 2, 4)}
-    return {ratio: round(share, 4) for ratio, share in shares.items() if share is not None}
-
-
-def _distances(tier: SsdTier) -> dict[str, int]:
-    counts, share = tier.reuse.counts, tier.reuse.share
-    return {str(share << bits): counts[bits] for bits in range(max(counts, default=-1) + 1)}
 
 
 def _dropped(reclaimed: Reclaimed) -> str:

@@ -58,9 +58,8 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
 
 def _coming(router: Router, sequence: Sequence) -> str | None:
     """From where blocks of it are brought; None: from nowhere."""
-    tier = router.prefixes.tier
-    if tier is not None and tier.is_loading(sequence.seq_id):
-        return "blocks of its prompt from the SSD"
+    if (tier := router.prefixes.tiers.loading(sequence.seq_id)) is not None:
+        return f"blocks of its prompt from {tier.label}"
     return "blocks of its prompt from another pool" if router.fetches.is_awaited(sequence) else None
 
 

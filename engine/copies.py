@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.blocks import CommandKey, Ledger, Owner
 from engine.errors import InvariantViolated
@@ -62,6 +63,16 @@ class _Open:
     """None: what arrives is of no use any more."""
 
 
+class Arena(Protocol):
+    """Whose copies workers make beside those of moving sequences; their numbers are negative."""
+
+    def copied(self, report: Copied) -> None:
+        """A worker has copied some more, or will not."""
+
+    def worker_died(self, worker: str) -> None:
+        """Its commands have been reaped."""
+
+
 class Copies:
     """All transfers.
 
@@ -72,6 +83,8 @@ class Copies:
 
     def __init__(self, ledger: Ledger, places: Places) -> None:
         self.links = Links(places)
+        self.arena: Arena | None = None
+        """A tier in the host's memory; None: there is none."""
         self._ledger = ledger
         self._passing_pools = places.passing_pools()
         self._transfers: dict[Owner, _Transfer] = {}
@@ -170,6 +183,9 @@ class Copies:
         Raises:
             InvariantViolated: the worker was not told to copy that.
         """
+        if report.copy_id < 0 and self.arena is not None:
+            self.arena.copied(report)
+            return None, 0
         copy = self._open.get(report.copy_id)
         if copy is None or report.num_pairs > len(copy.pairs):
             raise InvariantViolated(f"copy {report.copy_id} was not told", where=worker)
@@ -201,6 +217,8 @@ class Copies:
 
     def worker_died(self, worker: str) -> None:
         """Its commands have been reaped; what it has not answered is to be sent again."""
+        if self.arena is not None:
+            self.arena.worker_died(worker)
         for copy_id, copy in list(self._open.items()):
             if copy.hop.worker == worker:
                 del self._open[copy_id]

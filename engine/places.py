@@ -21,6 +21,8 @@ from engine.blocks import BlockPool
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 RING = "ring"
 SHARED = "kv"
+SSD, DRAM = "ssd", "dram"
+"""Names of tiers below the pools, which copies have in place of a pool's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from engine.fetches import Fetches, Lookup, longest
 from engine.places import PREFILL, Places
 from engine.sequence import Leg, On, Paused, Sequence
 from engine.tiers.loads import Wanted
-from engine.tiers.ssd import SsdTier
+from engine.tiers.tiers import Tiers
 
 
 class PrefixCache:
@@ -53,8 +53,8 @@ class PrefixCache:
         self._max_step_tokens = max_step_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
         self.contents = CacheContents(ledger.pools)
-        self.tier: SsdTier | None = None
-        """Blocks on disk; None: there are none."""
+        self.tiers = Tiers()
+        """Blocks that are kept in DRAM and on disk."""
 
     # Before a sequence is placed
 
@@ -165,43 +165,49 @@ class PrefixCache:
         return next(worth_it, None)
 
     def is_restored(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
-        """True while blocks of it come from disk to where it would be computed.
+        """True while blocks of it come from a tier to where it would be computed.
+
+        That is at one of those who prefill, or where none of them is there at any: who decodes
+        computes prompts then.
 
         Args:
             sequence: has no blocks.
             open_workers: those that take work.
         """
-        if self.tier is None or sequence.prefix is None or sequence.prefix.is_secret:
+        if not self.tiers or sequence.prefix is None or sequence.prefix.is_secret:
             return False
-        if not self.tier.has_decided(sequence.seq_id):
+        if not self.tiers.has_decided(sequence.seq_id):
             hits, books = self.hits(sequence), self._ledger.pools
-            at = {name: self._places.pool_of(name) for name in self._places.playing(PREFILL)}
+            prefilling = [name for name in self._places.playing(PREFILL) if name in open_workers]
+            at = {name: self._places.pool_of(name) for name in prefilling or sorted(open_workers)}
+            if not at:
+                return False
             worker = max(at, key=lambda name: (hits.get(at[name], 0), books[at[name]].num_free))
             most = self._most(sequence, books[at[worker]].block_size)
             lookup = self._elsewhere(sequence, worker, hits, open_workers)
             fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
             wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
-            self.tier.decide(Wanted(*wanted))
-        return self.tier.is_loading(sequence.seq_id)
+            self.tiers.decide(Wanted(*wanted))
+        return self.tiers.loading(sequence.seq_id) is not None
 
     def comes_back(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
-        """True while blocks that it had before a pause come from disk."""
+        """True while blocks that it had before a pause come from a tier."""
         return isinstance(sequence.where, Paused) and self.is_restored(sequence, open_workers)
 
     def take_away(self, sequence: Sequence) -> None:
         """Others need its blocks; those that are full are stored first where that is cheaper."""
         chain, computed_in = sequence.prefix, sequence.computed_in
-        if self.tier and chain and not chain.is_secret and computed_in:
+        if self.tiers and chain and not chain.is_secret and computed_in:
             pool, life = computed_in
             books, hashes = self._ledger.pools[pool], chain.hashes[: sequence.num_published_blocks]
             if life == books.life and len(books.index.blocks(hashes)) == len(hashes):
-                self.tier.preempted(pool, hashes)
+                self.tiers.preempted(pool, hashes)
         self._ledger.release_all(sequence.seq_id)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or was placed, and waits for nothing."""
         self._fetches.forget(sequence)
-        if self.tier is None or (restored := self.tier.forget(sequence.seq_id)) is None:
+        if (restored := self.tiers.forget(sequence.seq_id)) is None:
             return
         sequence.restore_reason = restored.words
         if restored.elapsed_ns:
@@ -260,9 +266,9 @@ class PrefixCache:
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
-            if self.tier is not None and not sequence.prefix.is_secret:
+            if self.tiers and not sequence.prefix.is_secret:
                 num_found = len(found.get(books.name, ()))
-                self.tier.placed(sequence.prefix.hashes, num_found)
+                self.tiers.placed(sequence.prefix.hashes, num_found)
         self.forget(sequence)
         return True
 
@@ -318,8 +324,8 @@ class PrefixCache:
         self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
-        if self.tier is not None and not chain.is_secret:
-            self.tier.computed(chain.hashes[first:num_full])
+        if self.tiers and not chain.is_secret:
+            self.tiers.computed(chain.hashes[first:num_full])
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
 
     def _most(self, sequence: Sequence, block_size: int) -> int:

@@ -240,6 +240,7 @@ class Router:
         ahead = Ahead(self.at.running.values(), now_ns)
         spare, there = self.growth.spare(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
+        there = self.roles.open_workers
         paused = sorted(self.at.paused.values(), key=age)
         for sequence in chain(paused, self.queue.in_order(now_ns)):
             is_full = not any(spare[worker.pool] > 0 for worker in self.places.workers)

@@ -27,7 +27,8 @@ DIRECTIONS = {
     "tui/": (
         "tui",
         "appliance.protocol",
-        "appliance.ssd_frame",
+        "appliance.restored",
+        "appliance.tier_frame",
         "appliance.recording",
         "appliance.client",
         "appliance.config",

@@ -30,8 +30,7 @@ def page(frame: Row, *, colour: bool) -> str:
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
     lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]
-    if ssd := frame.get("ssd"):
-        lines.append(("ssd", _ssd_text(ssd)))
+    lines += [(name, _tier_text(frame[name])) for name in ("dram", "ssd") if frame.get(name)]
     if (frame.get("handoff") or {}).get("transport"):
         lines.append(("handoff", _handoff_text(frame["handoff"])))
     lines.append(("latency", _latency_text(frame.get("latency") or {})))
@@ -208,16 +207,16 @@ def _energy_text(energy: Row) -> str:
     )
 
 
-def _ssd_text(ssd: Row) -> str:
+def _tier_text(tier: Row) -> str:
     """`on, 1.2 GiB of 20 GiB; ...; would find 31% of prompts' blocks, twice the size 40%`."""
-    if ssd.get("state") != "on":
-        return f"{ssd.get('state')}: {ssd.get('reason')}"
+    if tier.get("state") != "on":
+        return f"{tier.get('state')}: {tier.get('reason')}"
     text = (
-        f"{size(ssd.get('num_bytes'))} of {size(ssd.get('max_bytes'))},"
-        f" {count(ssd.get('stored_blocks'))} blocks stored, {count(ssd.get('loaded_blocks'))}"
-        f" loaded, regret {ms(ssd.get('regret_ms'))}"
+        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))},"
+        f" {count(tier.get('stored_blocks'))} blocks stored, {count(tier.get('loaded_blocks'))}"
+        f" loaded, regret {ms(tier.get('regret_ms'))}"
     )
-    shares = ssd.get("would_find") or {}
+    shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
         text += f"; its size finds {shares['1']:.0%} of prompts' blocks, twice {shares['2']:.0%}"
     return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from appliance.cli.tables import Row
 from appliance.cli.text import count, joules, ms, size, word
+from appliance.restored import restored_from
 
 STAGES = (
     *("tokenize", "queue", "restore", "prefill"),
@@ -124,9 +125,10 @@ def _energy(frame: Row) -> str:
 
 
 def _cached(frame: Row) -> str:
-    """From where the prompt came: the pool, the SSD, or computed."""
+    """From where the prompt came: the pool, DRAM, the SSD, or computed."""
     found, restored = frame.get("cached_tokens") or 0, frame.get("restored_tokens") or 0
-    parts = [(found - restored, "from the pool"), (restored, "from the SSD")]
+    tier = restored_from(frame.get("restore_reason"))
+    parts = [(found - restored, "from the pool"), (restored, f"from {tier}")]
     said = [f"{count(number)} {where}" for number, where in parts if number]
     if not said:
         return ""

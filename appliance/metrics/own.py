@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.metrics.family import Family, counter, gauge, histogram
 from appliance.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
-from appliance.ssd_frame import SsdFrame
+from appliance.tier_frame import TierFrame
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
@@ -27,7 +27,8 @@ def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
     yield from _workers(frame)
     yield from _kv(frame)
     yield from _links(frame.links)
-    yield from _ssd(frame.ssd)
+    yield from _tier("dram", frame.dram)
+    yield from _tier("ssd", frame.ssd)
     yield from _energy(frame)
     yield from _devices(frame.devices)
 
@@ -257,48 +258,50 @@ def _links(links: list[LinkFrame]) -> Iterator[Family]:
     )
 
 
-def _ssd(ssd: SsdFrame | None) -> Iterator[Family]:
-    """The SSD cache; nothing where nobody wants one."""
-    if ssd is None or ssd.state not in ("on", "down", "failed"):
+def _tier(name: str, tier: TierFrame | None) -> Iterator[Family]:
+    """The cache in DRAM or on disk; nothing where nobody wants one."""
+    if tier is None or tier.state not in ("on", "down", "failed"):
         return
-    about = "0: it cannot be had, or its disk cannot be relied on."
-    yield gauge("penstock_ssd_up", about, ssd.state == "on")
-    if ssd.state == "failed":
+    about = "0: it cannot be had, or cannot be relied on."
+    yield gauge(f"penstock_{name}_up", about, tier.state == "on")
+    if tier.state == "failed":
         return
-    yield gauge("penstock_ssd_bytes", "Of the blocks on disk.", ssd.num_bytes)
-    yield gauge("penstock_ssd_limit_bytes", "That its cap has room for.", ssd.max_bytes)
-    yield gauge("penstock_ssd_waiting_sequences", "For blocks from the disk.", ssd.waiting)
+    yield gauge(f"penstock_{name}_bytes", "Of the blocks in it.", tier.num_bytes)
+    yield gauge(f"penstock_{name}_limit_bytes", "That its cap has room for.", tier.max_bytes)
+    yield gauge(f"penstock_{name}_waiting_sequences", "For blocks from it.", tier.waiting)
     counts = {
-        "stored": ssd.stored_blocks,
-        "loaded": ssd.loaded_blocks,
-        "evicted": ssd.evicted_blocks,
-        "expired": ssd.expired_blocks,
-        "damaged": ssd.damaged_blocks,
-        "not_stored": ssd.failed_stores,
+        "stored": tier.stored_blocks,
+        "loaded": tier.loaded_blocks,
+        "evicted": tier.evicted_blocks,
+        "expired": tier.expired_blocks,
+        "damaged": tier.damaged_blocks,
+        "not_stored": tier.failed_stores,
     }
     yield counter(
-        "penstock_ssd_blocks_total",
+        f"penstock_{name}_blocks_total",
         "By what became of them.",
         [({"outcome": outcome}, count) for outcome, count in counts.items()],
     )
-    decided = {"loaded": ssd.loads, "declined": ssd.declined_loads}
+    decided = {"loaded": tier.loads, "declined": tier.declined_loads}
     yield counter(
-        "penstock_ssd_decisions_total",
-        "Prompts with blocks on disk, by whether loading was predicted to beat computing.",
+        f"penstock_{name}_decisions_total",
+        "Prompts with blocks in it, by whether loading was predicted to beat computing.",
         [({"decision": decision}, count) for decision, count in decided.items()],
     )
-    yield counter("penstock_ssd_loaded_tokens_total", "Not computed.", ssd.loaded_tokens)
-    yield counter("penstock_ssd_late_loads_total", "Given up at a deadline.", ssd.missed_deadlines)
-    yield counter("penstock_ssd_load_seconds_total", "Waited for loads.", ssd.load_ms / 1e3)
+    yield counter(f"penstock_{name}_loaded_tokens_total", "Not computed.", tier.loaded_tokens)
+    yield counter(
+        f"penstock_{name}_late_loads_total", "Given up at a deadline.", tier.missed_deadlines
+    )
+    yield counter(f"penstock_{name}_load_seconds_total", "Waited for loads.", tier.load_ms / 1e3)
     about = "That loads took longer than computing was predicted to."
-    yield counter("penstock_ssd_regret_seconds_total", about, ssd.regret_ms / 1e3)
+    yield counter(f"penstock_{name}_regret_seconds_total", about, tier.regret_ms / 1e3)
     about = "Of prompts' blocks, what a cache of so many times the size would have found."
-    found = [({"size": ratio}, share) for ratio, share in ssd.would_find.items()]
-    yield gauge("penstock_ssd_would_find_ratio", about, found)
+    found = [({"size": ratio}, share) for ratio, share in tier.would_find.items()]
+    yield gauge(f"penstock_{name}_would_find_ratio", about, found)
     about = "Blocks that were used again after fewer other blocks than `below`, and no fewer."
-    distances = [({"below": bound}, number) for bound, number in ssd.reuse_distances.items()]
-    yield counter("penstock_ssd_reuse_distance_uses_total", about, distances)
-    yield gauge("penstock_ssd_read_bytes_per_second", "Of loads.", ssd.read_bytes_per_s)
+    distances = [({"below": bound}, number) for bound, number in tier.reuse_distances.items()]
+    yield counter(f"penstock_{name}_reuse_distance_uses_total", about, distances)
+    yield gauge(f"penstock_{name}_read_bytes_per_second", "Of loads.", tier.read_bytes_per_s)
 
 
 def _energy(frame: Frame) -> Iterator[Family]:

@@ -1,6 +1,6 @@
-"""What a load from disk costs, against computing the same again; and what came of it.
+"""What a load from a tier costs, against computing the same again; and what came of it.
 
-Owns: the rate at which blocks come from the disk, learnt from every load, and the sums of what was
+Owns: the rate at which blocks come from the tier, learnt from every load, and the sums of what was
 predicted and of what it took.
 Invariant: a load is worth it only where it is predicted to take less than computing would; regret
 is the time that loads took beyond what computing was predicted to.
@@ -15,17 +15,16 @@ _NEWEST_SHARE = 0.3
 """That the newest load has in the rate."""
 OVERHEAD_MS = 2.0
 """Of a load, however small: threads that wake up, and the loop."""
-MIN_DEADLINE_MS = 200.0
 DEADLINE_RATIO = 4.0
 """A load is given up after so many times what was predicted of it."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Of one disk.
+    """Of one tier.
 
     Args:
-        bytes_per_s: at which it reads, as a probe found.
+        bytes_per_s: at which it is read, as a probe found.
     """
 
     bytes_per_s: float
@@ -47,9 +46,9 @@ class Costs:
         """Until so many bytes are there."""
         return OVERHEAD_MS + num_bytes / self.bytes_per_s * 1e3
 
-    def deadline_ms(self, load_ms: float) -> float:
+    def deadline_ms(self, load_ms: float, least_ms: float) -> float:
         """After which a load that was predicted to take so long is given up."""
-        return max(DEADLINE_RATIO * load_ms, MIN_DEADLINE_MS)
+        return max(DEADLINE_RATIO * load_ms, least_ms)
 
     def is_worth_it(self, load_ms: float, compute_ms: float | None) -> bool:
         """Whether to load, by both predictions; where computing was never measured, it is tried."""

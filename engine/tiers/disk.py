@@ -1,9 +1,8 @@
 """Threads that copy blocks between pools in host memory and slabs, and wait for the disk.
 
-A job is a Copy with the places of its blocks, or a slab to make, places to sweep, a probe. Bytes go
-from the pool's memory to a buffer of the thread's own and from there to the disk, or back: a block
-reaches a pool only when its checksums are right. Two threads write, two read, so that the disk has
-something to do while a checksum is made; a write never holds up a read for longer than it does.
+Bytes go from the pool's memory to a buffer of the thread's own and from there to the disk, or back:
+a block reaches a pool only when its checksums are right. Two threads write, two read, so that the
+disk has something to do while a checksum is made; a write holds up no read for longer than it does.
 They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
 has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
 Owns: the threads and their buffers. Reports come back by a callback, from the thread.
@@ -21,13 +20,10 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-from engine.messages import Copied, Copy
-from engine.tiers.index import Entry, Place
-from engine.tiers.records import SlabHead
+from engine.tiers.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 
 NUM_READERS = NUM_WRITERS = 2
@@ -36,78 +32,6 @@ WRITE_SHARE = 0.25
 PROBE_NAME = ".penstock-probe"
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """Something to be done with the disk; made on the loop, filled in by a thread."""
-
-    is_void: bool = False
-    """Set on the loop: nobody needs it any more; if it has not begun, it is not done."""
-    is_begun: bool = False
-    """A thread has taken it."""
-    error: str | None = None
-    """Why it could not be done, or not to its end."""
-    started_ns: int = 0
-    ended_ns: int = 0
-
-    @property
-    def elapsed_ms(self) -> float:
-        """In the thread, without the wait for one."""
-        return (self.ended_ns - self.started_ns) / 1e6
-
-
-@dataclass(slots=True, eq=False)
-class CopyJob(Job):
-    """Blocks to the disk, or from there."""
-
-    copy: Copy = field(kw_only=True)
-    """One of its pools is a slab's: there the blocks are numbers of entries in the list."""
-    entries: list[Entry] = field(kw_only=True)
-    is_urgent: bool = False
-    """Somebody waits for a store: it comes without a rest after it."""
-    num_done: int = 0
-    """Pairs, from the first on."""
-    is_damaged: bool = False
-    """The pair after those was not what had been stored."""
-
-    def copied(self, num_bytes: int) -> Copied:
-        """The same as a worker would report it."""
-        return Copied(
-            self.copy.copy_id,
-            self.num_done,
-            num_bytes,
-            self.started_ns,
-            self.ended_ns,
-            is_last=True,
-            error=self.error,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class GrowJob(Job):
-    """Another slab."""
-
-    made: SlabHead | None = None
-    """None without an error: there is no room for one."""
-
-
-@dataclass(slots=True, eq=False)
-class SweepJob(Job):
-    """Zeros over places, and a look at which slabs are still there."""
-
-    places: list[Place] = field(kw_only=True)
-    num_done: int = 0
-    lost: list[int] = field(default_factory=list)
-    """Slabs whose files somebody has deleted."""
-
-
-@dataclass(slots=True, eq=False)
-class ProbeJob(Job):
-    """Some bytes written, read back and compared."""
-
-    bytes_per_s: float | None = None
-    """Of reading."""
 
 
 class Disk:
@@ -144,6 +68,10 @@ class Disk:
         ]
         for thread in self._threads:
             thread.start()
+
+    def reach(self, pool: str) -> str | None:
+        """Threads of the disk copy what is in the host's memory; they are no worker."""
+        return self.tier if pool in self._pool_fds else None
 
     def begin(self, job: Job) -> None:
         """Have it done."""

@@ -1,11 +1,11 @@
-"""Blocks on their way from the disk to pools, and the queued prompts that wait for them.
+"""Blocks on their way from a tier to pools, and the queued prompts that wait for them.
 
-A prompt whose next blocks are on disk waits until they are in a pool, where loading them is
+A prompt whose next blocks are in a tier waits until they are in a pool, where loading them is
 predicted to take less than computing them. There they are cached like any others, and admission
 finds them. It waits no longer than a deadline.
 Owns: loads under way.
 Invariants: what is loaded, and what is before it in its chain, is named by an open command until
-the thread is done with it; at most an eighth of a pool is being loaded; each block is loaded once,
+who copies is done with it; at most an eighth of a pool is being loaded; each block is loaded once,
 however many wait for it; what is published was read with the right checksums.
 Never: waits; ends or admits a sequence.
 """
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from engine.messages import Copy
 from engine.prefix_hashes import Hash, PrefixChain
-from engine.tiers.context import TIER, Context
+from engine.tiers.context import Context
 from engine.tiers.costs import Costs
-from engine.tiers.disk import CopyJob
+from engine.tiers.jobs import CopyJob
 
 POOL_SHARE = 8
 """A pool has at most this part of its blocks waiting for loads."""
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     user: str
     """Whose they will count as."""
     fetch_ms: Callable[[int, int], float | None] | None = None
-    """To have those from one place up to another without the disk, as far as can be from another
+    """To have those from one place up to another without the tier, as far as can be from another
     pool; None, and what it returns: there is no such way, or it is not known."""
 
 
@@ -70,11 +70,13 @@ class _Load:
     compute_ms: float | None
     began_ns: int
     is_cut: bool
-    """More is on disk than may be loaded at once."""
+    """There is more than may be loaded at once."""
     jobs: set[CopyJob] = field(default_factory=set)
     num_loaded: int = 0
-    is_damaged: bool = False
-    """A block was not as it had been stored: says nothing of how fast the disk is."""
+    copy_ms: float = 0.0
+    """Of those jobs that are done, without any waiting."""
+    tells_rate: bool = True
+    """False: a block was not as it had been stored, or who copied it has died."""
 
 
 class _Target(NamedTuple):
@@ -117,7 +119,7 @@ class Loads:
         self._targets: dict[CopyJob, list[_Target]] = {}
 
     def __contains__(self, seq_id: int) -> bool:
-        """True while a sequence waits for the disk."""
+        """True while a sequence waits for blocks."""
         return seq_id in self._loads
 
     def __len__(self) -> int:
@@ -149,8 +151,8 @@ class Loads:
             predicted += f", by way of another pool {fetch_ms:.1f} ms"
         is_fetched = fetch_ms is not None and fetch_ms < load_ms
         if is_fetched or not self._costs.is_worth_it(load_ms, compute_ms):
-            words = f"{end - first} blocks left on the SSD: {predicted}"
-            self._restored[seq_id] = _joined(self._restored.get(seq_id), Restored(0, 0, words))
+            words = f"{end - first} blocks not taken from {context.label}: {predicted}"
+            self._note(seq_id, Restored(0, 0, words))
             return
         load = _Load(wanted, end - first, predicted, load_ms, compute_ms, context.now_ns(), is_cut)
         keys = [(pool, block_hash) for block_hash in hashes[first:end]]
@@ -158,43 +160,45 @@ class Loads:
         load.jobs.update(self._begin_jobs(wanted, here, fresh))
         context.index.touch(hashes[:end])
         self._loads[seq_id] = load
-        context.later(self._costs.deadline_ms(load_ms) / 1e3, lambda: self._is_due(load))
+        deadline_ms = self._costs.deadline_ms(load_ms, context.patience.load_ms)
+        context.later(deadline_ms / 1e3, lambda: self._is_due(load))
 
     def _num_coming(self, pool: str, hashes: list[Hash]) -> int:
-        """Of a chain's blocks, those on disk or on their way from it, without a gap."""
+        """Of a chain's blocks, those in the tier or on their way from it, without a gap."""
         for number, block_hash in enumerate(hashes):
             if block_hash not in self._context.index and (pool, block_hash) not in self._jobs:
                 return number
         return len(hashes)
 
     def _begin_jobs(self, wanted: Wanted, here: list[int], places: list[int]) -> list[CopyJob]:
-        """Take blocks for these places of a chain, and have the disk fill them."""
+        """Take blocks for these places of a chain, and have them filled."""
         context, chain, jobs = self._context, wanted.chain, []
         ledger, pool = context.ledger, wanted.pool
         size = max(JOB_BYTES // context.block_bytes, 1)
         parts = [places[i : i + size] for i in range(0, len(places), size)]
         copy_ids = [next(context.numbers) for _ in parts]
+        who = context.store.reach(pool) or context.name
         for copy_id in copy_ids:  # before any block is taken: what is here must not be
-            ledger.open_command(("load", copy_id, 0), TIER, {pool: here})
+            ledger.open_command(("load", copy_id, 0), who, {pool: here})
         for copy_id, part in zip(copy_ids, parts, strict=True):
             block_ids = ledger.pools[pool].take(len(part))
             ledger.extend_command(("load", copy_id, 0), {pool: block_ids})
             found = [context.index.begin_load(chain.hashes[i]) for i in part]
             entries = [entry for entry in found if entry is not None]
-            copy = Copy(copy_id, TIER, pool, list(enumerate(block_ids)), None)
-            job = CopyJob(copy=copy, entries=entries)
+            copy = Copy(copy_id, context.name, pool, list(enumerate(block_ids)), None)
+            job = CopyJob(copy=copy, life=ledger.pools[pool].life, entries=entries)
             self._targets[job] = [
                 _Target(block_id, chain.hashes[i], chain.parent(i), wanted.user)
                 for i, block_id in zip(part, block_ids, strict=True)
             ]
             self._jobs.update({(pool, chain.hashes[i]): job for i in part})
             jobs.append(job)
-            context.disk.begin(job)
+            context.store.begin(job)
         return jobs
 
     def done(self, job: CopyJob) -> None:
-        """A thread is done with a load's blocks: what is there can be found from now on."""
-        if job not in self._targets:  # it was cancelled, and the thread has come to it since
+        """Somebody is done with a load's blocks: what is there can be found from now on."""
+        if job not in self._targets:  # it was cancelled, and a thread has come to it since
             return
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
         books = context.ledger.pools[pool]
@@ -210,7 +214,8 @@ class Loads:
         for load in [load for load in self._loads.values() if job in load.jobs]:
             load.jobs.discard(job)
             load.num_loaded += job.num_done
-            load.is_damaged |= job.is_damaged
+            load.copy_ms += job.elapsed_ms
+            load.tells_rate &= not (job.is_damaged or job.is_void)
             if not load.jobs:
                 self._end(load, is_in_time=True)
 
@@ -220,19 +225,27 @@ class Loads:
         if load is not None:
             self._void_unneeded(load.jobs)
         last = None if load is None else self._outcome(load)
-        before = self._restored.pop(seq_id, None)
-        return before if last is None else _joined(before, last)
+        return joined(self._restored.pop(seq_id, None), last)
+
+    def _note(self, seq_id: int, restored: Restored) -> None:
+        before = self._restored.get(seq_id)
+        self._restored[seq_id] = joined(before, restored) or restored
 
     def _outcome(self, load: _Load) -> Restored:
         pool = self._context.ledger.pools[load.wanted.pool]
         num_blocks = min(load.num_loaded, load.num_blocks)
         elapsed_ns = self._context.now_ns() - load.began_ns
-        regret_ms = self._costs.regret_of(bool(num_blocks), elapsed_ns / 1e6, load.compute_ms)
+        took_ms = self._took_ms(load, elapsed_ns)
+        regret_ms = self._costs.regret_of(bool(num_blocks), took_ms, load.compute_ms)
         words = (
-            f"{num_blocks} of {load.num_blocks} blocks from the SSD in {elapsed_ns / 1e6:.1f} ms:"
-            f" {load.predicted}; regret {regret_ms:.1f} ms"
+            f"{num_blocks} of {load.num_blocks} blocks from {self._context.label}"
+            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; regret {regret_ms:.1f} ms"
         )
         return Restored(num_blocks * pool.block_size, elapsed_ns, words)
+
+    def _took_ms(self, load: _Load, elapsed_ns: int) -> float:
+        """What a load counts as having taken."""
+        return elapsed_ns / 1e6 if self._context.patience.counts_waiting else load.copy_ms
 
     def _is_due(self, load: _Load) -> None:
         """Its deadline has come."""
@@ -247,10 +260,11 @@ class Loads:
     def _end(self, load: _Load, *, is_in_time: bool) -> None:
         del self._loads[load.wanted.seq_id]
         seq_id, outcome = load.wanted.seq_id, self._outcome(load)
-        self._restored[seq_id] = _joined(self._restored.get(seq_id), outcome)
+        self._note(seq_id, outcome)
         num_bytes = min(load.num_loaded, load.num_blocks) * self._context.block_bytes
-        if not load.is_damaged:
-            self._costs.loaded(num_bytes, outcome.elapsed_ns / 1e6, load.compute_ms)
+        if load.tells_rate:
+            took_ms = self._took_ms(load, outcome.elapsed_ns)
+            self._costs.loaded(num_bytes, took_ms, load.compute_ms)
         self._void_unneeded(load.jobs)
         has_more = load.is_cut and load.num_loaded >= load.num_blocks
         self._ended(seq_id, is_in_time, has_more)
@@ -258,14 +272,14 @@ class Loads:
     def _void_unneeded(self, jobs: Iterable[CopyJob]) -> None:
         needed = {job for load in self._loads.values() for job in load.jobs}
         for job in set(jobs) - needed:
-            if self._context.disk.cancel(job):
+            if self._context.store.cancel(job):
                 self.done(job)
 
 
-def _joined(before: Restored | None, after: Restored) -> Restored:
+def joined(before: Restored | None, after: Restored | None) -> Restored | None:
     """What was decided about one prompt several times."""
-    if before is None:
-        return after
+    if before is None or after is None:
+        return after or before
     elapsed_ns = before.elapsed_ns + after.elapsed_ns
     words = f"{before.words}; {after.words}"
     return Restored(before.num_tokens + after.num_tokens, elapsed_ns, words)

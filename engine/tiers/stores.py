@@ -1,4 +1,4 @@
-"""Blocks on their way from pools to the disk.
+"""Blocks on their way from pools to a tier.
 
 A block is stored when it is used a second time, found or computed: most prompts are never seen
 again. What was used once is remembered, and stored when the daemon ends.
@@ -16,16 +16,14 @@ from collections.abc import Callable, Iterable
 
 from engine.messages import Copy
 from engine.prefix_hashes import Hash
-from engine.tiers.context import TIER, Context
-from engine.tiers.disk import CopyJob, GrowJob
+from engine.tiers.context import Context
 from engine.tiers.index import Entry
+from engine.tiers.jobs import CopyJob, GrowJob
 
 STORED_AT_ONCE = 4
 """Blocks under way to the disk: those cannot be evicted meanwhile."""
 URGENT_BYTES = 4 << 20
 """What others wait for is stored by jobs of about so much, and free after each."""
-DEADLINE_S = 5.0
-"""Without a block written, after which the disk is taken to hang."""
 PAUSE_S = 60.0
 """After the disk has refused to take something."""
 MAX_REMEMBERED = 1 << 16
@@ -44,7 +42,7 @@ class Stores:
     def __init__(self, context: Context, max_places: int, hangs: Callable[[str], None]) -> None:
         self.max_places = max_places
         self.is_off = False
-        """The disk cannot be relied on."""
+        """What it is stored to cannot be relied on."""
         self._context = context
         self._hangs = hangs
         self._under_way: set[CopyJob] = set()
@@ -142,37 +140,39 @@ class Stores:
     ) -> None:
         context, copy_id = self._context, next(self._context.numbers)
         pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
-        job = CopyJob(
-            copy=Copy(copy_id, pool, TIER, pairs, None), entries=entries, is_urgent=is_urgent
-        )
-        context.ledger.open_command(("store", copy_id, 0), TIER, {pool: block_ids})
+        copy = Copy(copy_id, pool, context.name, pairs, None)
+        life = context.ledger.pools[pool].life
+        job = CopyJob(copy=copy, life=life, entries=entries, is_urgent=is_urgent)
+        who = context.store.reach(pool) or context.name
+        context.ledger.open_command(("store", copy_id, 0), who, {pool: block_ids})
         self._under_way.add(job)
-        context.disk.begin(job)
-        context.later(DEADLINE_S, lambda: self._is_due(job))
+        context.store.begin(job)
+        context.later(context.patience.store_s, lambda: self._is_due(job))
 
     def _is_due(self, job: CopyJob) -> None:
         """It has had its time; unless others were before it, and the disk goes on."""
         if job not in self._under_way:
             return
         context = self._context
-        left_s = DEADLINE_S - (context.now_ns() - self._last_done_ns) / 1e9
+        left_s = context.patience.store_s - (context.now_ns() - self._last_done_ns) / 1e9
         if left_s > 0:
             context.later(left_s, lambda: self._is_due(job))
             return
         for waiting in list(self._under_way - context.overdue):
-            if context.disk.cancel(waiting):
+            if context.store.cancel(waiting):
                 self.done(waiting)
             else:
                 context.is_late(waiting)
-        self._hangs(f"no block was written in {DEADLINE_S:.0f} s")
+        self._hangs(f"no block was written in {context.patience.store_s:.0f} s")
 
     @property
     def _can_store(self) -> bool:
         return not self.is_off and self._context.now_ns() >= self._paused_until_ns
 
     def _find(self, block_hash: Hash) -> tuple[str, int] | None:
-        for name in self._context.pools:
-            if blocks := self._context.ledger.pools[name].index.blocks([block_hash]):
+        for name, books in self._context.ledger.pools.items():
+            blocks = books.index.blocks([block_hash])
+            if blocks and self._context.store.reach(name) is not None:
                 return name, blocks[0]
         return None
 
@@ -181,7 +181,7 @@ class Stores:
             self._wanted.clear()  # every place is being written or read, or there is none
         elif not self._grows:
             self._grows = True
-            self._context.disk.begin(GrowJob())
+            self._context.store.begin(GrowJob())
 
     def grown(self, job: GrowJob) -> None:
         """There is another slab, or none can be made."""
@@ -199,8 +199,8 @@ class Stores:
         self._is_full, self.max_places = False, max_places
 
     def done(self, job: CopyJob) -> None:
-        """A thread has stored a block, or could not."""
-        if job not in self._under_way:  # it was cancelled, and the thread has come to it since
+        """Somebody has stored a block, or could not."""
+        if job not in self._under_way:  # it was cancelled, and a thread has come to it since
             return
         context = self._context
         self._last_done_ns = context.now_ns()
@@ -215,17 +215,17 @@ class Stores:
             self.refused(job.error)
 
     def refused(self, error: str) -> None:
-        """The disk does not take what it is given: not so fast again."""
+        """What it is given is not taken: not so fast again."""
         context = self._context
         if self._can_store:
-            about = f"the disk takes no blocks: {error}; tried again in {PAUSE_S:.0f} s"
-            context.tell("warning", "ssd.refused", about)
+            about = f"{context.label} takes no blocks: {error}; tried again in {PAUSE_S:.0f} s"
+            context.tell("warning", f"{context.name}.refused", about)
         self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)
         context.later(PAUSE_S, self.pump)
 
     def flush(self) -> None:
         """Store what is warm, the newest first: the daemon is about to end."""
-        self._context.disk.write_share = 1.0
+        self._context.store.write_share = 1.0
         self._wanted.update(dict.fromkeys(reversed(self._warm)))
         self._warm.clear()
         self.pump()

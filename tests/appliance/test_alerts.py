@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from appliance.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
 from appliance.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
 from appliance.signals import PAST_S, Signal
-from appliance.ssd_frame import SsdFrame
+from appliance.tier_frame import TierFrame
 from tests.tui.frames import busy, idle, pool, worker
 
 WARN, CRIT, FOR_S = 10.0, 20.0, 4.0
@@ -160,14 +160,19 @@ WRONG = {
         {"worker.down": "error"},
     ),
     "no SSD cache that was asked for": (
-        idle(ssd=SsdFrame("failed", "it is not a folder", "/a")),
+        idle(ssd=TierFrame("failed", "it is not a folder", "/a")),
         {"ssd.off": "warning"},
     ),
     "a disk that hangs": (
-        idle(ssd=SsdFrame("down", "no block was written in 5 s", "/a")),
+        idle(ssd=TierFrame("down", "no block was written in 5 s", "/a")),
         {"ssd.down": "warning"},
     ),
-    "no SSD cache": (idle(ssd=SsdFrame("off", "switched off", "/a")), {}),
+    "copies to DRAM that fail": (
+        idle(dram=TierFrame("down", "reading fails", "")),
+        {"dram.down": "warning"},
+    ),
+    "no DRAM cache": (idle(dram=TierFrame("failed", "x", "")), {"dram.down": "warning"}),
+    "no SSD cache": (idle(ssd=TierFrame("off", "switched off", "/a")), {}),
     "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
     "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),
     "a worker without progress": (

@@ -48,15 +48,17 @@ from appliance.boot import STARTER_FOLDER
 from engine.blocks import BlockPool, Ledger
 from engine.checkpoint import Checkpoint
 from engine.messages import Copy
+from engine.places import SSD
 from engine.prefix_hashes import PrefixHasher
 from engine.tiers import disk as disk_module
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
-from engine.tiers.disk import CopyJob, Disk, GrowJob, probe
+from engine.tiers.disk import Disk, probe
 from engine.tiers.index import Place, SlabIndex
+from engine.tiers.jobs import CopyJob, GrowJob
 from engine.tiers.loads import Wanted
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
-from engine.tiers.ssd import SsdTier
+from engine.tiers.tier import Tier
 from tests.daemons import Daemon
 
 BLOCK_SIZE = 64
@@ -332,7 +334,7 @@ class Files:
             part = range(first, min(first + 4, self.num_blocks))
             entries = [self.index.begin_store(names[n], 1) for n in part]
             copy = Copy(first, "kv", "ssd", [(n + 1, i) for i, n in enumerate(part)], None)
-            self.disk.begin(CopyJob(copy=copy, entries=entries))
+            self.disk.begin(CopyJob(life=1, copy=copy, entries=entries))
         self.collect(lambda job: [self.index.end_store(e, is_written=True) for e in job.entries])
 
     def load(self) -> None:
@@ -340,7 +342,7 @@ class Files:
             part = range(first, min(first + 4, self.num_blocks))
             entries = [self.index.begin_load(n.to_bytes(16, "big")) for n in part]
             copy = Copy(first, "ssd", "kv", [(i, n + 1) for i, n in enumerate(part)], None)
-            self.disk.begin(CopyJob(copy=copy, entries=entries))
+            self.disk.begin(CopyJob(life=1, copy=copy, entries=entries))
         self.collect(lambda job: [self.index.end_load(entry) for entry in job.entries])
 
     def collect(self, end) -> None:
@@ -410,11 +412,11 @@ def refill(files: Files) -> None:
         files.index.add_slab(slab, num_records)
 
 
-def make_tier(slabs: Slabs, disk, num_blocks: int, compute_ms: float) -> SsdTier:
+def make_tier(slabs: Slabs, disk, num_blocks: int, compute_ms: float) -> Tier:
     timers: list = []
     context = Context(
         Ledger([BlockPool("kv", num_blocks + 1, BLOCK_SIZE)]),
-        ["kv"],
+        SSD,
         SlabIndex(),
         disk,
         slabs.block_bytes,
@@ -423,7 +425,7 @@ def make_tier(slabs: Slabs, disk, num_blocks: int, compute_ms: float) -> SsdTier
         later=lambda s, call: timers.append((time.monotonic() + s, call)),
         tell=lambda *event: print(event),
     )
-    tier = SsdTier(
+    tier = Tier(
         context, slabs.max_places, Costs(probe(slabs)), lambda _, n, before: compute_ms * n,
         changed=lambda: None,
     )  # fmt: skip
@@ -433,6 +435,9 @@ def make_tier(slabs: Slabs, disk, num_blocks: int, compute_ms: float) -> SsdTier
 
 class NoDisk:
     write_share = 1.0
+
+    def reach(self, pool) -> str:
+        return SSD
 
     def begin(self, job) -> None: ...
 

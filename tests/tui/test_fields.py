@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from appliance.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
-from appliance.ssd_frame import SsdFrame
+from appliance.tier_frame import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
@@ -29,6 +29,8 @@ INTERNAL = {
     "links.has_detour": "decides whether it is an alert when it is slow",
     "ssd.reuse_distances": "summed up in what caches of several sizes would find",
     "ssd.reason": "shown where the state is not `on`",
+    "dram.reuse_distances": "as of the other",
+    "dram.reason": "as of the other",
     "weights": "what became of them at start; the status page, doctor and the log say it",
     "devices.kind": "decides which readings there could be",
 }
@@ -68,8 +70,11 @@ def rich() -> Frame:
         devices=[device],
         requests=[request],
         num_requests=1,
-        ssd=SsdFrame(
+        ssd=TierFrame(
             "on", "", "/var/kv", 70, 7 << 20, 9 << 30, loads=3, load_ms=50.0, would_find={"1": 0.4}
+        ),
+        dram=TierFrame(
+            "on", "", "", 7, 7 << 20, 9 << 30, loads=3, load_ms=5.0, would_find={"1": 1}
         ),
         state="draining",
         state_reason="x",

@@ -21,7 +21,7 @@ from tui.lines import (
     sparkline,
     state_bar,
 )
-from tui.panels import ssd
+from tui.panels import tiers
 from tui.panels.gauges import kv, used_spans
 from tui.view import View, pool_counts
 
@@ -54,7 +54,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             *_owners(frame, width),
             *_holders(frame, width),
             *_prefix_cache(frame, width),
-            *ssd.lines(frame, width),
+            *tiers.lines(frame, width),
         ]
     rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
     left = (width - 2) * 3 // 5
@@ -67,7 +67,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             [*_owners(frame, right), *_holders(frame, right), *_prefix_cache(frame, right)],
             left,
         ),
-        *ssd.lines(frame, width),
+        *tiers.lines(frame, width),
     ]
 
 

@@ -9,6 +9,7 @@ Never: invents a stage that is not reported.
 from __future__ import annotations
 
 from appliance.protocol import RequestFrame
+from appliance.restored import restored_from
 from tui import format as fmt
 from tui.filter import energy_j
 from tui.lines import Line, Span, Tone, pairs, wrap
@@ -111,7 +112,8 @@ def _input(request: RequestFrame) -> str:
     if request.cached_tokens:
         text += f", {fmt.count(request.cached_tokens)} cached"
     if request.restored_tokens:
-        text += f" ({fmt.count(request.restored_tokens)} SSD)"
+        tier = restored_from(request.restore_reason)
+        text += f" ({fmt.count(request.restored_tokens)} {tier})"
     return text
 
 

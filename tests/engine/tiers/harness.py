@@ -3,14 +3,15 @@
 from collections import deque
 
 from engine.blocks import BlockPool, Ledger
+from engine.places import SSD
 from engine.prefix_hashes import PrefixHasher
-from engine.tiers.context import TIER, Context
+from engine.tiers.context import Context
 from engine.tiers.costs import Costs
-from engine.tiers.disk import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.index import SlabIndex
+from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.loads import Wanted
 from engine.tiers.records import SlabHead
-from engine.tiers.ssd import SsdTier
+from engine.tiers.tier import Tier
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
@@ -23,6 +24,7 @@ class FakeDisk:
 
     def __init__(self, pool, num_slabs):
         self.pool = pool
+        self.name = SSD
         self.num_slabs, self.slab_records = num_slabs, 4
         self.places = {}
         self.jobs = deque()
@@ -31,6 +33,9 @@ class FakeDisk:
         self.begun = None
         """A job that a thread has begun and does not end."""
         self.lost = []
+
+    def reach(self, pool):
+        return self.name
 
     def begin(self, job):
         self.jobs.append(job)
@@ -58,7 +63,7 @@ class FakeDisk:
             job.bytes_per_s = 1e6
 
     def copy(self, job):
-        is_load = job.copy.from_pool == TIER
+        is_load = job.copy.from_pool == self.name
         for (from_id, to_id), entry in zip(job.copy.pairs, job.entries, strict=True):
             if not is_load:
                 self.places[entry.place] = self.pool.get(from_id)
@@ -70,7 +75,7 @@ class FakeDisk:
             job.num_done += 1
 
 
-class Tier:
+class TierHarness:
     """Everything, and prompts as lists of tokens."""
 
     def __init__(self, *, capacity=CAPACITY, num_slabs=8, compute_ms=1e6, max_age_s=None):
@@ -84,7 +89,7 @@ class Tier:
         self.last_seq_id = 0
         context = Context(
             self.ledger,
-            ["kv"],
+            SSD,
             SlabIndex(max_age_s),
             self.disk,
             BLOCK_BYTES,
@@ -94,9 +99,7 @@ class Tier:
             tell=lambda *event: self.events.append(event[1]),
         )
         self.costs = Costs(bytes_per_s=1e6)
-        self.ssd = SsdTier(
-            context, 4 * num_slabs, self.costs, lambda *_: self.compute_ms, self.change
-        )
+        self.ssd = Tier(context, 4 * num_slabs, self.costs, lambda *_: self.compute_ms, self.change)
 
     def change(self):
         self.num_changes += 1

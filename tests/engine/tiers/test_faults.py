@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from engine.tiers.disk import GrowJob
+from engine.tiers.jobs import GrowJob
 from engine.tiers.slabs import DamagedError, Place, RecordBuffer
-from tests.engine.tiers.harness import Tier
+from tests.engine.tiers.harness import TierHarness
 from tests.engine.tiers.test_disk import BLOCK_BYTES, Harness, block, name
 
 NUM_FLIPS = 2000
@@ -107,7 +107,7 @@ def test_a_write_that_comes_to_its_limit_is_no_record(harness):
 
 def test_a_disk_that_stalls_for_half_a_minute_is_left_and_taken_up_again():
     """Prompts wait no longer than their deadlines; what comes late is of no harm."""
-    tier = Tier()
+    tier = TierHarness()
     chain = tier.chain(1, 2, 3)
     for _ in range(2):
         tier.compute(chain)

@@ -8,12 +8,13 @@ from collections import deque
 
 import pytest
 
-from engine.tiers.context import TIER, Context
+from engine.places import SSD
+from engine.tiers.context import Context
 from engine.tiers.costs import Costs
-from engine.tiers.disk import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.index import SlabIndex
+from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.records import SlabHead
-from engine.tiers.ssd import SsdTier
+from engine.tiers.tier import Tier
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.test_router import World, expected_tokens, walk
 
@@ -30,6 +31,9 @@ class Disk:
         self.num_slabs = NUM_SLABS
         self.breaks = False
 
+    def reach(self, pool):
+        return None if pool == "ring" else SSD
+
     def begin(self, job):
         self.jobs.append(job)
 
@@ -45,7 +49,7 @@ class Disk:
             case CopyJob(copy=copy):
                 for (from_id, to_id), entry in zip(copy.pairs, job.entries, strict=True):
                     for i in range(BLOCK_SIZE):
-                        if copy.from_pool == TIER:
+                        if copy.from_pool == SSD:
                             token = self.places[entry.place][i]
                             self.memory[copy.to_pool, to_id, i] = token
                         else:
@@ -71,7 +75,7 @@ class TieredWorld(World):
         self.jobs_per_tick = 4
         context = Context(
             self.ledger,
-            [pool.name for pool in self.places.pools if pool.name != "ring"],
+            SSD,
             SlabIndex(),
             self.disk,
             1000,
@@ -79,14 +83,16 @@ class TieredWorld(World):
             now_s=lambda: self.now_ns // 1_000_000_000,
             later=lambda s, call: self.timers.append((self.now_ns + int(s * 1e9), call)),
             tell=lambda *event: self.events.append(event[1]),
+            numbers=self.router.prefixes.tiers.numbers,
         )
-        self.tier = self.router.prefixes.tier = SsdTier(
+        self.tier = Tier(
             context,
             NUM_SLABS * SLAB_RECORDS,
             Costs(1e9),
             lambda *_: compute_ms,
             changed=lambda: self.router.dispatch(self.now_ns),
         )
+        self.router.prefixes.tiers.each.append(self.tier)
 
     def tick(self):
         super().tick()

@@ -4,17 +4,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.blocks import BlockState
-from engine.tiers.costs import DEADLINE_RATIO, MIN_DEADLINE_MS, OVERHEAD_MS, Costs
-from engine.tiers.ssd import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, SsdTier
-from engine.tiers.stores import DEADLINE_S, PAUSE_S, STORED_AT_ONCE
-from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, Tier
+from engine.tiers.context import Patience
+from engine.tiers.costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
+from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
+from engine.tiers.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
+from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, TierHarness
 
+DEADLINE_S, MIN_DEADLINE_MS = Patience().store_s, Patience().load_ms
 LATE_S = MIN_DEADLINE_MS / 1e3 + 0.01
 
 
 @pytest.fixture
 def tier():
-    tier = Tier()
+    tier = TierHarness()
     yield tier
     tier.check()
 
@@ -204,7 +206,7 @@ def test_nothing_is_loaded_where_computing_takes_less(tier):
     assert tier.costs.num_declined == 1
     restored = tier.ssd.forget(1000)
     assert restored[:2] == (0, 0)
-    words = "3 blocks left on the SSD: predicted 5.0 ms, computing them 2.5 ms"
+    words = "3 blocks not taken from the SSD: predicted 5.0 ms, computing them 2.5 ms"
     assert restored.words == words
 
 
@@ -248,7 +250,7 @@ def kept_beside(tier):
 
 
 def test_what_a_load_needs_before_it_is_not_evicted_for_it():
-    tier = Tier(capacity=16)
+    tier = TierHarness(capacity=16)
     chain = kept(tier, 1, 2, 3)
     tier.compute(tier.chain(1))  # the least recently used from now on
     tier.compute(tier.chain(*range(100, 115)))
@@ -298,7 +300,7 @@ def test_a_damaged_block_is_dropped_and_computed(tier):
 
 def test_blocks_of_an_earlier_life_count_as_found(tier):
     chain = kept(tier, *range(1, 29))
-    again = SsdTier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.change)
+    again = Tier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.change)
     assert again.would_find(1) is None  # nobody has asked for anything
     again.placed(list(chain.hashes), 0)
     assert again.reuse.num_uses > 0
@@ -371,7 +373,7 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tier):
 
 
 def test_beyond_the_cap_the_least_recently_used_goes():
-    tier = Tier(num_slabs=5)
+    tier = TierHarness(num_slabs=5)
     for n in range(12):
         chain = tier.chain(*range(10 * n, 10 * n + 2))
         tier.compute(chain)
@@ -404,7 +406,7 @@ def test_clearing_leaves_nothing_on_disk(tier):
 
 
 def test_old_blocks_expire_and_are_erased():
-    tier = Tier(max_age_s=100)
+    tier = TierHarness(max_age_s=100)
     kept(tier, 1, 2, 3)
     tier.pass_time(101)
     tier.ssd.sweep()
@@ -444,7 +446,7 @@ class Walk(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(8, 40), num_slabs=st.integers(0, 4))
     def begin(self, capacity, num_slabs):
-        self.tier = Tier(capacity=capacity, num_slabs=num_slabs, max_age_s=50)
+        self.tier = TierHarness(capacity=capacity, num_slabs=num_slabs, max_age_s=50)
         self.seq_id = 5000
         self.waiting = {}
 

@@ -1,10 +1,10 @@
-"""The tier below the pools: blocks kept on disk, and whether the disk can be relied on.
+"""A tier below the pools: blocks kept in a store, and whether that can be relied on.
 
-A block that is used a second time is stored; a queued prompt waits for blocks on disk where loading
-them beats computing them. After three misses in a row, deadlines or errors, nothing is stored or
-loaded until a probe has passed.
+A block that is used a second time is stored; a queued prompt waits for stored blocks where loading
+them beats computing them. SSD and DRAM are values: what differs is the store. After three misses in
+a row, deadlines or errors, nothing is stored or loaded until a probe has passed.
 Owns: which sequences it has decided about, misses, probes.
-Invariant: nothing waits for the disk but a queued prompt, and that one no longer than a deadline.
+Invariant: nothing waits for a tier but a queued prompt, and that one no longer than a deadline.
 Never: stores what was salted; serves a block whose checksum is wrong.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.prefix_hashes import Hash
-from engine.tiers.context import TIER, Context, Counts
+from engine.tiers.context import Context, Counts
 from engine.tiers.costs import Costs
-from engine.tiers.disk import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.tiers.index import SlabIndex
+from engine.tiers.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.tiers.loads import Loads, PredictMs, Restored, Wanted
 from engine.tiers.reuse import ReuseDistances
 from engine.tiers.stores import Stores
@@ -32,7 +32,7 @@ PROBE_DEADLINE_S = 1.0
 PROBE_INTERVAL_S = 10.0
 
 
-class SsdTier:
+class Tier:
     """All of it, on the daemon's loop.
 
     Args:
@@ -79,6 +79,11 @@ class SsdTier:
         return self._context.counts
 
     @property
+    def label(self) -> str:
+        """It in a sentence."""
+        return self._context.label
+
+    @property
     def max_bytes(self) -> int:
         """Of all blocks that the cap has room for."""
         return self._max_places * self._context.block_bytes
@@ -107,14 +112,14 @@ class SsdTier:
         """Load blocks of a queued prompt, if that is worth it."""
         self._decisions[wanted.seq_id] += 1
         self._undecided.discard(wanted.seq_id)
-        if self.reason is None and wanted.pool in self._context.pools:
+        if self.reason is None and self._context.store.reach(wanted.pool) is not None:
             self._loads.begin(wanted)
             if self.costs.num_declined_in_a_row >= MAX_DECLINED:
                 self.costs.num_declined_in_a_row = 0
-                self._context.disk.begin(ProbeJob())
+                self._context.store.begin(ProbeJob())
 
     def is_loading(self, seq_id: int) -> bool:
-        """True while a sequence waits for the disk."""
+        """True while a sequence waits for its blocks."""
         return seq_id in self._loads
 
     def forget(self, seq_id: int) -> Restored | None:
@@ -135,7 +140,7 @@ class SsdTier:
         self._stores.used_again(hashes[:num_found])
         self._stores.asked(hashes[num_found:])
 
-    def preempted(self, pool: str, hashes: list[Hash]) -> None:
+    def preempted(self, pool: str, hashes: list[Hash]) -> bool:
         """Blocks are about to be taken from a sequence that will need them again.
 
         They are stored at once if that and loading them takes less than computing them.
@@ -143,17 +148,24 @@ class SsdTier:
         Args:
             pool: where they are.
             hashes: of the blocks that its chain begins with, all of them in the pool; none salted.
+
+        Returns:
+            True: they are here, or will be.
         """
         context, index = self._context, self.index
         missing = [block_hash for block_hash in hashes if not index.is_known(block_hash)]
-        if self.reason is not None or not missing or pool not in context.pools:
-            return
+        if self.reason is not None or context.store.reach(pool) is None:
+            return False
+        if not missing:
+            return True
         num_tokens, size = len(hashes) * context.ledger.pools[pool].block_size, context.block_bytes
         compute_ms = self._predict_ms(pool, num_tokens, 0)
         if compute_ms is None:
-            return
-        if self.costs.is_worth_storing(len(missing) * size, len(hashes) * size, compute_ms):
-            self._stores.store_now(pool, missing)
+            return False
+        if not self.costs.is_worth_storing(len(missing) * size, len(hashes) * size, compute_ms):
+            return False
+        self._stores.store_now(pool, missing)
+        return True
 
     def computed(self, hashes: list[Hash]) -> None:
         """Blocks are full, and can be found from now on; none of them is salted."""
@@ -163,9 +175,11 @@ class SsdTier:
     # What the daemon says
 
     def done(self, job: Job) -> None:
-        """A thread has done something; on the loop."""
+        """Somebody has done something; on the loop."""
+        if isinstance(job, CopyJob) and job.life != self._context.books_of(job).life:
+            job.num_done, job.is_void = 0, True  # the pool's memory was lost meanwhile
         match job:
-            case CopyJob(copy=copy) if copy.from_pool == TIER:
+            case CopyJob(copy=copy) if copy.from_pool == self._context.name:
                 self._loaded(job)
             case CopyJob():
                 self._stores.done(job)
@@ -182,13 +196,13 @@ class SsdTier:
 
     def sweep(self) -> None:
         """Once in a while: let go of what is too old, notice slabs that are gone."""
-        self._context.disk.begin(SweepJob(places=self.index.expire(self._context.now_s())))
+        self._context.store.begin(SweepJob(places=self.index.expire(self._context.now_s())))
 
     def clear(self) -> int:
         """Forget all that is on disk, and have it erased; how many blocks that is."""
         count = len(self.index)
         self._stores.forget()
-        self._context.disk.begin(SweepJob(places=self.index.clear()))
+        self._context.store.begin(SweepJob(places=self.index.clear()))
         return count
 
     def flush(self) -> None:
@@ -205,14 +219,14 @@ class SsdTier:
     def _loaded(self, job: CopyJob) -> None:
         if job.is_damaged:
             about = f"a block on disk is damaged: {job.error}; it is erased, and computed again"
-            self._context.tell("warning", "ssd.damaged", about)
+            self._tell("warning", "damaged", about)
         elif job.error is not None and not job.is_void:
             self._missed(f"reading fails: {job.error}")
         elif not job.is_void:
             self._num_misses = 0
         self._loads.done(job)
         if damaged := self.index.damaged():
-            self._context.disk.begin(SweepJob(places=damaged))
+            self._context.store.begin(SweepJob(places=damaged))
 
     def _ended(self, seq_id: int, is_in_time: bool, has_more: bool) -> None:
         if has_more and self._decisions[seq_id] < MAX_PARTS:
@@ -220,6 +234,13 @@ class SsdTier:
         if not is_in_time:
             self._missed("a block did not come in time")
         self._changed()
+
+    @property
+    def _kind(self) -> str:
+        return self._context.name.upper()
+
+    def _tell(self, severity: str, what: str, message: str) -> None:
+        self._context.tell(severity, f"{self._context.name}.{what}", message)
 
     def _missed(self, about: str) -> None:
         self._num_misses += 1
@@ -234,12 +255,12 @@ class SsdTier:
         if self.reason is not None:
             return
         self.reason, self._stores.is_off = about, True
-        said = f"the SSD cache is off until a probe passes: {about}{how_often}"
-        self._context.tell("warning", "ssd.down", said)
+        said = f"the {self._kind} cache is off until a probe passes: {about}{how_often}"
+        self._tell("warning", "down", said)
         self._probe_later()
 
     def _probe_later(self) -> None:
-        self._context.later(PROBE_INTERVAL_S, partial(self._context.disk.begin, ProbeJob()))
+        self._context.later(PROBE_INTERVAL_S, partial(self._context.store.begin, ProbeJob()))
 
     def _probed(self, job: ProbeJob) -> None:
         if self.reason is None:  # it was asked for the rate alone
@@ -250,7 +271,7 @@ class SsdTier:
             return
         self.reason, self._num_misses, self._stores.is_off = None, 0, False
         self.costs.bytes_per_s = job.bytes_per_s or self.costs.bytes_per_s
-        self._context.tell("info", "ssd.up", "the SSD cache is on again: a probe has passed")
+        self._tell("info", "up", f"the {self._kind} cache is on again: a probe has passed")
 
     def _swept(self, job: SweepJob) -> None:
         for slab in job.lost:
@@ -260,7 +281,7 @@ class SsdTier:
         if job.lost:
             self.counts.lost_slabs += len(job.lost)
             about = f"{len(job.lost)} of its files were deleted by somebody; their blocks are gone"
-            self._context.tell("warning", "ssd.lost", about)
+            self._tell("warning", "lost", about)
         if job.error is not None:
             self._stores.refused(job.error)
         self._stores.made_room(self._max_places)

@@ -1,6 +1,6 @@
-"""What console and CLI are told of the SSD cache.
+"""What console and CLI are told of the caches below the KV pools, in DRAM and on disk.
 
-Owns: its part of a frame.
+Owns: the part of a frame that each has.
 Invariant: counts are since the daemon started; None is not reported.
 Never: imports the engine.
 """
@@ -10,22 +10,23 @@ from __future__ import annotations
 import msgspec
 
 
-class SsdFrame(msgspec.Struct):
-    """The cache on disk, and what it has earned."""
+class TierFrame(msgspec.Struct):
+    """One of them, and what it has earned."""
 
     state: str
     """`on`, `opening`, `off`, `failed` where it was asked for and cannot be had, or `down` while
-    the disk cannot be relied on."""
+    it cannot be relied on."""
     reason: str
     """Why it is not on; empty if it is."""
     folder: str
+    """Of the cache on disk; empty for the other."""
     blocks: int = 0
     num_bytes: int = 0
     """Of these blocks."""
     max_bytes: int = 0
     """Of all blocks that its cap has room for."""
     waiting: int = 0
-    """Prompts that wait for blocks from the disk now."""
+    """Prompts that wait for blocks from it now."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     loaded_tokens: int = 0
@@ -52,4 +53,4 @@ class SsdFrame(msgspec.Struct):
     """Uses of a block that had been used before, of one block in eight, by how many other blocks
     were used since: fewer than so many, and no fewer than the entry before it says."""
     read_bytes_per_s: float | None = None
-    """What loads get from the disk; None: it is not on."""
+    """What loads get from it; None: it is not on."""
