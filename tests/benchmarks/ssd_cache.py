@@ -8,8 +8,8 @@ usage: python -m tests.benchmarks.ssd_cache restart [--model FOLDER] [--rounds 3
 
 restart: a pool of little more than two prompts. One is computed, asked for again (from the pool,
 and stored), pushed out of the pool by two others, asked for (from the disk); then the daemon is
-killed with SIGKILL, and its successor is asked (from the disk, after a restart). The disk is read
-by O_DIRECT: no page cache.
+killed with SIGKILL, and its successor is asked (from the disk, after a restart). Another one with a
+DRAM cache alone is asked likewise. The disk is read by O_DIRECT: no page cache.
 
 gaps: a client streams tokens while another asks once more for prompts that are in the pool, so
 that little is computed and their blocks are stored all the time. Daemons without the cache, with
@@ -63,6 +63,11 @@ from tests.daemons import Daemon
 
 BLOCK_SIZE = 64
 CACHE = ("--ssd-cache", "8GiB")
+TIERS = {
+    "ssd": CACHE,
+    "dram": ("--ssd-cache", "off", "--dram-cache", "4GiB"),
+    "both": (*CACHE, "--dram-cache", "4GiB"),
+}
 OFF = ("--ssd-cache", "off")
 BLOCK_BYTES = 1_474_560  # of the 135M shape: 30 layers, 3 heads of 64, bfloat16
 
@@ -95,7 +100,7 @@ def ssd(daemon: Daemon) -> dict:
 
 def wait_on(daemon: Daemon) -> Daemon:
     daemon.wait_ready()
-    daemon.wait_for(lambda: ssd(daemon)["state"] == "on")
+    daemon.wait_for(lambda: ssd(daemon)["state"] != "opening")
     return daemon
 
 
@@ -139,12 +144,22 @@ def restart(options: argparse.Namespace) -> None:
             daemon = wait_on(Daemon(Path(folder), *settings, model=options.model))
             daemon.complete(fresh(300, 700), max_tokens=4, ignore_eos=True)
             row["SSD after kill -9"] = ttft_ms(daemon, asked)
-            for way, value in row.items():
-                found.setdefault(way, []).append(value)
-            for logged in (before, daemon.log_rows()[0]):
+            rows = [before, daemon.log_rows()[0]]
+            daemon.kill()
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            arena = (*OFF, "--dram-cache", "4GiB")
+            daemon = Daemon(Path(folder), *arena, *settings[2:], model=options.model).wait_ready()
+            for _ in range(2):
+                daemon.complete(asked, max_tokens=4, ignore_eos=True)
+            for seed in range(2):
+                daemon.complete(fresh(length, 900 + 10 * number + seed), max_tokens=1)
+            row["DRAM"] = ttft_ms(daemon, asked)
+            for logged in (*rows, daemon.log_rows()[0]):
                 names = ("prompt_tokens", "cached_tokens", "restored_tokens", "restore_reason")
                 print({name: logged[name] for name in names}, flush=True)
             daemon.kill()
+            for way, value in row.items():
+                found.setdefault(way, []).append(value)
     ratios(found, "computed")
 
 
@@ -568,11 +583,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--readers", type=int, default=disk_module.NUM_READERS)
+    parser.add_argument("--tiers", choices=list(TIERS), default="ssd")
     parser.add_argument("--kind", choices=["agents", "mooncake"], default="agents")
     parser.add_argument("--size", type=int, default=10, help="of a trace")
     parser.add_argument("--flips", type=int, default=10_000)
     options = parser.parse_args()
-    disk_module.NUM_READERS, options.tiers = options.readers, CACHE
+    disk_module.NUM_READERS, options.tiers = options.readers, TIERS[options.tiers]
     next(way for way in ways if way.__name__ == options.what)(options)
 
 

@@ -162,6 +162,20 @@ def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_pe
     assert "by way of another pool 6.0 ms" in again.restore_reason
 
 
+@pytest.mark.parametrize("arm", ["peer", "shm"])
+def test_where_nobody_prefills_blocks_come_to_the_pool_of_who_decodes(arm):
+    world = TieredWorld(arm)
+    prompt = list(range(41))
+    for _ in range(2):
+        finish(world, world.sequence(prompt=prompt))
+    world.forget_pools()
+    world.kill("prefill")
+    again = world.sequence(prompt=prompt)
+    finish(world, again)
+    assert again.num_cached_tokens == again.num_restored_tokens == 40
+    assert again.worker is None or again.worker == "decode"
+
+
 def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts():
     world = TieredWorld("colocated", num_blocks=65)
     prompt = list(range(81))
