@@ -16,7 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from appliance.config import ServeConfig
-from appliance.dram_room import num_arena_blocks
 from appliance.gpu_placement import attention_for, installed_torch
 from appliance.models import cache
 from appliance.models.names import HubName
@@ -24,6 +23,7 @@ from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan, available_mem
 from appliance.placement_text import placement_lines
 from appliance.placing import Placing, this_inventory
 from appliance.request import ModelInfo
+from appliance.setting_kinds import size_text
 from appliance.weights_plan import WeightsPlan, plan_weights
 from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, arena_layout
@@ -157,7 +157,7 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    num_arena_blocks(config.dram_cache, placement, available_memory_bytes())
+    _num_arena_blocks(config, placement)
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
     about = f"; {weights.words}" if weights.words else ""
     return (
@@ -287,13 +287,26 @@ def _setups(
 
 def _arena(config: ServeConfig, placement: Placement) -> PoolSpec | None:
     """Memory for a tier below the pools, with a block of padding as they have."""
-    if not config.prefix_cache:
-        return None
-    num_blocks = num_arena_blocks(config.dram_cache, placement, available_memory_bytes())
+    num_blocks = _num_arena_blocks(config, placement)
     if not num_blocks:
         return None
     fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * placement.block_bytes)
     return PoolSpec(DRAM, fd, num_blocks + 1)
+
+
+def _num_arena_blocks(config: ServeConfig, placement: Placement) -> int:
+    """How many blocks an arena holds; 0: there is none.
+
+    Raises:
+        ConfigError: there is less memory than was asked for.
+    """
+    asked, free_bytes = config.dram_cache, available_memory_bytes()
+    if not isinstance(asked, int) or not config.prefix_cache:
+        return 0
+    if asked > free_bytes:
+        what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"
+        raise ConfigError(what, where="dram_cache", hint="ask for less, or for off")
+    return asked // placement.block_bytes
 
 
 def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:

@@ -50,7 +50,7 @@ class ServeConfig:
     kv_memory_bytes: int | None = None
     prefix_cache: bool = True
     cache_isolation: str = "none"
-    dram_cache: int | str = "auto"
+    dram_cache: int | str = "off"
     ssd_cache: int | str = "auto"
     ssd_dir: Path | None = None
     listen: tuple[str, int] | None = None

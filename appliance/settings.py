@@ -101,8 +101,7 @@ SETTINGS: Mapping[str, Setting] = {
         "the time of a first token, what another user has asked",
     ),
     "dram_cache": Setting(
-        a_size_or("auto", "off"),
-        "most KV to keep in the host's memory below the pools, as 8GiB; off; auto has it for GPUs",
+        a_size_or("off"), "most KV to keep in the host's memory below the pools, as 8GiB; or off"
     ),
     "ssd_cache": Setting(
         a_size_or("auto", "off"), "most KV to keep on disk across restarts, as 20GiB; or auto, off"

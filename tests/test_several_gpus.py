@@ -41,7 +41,7 @@ def daemon(
 ) -> Iterator[AcceleratedDaemon]:
     num_gpus, transport = machine.split()
     options = ["--dtype", "float32", "--max-model-len", "512", "--eager"]
-    options += ["--kv-memory", f"{4 * int(num_gpus)}MiB"]
+    options += ["--kv-memory", f"{4 * int(num_gpus)}MiB", "--dram-cache", "16MiB"]
     daemon = AcceleratedDaemon(
         tmp_path_factory.mktemp("daemon"),
         int(num_gpus),
@@ -83,6 +83,26 @@ def test_every_gpu_has_a_worker_and_blocks_go_between_them(
     rows = daemon.log_rows()
     assert {row["transport"] for row in rows} <= {transport, None}
     assert sum(row["handoff_bytes"] for row in rows) > 0
+
+
+def test_what_has_left_a_gpus_pool_comes_back_from_dram(
+    daemon: AcceleratedDaemon, alone: list[list[int]]
+) -> None:
+    num_tokens = max(pool["num_blocks"] * pool["block_size"] for pool in daemon.state()["pools"])
+    others = [
+        [5 + (11 * i + 5 * j) % 290 for j in range(400)] for i in range(num_tokens // 400 + 2)
+    ]
+
+    def comes_back() -> bool:
+        for prompt in others:
+            daemon.complete(prompt, max_tokens=1)
+        assert answer(daemon, PROMPTS[-1]) == alone[-1]
+        return daemon.fresh_state()["dram"]["loaded_blocks"] > 0
+
+    assert answer(daemon, PROMPTS[-1]) == alone[-1]  # a second use
+    daemon.wait_for(comes_back)
+    dram = daemon.fresh_state()["dram"]
+    assert (dram["state"], dram["failed_stores"]) == ("on", 0)
 
 
 def under_load(daemon: AcceleratedDaemon, pool: ThreadPoolExecutor) -> list[Future[list[int]]]:
