@@ -284,8 +284,7 @@ class _Daemon:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
         await asyncio.gather(self._supervisor.run(), self._service.rekey(self._config, self._plan))
-        hasher = self._service.hasher
-        await self._caches.open(self._plan, hasher, self._router, self._supervisor)
+        await self._caches.open(self._plan, self._service.hasher, self._router, self._supervisor)
         about = await self._rehearsing.run(self._service.model.max_model_len)
         self._service.availability.is_rehearsing = False
         return about
