@@ -61,6 +61,8 @@ class _Open:
     """Those still to come."""
     transfer: _Transfer | None
     """None: what arrives is of no use any more."""
+    target_life: int
+    """Of the pool that it goes to, when it was sent."""
 
 
 class Arena(Protocol):
@@ -191,7 +193,8 @@ class Copies:
             raise InvariantViolated(f"copy {report.copy_id} was not told", where=worker)
         done, copy.pairs = copy.pairs[: report.num_pairs], copy.pairs[report.num_pairs :]
         key, transfer = _key(report.copy_id), copy.transfer
-        self.links.copied(copy.hop, report)
+        if copy.target_life == self._ledger.pools[copy.hop.to_pool].life:
+            self.links.copied(copy.hop, report)  # else its pool is gone, which is no link's fault
         self._answer(key, copy.hop, done)
         if done:
             pools = copy.hop.from_pool, copy.hop.to_pool
@@ -277,9 +280,10 @@ class Copies:
             return
         transfer.sent[number] += len(pairs)
         self._last_id += 1
+        life = self._ledger.pools[hop.to_pool].life
         blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
         self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
-        self._open[self._last_id] = _Open(transfer.owner, hop, number, pairs, transfer)
+        self._open[self._last_id] = _Open(transfer.owner, hop, number, pairs, transfer, life)
         send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, behind))
 
     def _num_computed(self, transfer: _Transfer) -> int:

@@ -642,6 +642,27 @@ def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, 
     world.assert_all_free()
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_copy_that_fails_is_held_against_its_link_unless_the_pool_is_gone(is_dead):
+    world = World("gpu peer")
+    world.submit(world.sequence(22, 4))
+    prefill = world.workers["prefill"]
+    while not prefill.copies:
+        while prefill.inbox:
+            prefill.receive(world.now_ns)
+        world.step(prefill)
+    if is_dead:
+        world.kill("decode")
+    prefill.break_copies()
+    while prefill.outbox:
+        world.deliver(prefill)
+    state = world.router.copies.links.states["prefill", "decode"]
+    assert state.num_strikes == (0 if is_dead else 1)
+    world.revive_all()
+    world.run()
+    world.assert_all_free()
+
+
 @pytest.mark.parametrize("transport", ["alias", "peer", "shm"])
 def test_where_a_sequence_has_run_and_how_its_blocks_came_there_is_kept(transport):
     world = World(transport)
