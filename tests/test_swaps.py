@@ -239,3 +239,29 @@ def test_a_table_that_cannot_be_served_ends_the_start(start_daemon, tiny_llama, 
     daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
     assert daemon.process.wait(30) == 78
     assert "no such model folder" in daemon.stderr
+
+
+def test_a_swap_gives_the_caches_below_the_pools_to_the_other_model(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    caches = ("--ssd-cache", "64MiB", "--dram-cache", "16MiB")
+    daemon = start_daemon(*settings(tmp_path, text), *caches, model=tiny_llama).wait_ready()
+    first, (prompt,) = daemon.state()["model"], prompts([300], seed=3)
+    oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
+
+    def stored():
+        state = daemon.fresh_state()
+        return [state[name]["stored_blocks"] for name in ("ssd", "dram")]
+
+    for name in (first, "small", first):
+        for _ in range(2):
+            reply = daemon.complete(prompt, model=name, max_tokens=12, ignore_eos=True)
+            assert_same(prompt, reply["choices"][0]["token_ids"], oracles[name], 12)
+        daemon.wait_for(lambda: stored() == [4, 4])  # counted anew, for what is there is its own
+    codes = [event["code"] for event in daemon.fresh_state()["events"]]
+    assert codes.count("ssd.reclaimed") == 2
+    assert codes.count("dram.on") == 3
+    assert daemon.state()["ssd"]["blocks"] == 4
+    (folder,) = tmp_path.glob("**/kv")
+    assert len(list(folder.glob("slab-*.kv"))) == 1
