@@ -50,7 +50,7 @@ def assert_loaded(daemon):
         assert found["loads"] + found["declined_loads"] >= len(LENGTHS)
 
 
-@pytest.mark.parametrize("arm", list(ARMS))
+@pytest.mark.parametrize("arm", ["shm", "elastic"])
 def test_after_kill_minus_nine_stored_prompts_come_from_disk_with_the_same_tokens(
     arm, served, tmp_path
 ):
@@ -86,8 +86,11 @@ class HangingDaemon(Daemon):
 
     program = (
         "-c",
-        "import threading; from engine.tiers import slabs; from appliance.cli import main\n"
+        "import threading\nfrom appliance.cli import main\n"
+        "from engine.tiers import context, slabs\n"
         "slabs.Slabs.write = lambda *_: threading.Event().wait()\n"
+        "patience = context.Context.__dataclass_fields__['patience'].default\n"
+        "object.__setattr__(patience, 'store_s', 0.5)\n"
         "main()",
     )
 
