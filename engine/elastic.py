@@ -50,6 +50,8 @@ class WorkerLoad(NamedTuple):
     """Sequences that decode there, or are about to."""
     context: int = 0
     """Their positions, all together."""
+    num_expected: int = 0
+    """Of those sequences, some who are expected back: who is placed now may be one of them."""
 
     @property
     def is_idle(self) -> bool:
@@ -319,8 +321,11 @@ class _Forecaster:
     def _decode_ms(self, worker: str, cores: int, num_more: int) -> float:
         """A step of those who decode there, with so many more like this one."""
         load = self._s.loads[worker]
+        num_back = min(num_more, load.num_expected)
         context = load.context + num_more * self._context
-        return self._step_ms(worker, cores, StepLoad(batch=load.batch + num_more, context=context))
+        context -= num_back * load.context // max(load.batch, 1)
+        batch = load.batch + num_more - num_back
+        return self._step_ms(worker, cores, StepLoad(batch=batch, context=context))
 
     def _step_ms(self, worker: str, cores: int, load: StepLoad) -> float:
         predicted_ms = self._predict(worker, cores, load)

@@ -10,6 +10,7 @@ Never: waits; outlives a worker's death, which ends it with what is known by the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 from engine.blocks import Ledger
 from engine.cores import Cpus
@@ -25,8 +26,11 @@ _PROMPTS = (
     (64, 2048), (0, 1024), (0, 8192),
 )  # fmt: skip
 """Tokens of a chunk, 0 for as many as a step has, and positions before it: what says most first."""
-_DECODES = ((1, 64), (4, 512), (2, 64), (4, 2048), (16, 64), (8, 1024), (1, 8192), (16, 2048))
+_DECODES = ((1, 64), (4, 2048), (2, 64), (4, 512), (16, 64), (8, 1024), (1, 8192), (16, 2048))
 """Sequences, and positions before each."""
+_NUM_FIRST = 3
+"""Of those, so many come before all prompts but one: what they say of several who decode on a
+worker's own cores is seldom seen later, for it mostly has those of an idle one, too."""
 
 
 def steps(max_step_tokens: int, max_model_len: int) -> list[RehearsalStep]:
@@ -41,9 +45,9 @@ def steps(max_step_tokens: int, max_model_len: int) -> list[RehearsalStep]:
     chunk = min(max_step_tokens, max_model_len)
     prompts = [_prompt(size or chunk, before, chunk, max_model_len) for size, before in _PROMPTS]
     decodes = [RehearsalStep(num, 1, min(before, max_model_len - 1)) for num, before in _DECODES]
-    both: list[RehearsalStep] = []
-    for index in range(max(len(prompts), len(decodes))):
-        both += prompts[index : index + 1] + decodes[index : index + 1]
+    both = prompts[:1] + decodes[:_NUM_FIRST]
+    for pair in zip_longest(prompts[1:], decodes[_NUM_FIRST:]):
+        both += [step for step in pair if step is not None]
     return list(dict.fromkeys(both))
 
 

@@ -300,7 +300,7 @@ class _RecentBatch:
         if num_more <= 0:
             return now
         context = now.context + num_more * self._load.context // self._load.batch
-        return now._replace(batch=now.batch + num_more, context=context)
+        return now._replace(batch=now.batch + num_more, context=context, num_expected=num_more)
 
     def _batch(self, at_ns: int) -> int:
         elapsed_s = max(0, at_ns - self._at_ns) / 1e9

@@ -16,8 +16,8 @@ from engine.workers.runner import Runner
 from engine.workers.running import Running
 
 _LONG_MS = 20.0
-"""A chunk of a prompt that takes longer is made once: what a first one adds is little of it."""
-_NUM_TIMED = 2
+"""A chunk of a prompt that takes longer is made once: what a first one adds is little of it. Other
+steps that do are made once more, not twice."""
 
 
 def rehearse(runner: Runner, command: Rehearse) -> Rehearsed:
@@ -33,9 +33,10 @@ def rehearse(runner: Runner, command: Rehearse) -> Rehearsed:
         if _left_ms(ends_s) <= expected_ms:
             continue
         times_ms = [_timed(runner, step, command.block_ids)]
-        is_long = times_ms[0] > _LONG_MS and not is_decode
-        if not is_long and _left_ms(ends_s) > times_ms[0]:
-            times_ms = [_timed(runner, step, command.block_ids) for _ in range(_NUM_TIMED)]
+        is_long = times_ms[0] > _LONG_MS
+        if (is_decode or not is_long) and _left_ms(ends_s) > times_ms[0]:
+            count = 1 if is_long else 2
+            times_ms = [_timed(runner, step, command.block_ids) for _ in range(count)]
         elapsed_ms = min(times_ms)  # whatever else the machine does can only make a step longer
         last[is_decode] = size, elapsed_ms
         done.append(RehearsedStep(step.num_sequences, step.num_tokens, step.num_before, elapsed_ms))
