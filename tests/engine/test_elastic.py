@@ -58,6 +58,16 @@ def test_a_long_prompt_does_not_disturb_those_who_decode():
     assert route(CPU, decode=TWO_STREAMS) == MOVE
 
 
+def test_who_is_placed_may_be_one_of_those_who_are_expected_back():
+    def up_to_two(worker, num_cores, load):
+        return None if load.batch > 2 else linear(worker, num_cores, load)
+
+    both_back = TWO_STREAMS._replace(num_expected=1)
+    assert choice_of(CPU, decode=both_back, predict=up_to_two).pair == MOVE
+    assert choice_of(CPU, decode=both_back, predict=up_to_two).forecast is not None
+    assert choice_of(CPU, decode=TWO_STREAMS, predict=up_to_two).reason == "unknown"
+
+
 def test_a_prompt_that_the_step_hardly_notices_is_prefilled_beside_them():
     assert route(CPU, decode=TWO_STREAMS, num_prompt_tokens=4) == DECODE
 

@@ -6,6 +6,7 @@ from engine.messages import CoresUsed, RehearsalStep, Rehearse, Rehearsed, Rehea
 from engine.places import make_places
 from engine.rehearsal import BUDGET_MS, Rehearsal, steps
 from engine.roles import Roles
+from engine.step_times import MIN_STEPS, StepLoad
 
 PLAN = steps(512, 8192)
 
@@ -65,6 +66,14 @@ def test_first_all_on_their_own_cores_then_one_on_all_of_them():
     }
     assert {name: cpus for name, (cpus, _) in alone.items()} == {"decode": [0, 1]}
     assert machine.rehearsal.made
+
+
+def test_what_several_replies_take_is_rehearsed_before_long_prompts():
+    before = PLAN[: next(i for i, step in enumerate(PLAN) if step.num_tokens > 16)]
+    loads = [StepLoad.alike(step) for step in before if step.num_tokens == 1]
+    assert len(loads) >= MIN_STEPS
+    assert max(load.batch for load in loads) >= 4
+    assert len({(step.num_sequences, step.num_tokens, step.num_before) for step in PLAN}) == 20
 
 
 def test_the_budget_is_that_of_all_turns_together():
