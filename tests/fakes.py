@@ -127,6 +127,7 @@ class FakeAppliance:
         return self._last_seq_id
 
     def submit(self, request: Request) -> None:
+        self.check_available()
         num_live = sum(len(live.sequences) for live in self.live.values())
         if num_live + len(request.sequences) > self.max_queued:
             raise QueueFull("the queue is full", retry_after_ms=1500)
@@ -165,12 +166,12 @@ class FakeAppliance:
 
     def cancel(self, request_id: str, by: str) -> bool:
         request = self.live.get(request_id)
-        if request is None:
+        if request is None or request.is_finished:
             return False
+        request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             if sequence.is_finished:
                 continue
-            request.cancelled_by = by
             self._tasks[sequence.seq_id].cancel()
             self._finish(sequence, FinishReason.ABORT)
             request.inbox.put_nowait(TokensEmitted(sequence, [], [], True))
@@ -204,7 +205,7 @@ class FakeAppliance:
         return None
 
     def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
-        rows = [{"request_id": request_id, "http_status": s} for request_id, s in self.closed]
+        rows = [{"rid": request_id, "http_status": status} for request_id, status in self.closed]
         return rows[::-1][: query.limit]
 
     def log_events(self, query: EventQuery) -> list[dict[str, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from engine.queue import FairQueue
 from engine.router import Router
 from engine.sequence import SamplingParams, Sequence, Stamps
 from engine.tokenizer import Tokenizer
+from tests.engine.fake_workers import FakeWorker
 
 
 class Machine:
@@ -28,11 +30,13 @@ class Machine:
 
     def __init__(self, plan, request_log, folder):
         self.plan = plan
+        self.send = lambda worker, command: None
+        """What becomes of a command to a worker."""
         self.router = Router(
             plan.placement.places,
             Ledger(plan.placement.pools()),
             FairQueue(8, 100),
-            send=lambda worker, command: None,
+            send=lambda worker, command: self.send(worker, command),
             emit=lambda *tokens: self.service.emit(*tokens),
             max_step_tokens=64,
         )
@@ -46,31 +50,25 @@ class Machine:
             keeps_text=False,
         )
 
-    def request(self, peer="her", num_sequences=1, num_prompt_tokens=3):
-        service, number = self.service, self.service.next_seq_id()
-        request_id = f"cmpl-{number}"
-        peer = Peer(uid=1, user=peer)
-        sequences = [
-            Sequence(
-                seq_id=service.next_seq_id(),
-                request_id=request_id,
-                index=index,
-                prompt_token_ids=[1] * num_prompt_tokens,
-                sampling=SamplingParams(max_tokens=4, seed=0),
-                stamps=Stamps(number),
-                owner=peer.name,
-            )
-            for index in range(num_sequences)
-        ]
-        return Request(
-            request_id=request_id,
-            endpoint="/v1/completions",
-            model="m",
-            peer=peer,
-            is_stream=False,
-            received_at="2026-01-01T00:00:00.000Z",
-            sequences=sequences,
-        )
+    def request(self, *args, **fields):
+        return a_request(self.service, *args, **fields)
+
+    def run(self):
+        """Let workers that compute nothing follow the router until nothing is left to do."""
+        memory, now_ns = {}, time.monotonic_ns()
+        pool_of = self.router.places.pool_of
+        names = [plan.name for plan, _ in self.plan.workers]
+        workers = {name: FakeWorker(name, pool_of(name), memory) for name in names}
+        self.send = lambda name, command: workers[name].inbox.append(command)
+        self.start_workers()
+        while any(one.inbox or one.outbox or one.running for one in workers.values()):
+            for name, worker in workers.items():
+                while worker.inbox:
+                    worker.receive(now_ns)
+                worker.step(now_ns)
+                while worker.outbox:
+                    self.service.worker_reported(name, worker.outbox.popleft())
+                    self.router.check_invariants()
 
     def submit(self, *args, **fields):
         request = self.request(*args, **fields)
@@ -94,6 +92,33 @@ class Machine:
             self.supervisor.workers[plan.name] = WorkerState(plan, setup, "ready", os.getpid())
         for plan, _ in self.plan.workers:
             self.service.worker_ready(plan.name)
+
+
+def a_request(service, peer="her", num_sequences=1, num_prompt_tokens=3, max_tokens=4):
+    """A request for any appliance, of its own ids."""
+    request_id = f"cmpl-{service.next_seq_id()}"
+    peer = Peer(uid=1, user=peer)
+    sequences = [
+        Sequence(
+            seq_id=service.next_seq_id(),
+            request_id=request_id,
+            index=index,
+            prompt_token_ids=[1] * num_prompt_tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            stamps=Stamps(index + 1),
+            owner=peer.name,
+        )
+        for index in range(num_sequences)
+    ]
+    return Request(
+        request_id=request_id,
+        endpoint="/v1/completions",
+        model="m",
+        peer=peer,
+        is_stream=False,
+        received_at="2026-01-01T00:00:00.000Z",
+        sequences=sequences,
+    )
 
 
 def make_machine(model: Path, folder: Path) -> Iterator[Machine]:
