@@ -205,7 +205,7 @@ class FakeAppliance:
         return None
 
     def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
-        rows = [{"rid": request_id, "http_status": status} for request_id, status in self.closed]
+        rows = [{"id": request_id, "http_status": status} for request_id, status in self.closed]
         return rows[::-1][: query.limit]
 
     def log_events(self, query: EventQuery) -> list[dict[str, object]]:

@@ -9,7 +9,8 @@ Pages are README.md and docs/*.md; a new one is taken in by itself. On a page
 - `<!-- not run: REASON -->` on the line before a block leaves it out; `<!-- ends with 0 or 8 -->`
   says which exit codes are right; on a page's first line either holds for the whole page;
 - in blocks, run or not, and in `penstock ...` and `--option` in the text, each verb and option must
-  be one of the command's; a block of `toml` has names of settings.
+  be one of the command's, or in `<!-- options of other programs: --a --b -->`; a block of `toml`
+  has names of settings.
 """
 
 import os
@@ -36,6 +37,7 @@ BLOCK = re.compile(
 )
 SPAN = re.compile(r"`([^`\n]+)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OTHERS = re.compile(r"<!-- options of other programs: (.+?) -->")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 UsageError = typer.BadParameter.__base__  # typer brings its own click, or takes the installed
 NOT_RUN = "not run: "
@@ -146,7 +148,7 @@ def folder(daemon, tmp_path):
 
 def run(block, folder, daemon):
     (newest,) = daemon.http.get("/v1/penstock/log?limit=1").json()["data"]
-    text = re.sub(r"\bID\b", newest["rid"], block.text)
+    text = re.sub(r"\bID\b", newest["id"], block.text)
     text = text.replace("/tmp/penstock.sock", str(daemon.socket))
     shell = ["bash", "-euo", "pipefail", "-c"]
     program = shell if block.language in SHELL else [sys.executable, "-c"]
@@ -194,12 +196,13 @@ def test_verbs_and_options_are_the_commands(page, command, options):
             for line in block.text.replace("\\\n", " ").splitlines():
                 for words in penstock_words(line):
                     check_words(words, block.at, command)
+    others = {name for found in OTHERS.findall(text) for name in OPTION.findall(found)}
     for span in SPAN.findall(BLOCK.sub("", text)):
         if span.startswith("penstock "):
             for words in penstock_words(span):
                 check_words(words, f"{page.name}: {span}", command)
         elif span.startswith("--"):
-            unknown = set(OPTION.findall(span)) - options
+            unknown = {*OPTION.findall(span)} - options - others
             assert not unknown, f"{page.name}: {span}"
 
 

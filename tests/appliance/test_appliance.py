@@ -178,7 +178,7 @@ async def test_a_request_is_its_owners_while_it_is_live_and_is_logged_when_it_is
     assert kept.appliance.request_frame(first.request_id)["id"] == first.request_id
     assert kept.appliance.request_frame("cmpl-none") is None
     rows = kept.appliance.log_rows(RowQuery(limit=10))
-    shown = [(row["rid"], row["http_status"]) for row in rows]
+    shown = [(row["id"], row["http_status"]) for row in rows]
     assert shown == [(second.request_id, 499), (first.request_id, 200)]
     assert len(kept.appliance.log_rows(RowQuery(limit=1))) == 1
 

@@ -235,10 +235,10 @@ async def test_others_are_served_while_a_large_reply_is_written(
     real = getattr(replies, name)
     is_writing, may_go_on = threading.Event(), threading.Event()
 
-    def held_up(*args):
+    def held_up(*args, **fields):
         is_writing.set()
         assert may_go_on.wait(10)
-        return real(*args)
+        return real(*args, **fields)
 
     monkeypatch.setattr(replies, name, held_up)
     appliance.burst = 200  # so that a stream has much to tell at once
