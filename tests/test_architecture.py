@@ -115,3 +115,8 @@ def test_packages_are_listed_explicitly():
     listed = re.search(r"^packages = \[([^\]]*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     names = set(re.findall(r'"([\w.]+)"', listed[1]))
     assert names == {file.rpartition("/")[0].replace("/", ".") for file in MAP}
+
+
+def test_files_that_the_page_names_are_there():
+    for name in set(re.findall(r"`((?:engine|appliance|tui|tests|docs)/[\w/.]+\.\w+)`", TEXT)):
+        assert (ROOT / name).exists(), name
