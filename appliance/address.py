@@ -86,7 +86,7 @@ class TcpAddress:
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def dial(self, timeout_s: float | None) -> Line:
-        """Connect."""
+        """Connect to it; raises OSError."""
         connection = socket.create_connection((self.host, self.port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.is_tls:

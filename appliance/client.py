@@ -208,7 +208,7 @@ class Stream:
             raise GenerationFailed("the daemon closed the connection before the end")
 
     def close(self) -> None:
-        """Hang up."""
+        """End the stream and its connection."""
         self._response.close()
         self._connection.hang_up()
 

@@ -41,7 +41,7 @@ class Marks:
     wrong: list[tuple[Turn, str]] = field(default_factory=list)
 
     def add(self, skill: str, length: int, turn: Turn, answer: str) -> None:
-        """Mark one answer."""
+        """Count one answer as right or wrong."""
         self.num_asked[skill, length] += 1
         if answer == turn.answer:
             self.num_right[skill, length] += 1
@@ -99,7 +99,7 @@ def take(client: Client, paper: Paper) -> list[str]:
 
 
 def ask(client: Client, messages: list[dict[str, str]]) -> str:
-    """One greedy answer."""
+    """Ask the daemon, greedily; the answer's text."""
     body: dict[str, Any] = {"messages": messages, "max_tokens": _MAX_TOKENS, "temperature": 0}
     reply = client.post("/v1/chat/completions", body)
     return str(reply["choices"][0]["message"]["content"])

@@ -127,15 +127,15 @@ class Fetching:
     cache_contents = None
 
     def not_ready_reason(self) -> str | None:
-        """How far it is."""
+        """How far the download is."""
         return self._about
 
     def degraded_reason(self) -> str | None:
-        """Nobody serves on."""
+        """None: while a model is fetched no other serves."""
         return None
 
     def check_available(self) -> None:
-        """Raise Unavailable, always."""
+        """Raise Unavailable: there is no model yet."""
         self._refuse()
 
     def check_room(self, owner: str, num_bytes: int) -> None:
@@ -143,12 +143,12 @@ class Fetching:
 
     @property
     def model(self) -> ModelInfo:
-        """Nothing is known of it yet."""
+        """Raise Unavailable: nothing is known of it yet."""
         self._refuse()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Nothing is known of it yet."""
+        """Raise Unavailable: nothing is known of it yet."""
         self._refuse()
 
     @property
@@ -162,23 +162,23 @@ class Fetching:
         return 0
 
     def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
-        """There is no cache."""
+        """None: there is no cache yet."""
         return None
 
     def next_seq_id(self) -> int:
-        """There are none."""
+        """Raise Unavailable: nothing is accepted yet."""
         self._refuse()
 
     def submit(self, request: Request) -> None:
-        """Take nothing."""
+        """Raise Unavailable: there is no model yet."""
         self._refuse()
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
-        """There are none."""
+        """Raise Unavailable: no sequence runs yet."""
         self._refuse()
 
     def queue_place(self, request: Request) -> int | None:
-        """Nobody waits."""
+        """None: nothing waits yet."""
         return None
 
     def owner_of(self, request_id: str) -> str | None:
@@ -190,19 +190,19 @@ class Fetching:
         return False
 
     def drain(self, by: str) -> None:
-        """There is nothing to drain: SIGTERM ends the download."""
+        """Raise Unavailable: there is nothing to drain; SIGTERM ends the download."""
         self._refuse()
 
     def resume(self, by: str) -> None:
-        """Nothing is drained."""
+        """Raise Unavailable: nothing is drained yet."""
         self._refuse()
 
     def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
-        """There are no workers."""
+        """Raise Unavailable: there are no workers yet."""
         self._refuse()
 
     def close(self, request: Request, http_status: int) -> None:
-        """No request is live."""
+        """Raise Unavailable: no request is live."""
         self._refuse()
 
     def request_frames(self) -> list[dict[str, object]]:
@@ -219,15 +219,15 @@ class Fetching:
         return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
     def frame_json(self) -> bytes:
-        """Where it stands."""
+        """A frame that says how far the download is, as JSON."""
         return msgspec.json.encode(self._frame())
 
     def readings(self) -> Readings:
-        """Nothing was counted."""
+        """The frame, and histograms in which nothing was counted yet."""
         return Readings(self._frame(), Histograms(1))
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
-        """One a second."""
+        """Wait for the next frame, which comes once a second."""
         if self._seq <= after_seq:
             await asyncio.sleep(FRAME_S)
         return self._seq, self.frame_json()

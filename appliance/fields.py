@@ -120,7 +120,7 @@ class Fields:
         return default if value is None else number(value, self.path(name), low, high)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
+        """A field that is true or false; raises a 400 that names it."""
         value = self.get(name)
         if not isinstance(value, bool | None):
             raise invalid_type(self.path(name), "a boolean", value)

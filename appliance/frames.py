@@ -49,7 +49,7 @@ _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the service knows of the moment that a frame shows."""
+    """The state of the service at one moment: what a frame shows and only the service knows."""
 
     reason: str | None
     """Why it is not ready; None if it is."""

@@ -52,7 +52,7 @@ class GpuHost:
 
     @classmethod
     def of_machine(cls) -> GpuHost:
-        """This one."""
+        """What this machine's GPUs, driver and libraries are."""
         nvml = open_nvml()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         cuda = None if nvml is None else nvml.ask("nvmlSystemGetCudaDriverVersion_v2")

@@ -60,11 +60,11 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """Values seen."""
+        """How many values were counted."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Count one value in its bucket, and add it to the sum."""
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 

@@ -1,4 +1,4 @@
-"""What the router knows, as the parts of a frame.
+"""Readings of the router for a frame: pools, workers, queue, links.
 
 Owns: nothing; each function reads the books as they are.
 Invariant: counts of one part are of one moment; what is not reported is None.
@@ -57,7 +57,7 @@ def way_frames(roles: Roles) -> list[WayFrame]:
 
 
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
-    """Every pool's books."""
+    """What each KV pool holds, and for whom."""
     live = list(live)
     return [
         _pool_frame(pool, _owners(router, live, name), block_bytes)
@@ -94,7 +94,7 @@ def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> 
 
 
 def queue_frame(router: Router, now_ns: int) -> QueueFrame:
-    """Sequences by phase."""
+    """How many sequences are in each phase, and how full the queue is."""
     counts = dict.fromkeys(Phase, 0)
     at = router.at
     for sequence in chain(router.queue, at.paused.values(), at.holders()):

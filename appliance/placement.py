@@ -63,7 +63,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole plan."""
+    """Which workers there are, on which devices, with which pools; see place()."""
 
     places: Places
     workers: tuple[WorkerPlan, ...]
@@ -107,7 +107,7 @@ def num_machine_cores() -> int:
 
 
 def cpu_names(cpus: tuple[int, ...]) -> str:
-    """`cpu 0-2,5`."""
+    """Cores in words, as `cpu 0-2,5`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:

@@ -261,7 +261,7 @@ class Appliance(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+        """The tokenizer of that model."""
 
     @property
     def max_per_request(self) -> int:

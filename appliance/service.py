@@ -96,7 +96,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+        """The tokenizer of that model."""
         return self._tokenizer
 
     @property

@@ -139,7 +139,7 @@ def some_devices(value: object) -> str:
 
 
 def a_flag(value: object) -> bool:
-    """True or false."""
+    """A setting that is true or false, also as 1, yes, 0, no."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if str(value).lower() not in words:
         raise ValueError("true or false")

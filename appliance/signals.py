@@ -25,7 +25,7 @@ RING = "ring"
 
 
 class Signal(NamedTuple):
-    """One reading."""
+    """What one frame says of one thing that can go wrong."""
 
     value: float
     message: str
@@ -245,7 +245,7 @@ def log_rows_lost(frame: Frame, past: Past) -> Iterator[Signal]:
 
 
 def device_power_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
-    """Of the limit."""
+    """A device's power over its limit."""
     for device in frame.devices:
         power_w, limit_w = device.power_w, device.power_limit_w
         if power_w is not None and limit_w:
@@ -254,7 +254,7 @@ def device_power_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
 
 
 def device_temperature_c(frame: Frame, past: Past) -> Iterator[Signal]:
-    """As it is."""
+    """A device's temperature in degrees Celsius."""
     for device in frame.devices:
         if device.temperature_c is not None:
             about = f"{device.name} is at {device.temperature_c:.0f} degrees C"

@@ -52,7 +52,7 @@ class Spot:
 
     @property
     def device(self) -> str:
-        """For people."""
+        """The name of its GPU or its cores, for people."""
         return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
 
 

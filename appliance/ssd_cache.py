@@ -40,7 +40,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What is kept."""
+    """What the blocks of the served model are, by which the disk's are judged."""
 
     fingerprint: bytes
     """Of all that a block's bytes depend on."""
@@ -123,7 +123,7 @@ class SsdCache:
             self._say_what_is_there(slabs, allowed)
 
     def frame(self) -> TierFrame:
-        """How it stands."""
+        """The state of the cache, as a part of a frame."""
         tier = self.tier
         if tier is None or self.slabs is None:
             off = "failed" if self._has_failed else "off"

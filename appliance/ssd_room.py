@@ -100,5 +100,5 @@ def _problem(folder: Path, there: Path) -> str | None:
 
 
 def gib(num_bytes: int) -> str:
-    """`1.25 GiB`."""
+    """A number of bytes in words, as `1.25 GiB`."""
     return f"{num_bytes / 2**30:.2f} GiB"

@@ -180,7 +180,7 @@ class Swaps(AbstractContextManager[None]):
         self._is_closed = False
 
     def frame(self) -> SwapsFrame:
-        """Where it stands."""
+        """Which models there are, and how swaps between them go, as a part of a frame."""
         others = [name for name in self.names if name != self.current]
         waiting, took_ms = len(self._waiting), self._last_swap_ms
         return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms)

@@ -57,7 +57,7 @@ class WantedWorkers:
         return [spot for spot in self._spots if isinstance(spot, str)]
 
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:
-        """So many instead."""
+        """The same with so many workers of each role, whose places are left open."""
         return replace(self, prefill=(None,) * num_prefill, decode=(None,) * num_decode)
 
     def cores(self, available: list[int]) -> dict[str, tuple[int, ...]]:

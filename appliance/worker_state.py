@@ -27,7 +27,7 @@ MANY_SHORT_LIVES = 3
 
 @dataclass(slots=True)
 class WorkerState:
-    """One worker."""
+    """What the daemon knows of one worker: its plan, its process, its lives."""
 
     plan: WorkerPlan
     setup: Setup

@@ -1,4 +1,4 @@
-"""What a queued prompt would find before it at each worker.
+"""How many prompt tokens each worker would compute before a prompt that still waits.
 
 Owns: a reading of the prompts under way, kept up while the queue is being placed.
 Invariant: prompts are counted in the order in which the workers' plans will take them.

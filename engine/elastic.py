@@ -126,7 +126,7 @@ class Forecast(NamedTuple):
 
     @property
     def pair(self) -> Pair:
-        """Of its way."""
+        """The prefill and decode worker of its way."""
         return self.way.pair
 
 

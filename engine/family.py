@@ -65,7 +65,7 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row."""
+    """What sets one model family apart from Llama: a row of the table in engine.families."""
 
     name: str
     """`model_type` of config.json."""

@@ -58,7 +58,7 @@ class JsonKeys:
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, maximum: int = _MAX_SIZE) -> int:
-        """A positive integer."""
+        """A positive integer of at most `maximum`; raises CheckpointError."""
         value = self.get(key, default)
         if type(value) is not int or not 1 <= value <= maximum:
             raise self.bad(key, f"an integer from 1 to {maximum}")
@@ -87,7 +87,7 @@ class JsonKeys:
         return tuple(map(float, values))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
+        """True or false, and nothing else; raises CheckpointError."""
         value = self.get(key, default)
         if type(value) is not bool:
             raise self.bad(key, "true or false")

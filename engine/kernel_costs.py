@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call."""
+    """What one call of a kernel moves and computes at least."""
 
     num_bytes: int
     num_flops: int = 0

@@ -49,7 +49,7 @@ class Record:
 
 
 class Outcome(NamedTuple):
-    """Of one prompt."""
+    """What came of the prediction for one prompt."""
 
     seq_id: int
     about: str

@@ -40,7 +40,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory for blocks."""
+    """Memory for KV blocks, which one or several workers map."""
 
     name: str
     tier: str
@@ -76,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Places:
-    """All of them."""
+    """Every worker of the machine, their pools of KV blocks and the links between these."""
 
     workers: tuple[Worker, ...]
     pools: tuple[Pool, ...]
@@ -86,12 +86,12 @@ class Places:
 
     @cached_property
     def by_name(self) -> dict[str, Worker]:
-        """Workers."""
+        """Each worker by its name."""
         return {worker.name: worker for worker in self.workers}
 
     @cached_property
     def pool_by_name(self) -> dict[str, Pool]:
-        """Pools."""
+        """Each pool by its name."""
         return {pool.name: pool for pool in self.pools}
 
     @cached_property

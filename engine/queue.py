@@ -88,7 +88,7 @@ class FairQueue:
 
     @property
     def num_owners(self) -> int:
-        """Owners that wait."""
+        """Users and keys of which something waits."""
         return self._sequences.num_owners
 
     def assume(self, ms_per_token: float) -> None:

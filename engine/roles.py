@@ -68,7 +68,7 @@ class Roles:
 
     @property
     def roles(self) -> str:
-        """Those in force."""
+        """The roles in force: elastic, static or colocated."""
         return self._roles
 
     @property

@@ -13,8 +13,12 @@ Pages are README.md and docs/*.md; a new one is taken in by itself. On a page
   has names of settings.
 """
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ import typer
 
 from appliance.cli.main import build
 from appliance.settings import SETTINGS
+from tests.daemons import Daemon
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +42,10 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 UsageError = typer.BadParameter.__base__  # typer brings its own click, or takes the installed
 NOT_RUN = "not run: "
 SHELL = ("sh", "bash")
+WRAPPER = """#!/bin/sh
+[ "$1" = serve ] && set -- "$@" --check-config
+exec {python} -m appliance.cli "$@"
+"""
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,68 @@ def options(command):
         return names
 
     return options_of(command) | {"--help"}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    daemon = Daemon(tmp_path_factory.mktemp("daemon")).wait_ready()
+    daemon.complete("hello", max_tokens=2)
+    yield daemon
+    assert daemon.stop() == 0
+
+
+@pytest.fixture
+def folder(daemon, tmp_path):
+    """Where a reader would stand: the repository, and its commands installed."""
+    for path in ROOT.iterdir():
+        if path.name not in (".venv", ".git", "keys"):
+            (tmp_path / path.name).symlink_to(path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "penstock").write_text(WRAPPER.format(python=sys.executable))
+    (programs / "penstock").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def run(block, folder, daemon):
+    (newest,) = daemon.http.get("/v1/penstock/log?limit=1").json()["data"]
+    text = re.sub(r"\bID\b", newest["id"], block.text)
+    text = text.replace("/tmp/penstock.sock", str(daemon.socket))
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    program = shell if block.language in SHELL else [sys.executable, "-c"]
+    own = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    own |= {
+        "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "PENSTOCK_SOCKET": str(daemon.socket),
+        "PENSTOCK_STATE_DIR": str(daemon.folder / "state"),
+    }
+    return subprocess.run(
+        [*program, text],
+        cwd=folder,
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page, request):
+    runnable = [block for block in blocks_of(page) if block.is_run]
+    if not runnable:
+        return
+    folder, daemon = request.getfixturevalue("folder"), request.getfixturevalue("daemon")
+    for block in runnable:
+        if "curl " in block.text and shutil.which("curl") is None:
+            continue
+        ended = run(block, folder, daemon)
+        said = f"{block.at} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        assert ended.returncode in block.right_codes, said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

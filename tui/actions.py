@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
 
 def cancel(request: RequestFrame) -> Action:
-    """End one request."""
+    """What cancels a request, and the question that is asked before."""
     user = f" of {fmt.clean(request.user)}" if request.user else ""
     question = f"Cancel request {fmt.clean(request.id)}{user}?"
     return Action(question, lambda socket_path: feed.cancel(socket_path, request.id))

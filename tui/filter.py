@@ -64,7 +64,7 @@ class FilterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One condition."""
+    """One condition of a filter, as `user:ana` or `in>4096`."""
 
     name: str
     """Of WORDS or NUMBERS; empty for a bare word."""

@@ -40,7 +40,7 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
 
 
 def count(value: int | None) -> str:
-    """`12,345`."""
+    """A whole number, as `12,345`."""
     return ABSENT if value is None else f"{value:,}"
 
 

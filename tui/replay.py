@@ -85,7 +85,7 @@ class Replay:
         self._longest_ms = (longest_us or 0) / 1000
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the recording's file."""
         self._db.close()
 
     @property

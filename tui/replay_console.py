@@ -148,11 +148,11 @@ class ReplayConsole(Console, inherit_bindings=False):
         self._move(self._playback.faster(num_steps))
 
     def action_first(self) -> None:
-        """To the beginning."""
+        """Go to the recording's first frame."""
         self._move(self._playback.seek(self._playback.moments_ms[0]))
 
     def action_last(self) -> None:
-        """To the end."""
+        """Go to the recording's last frame."""
         self._move(self._playback.seek(self._playback.moments_ms[-1]))
 
     def action_go(self) -> None:

@@ -126,7 +126,7 @@ def parse_moment(text: str, now_ms: int) -> int | None:
 
 
 def unix_ms(at: datetime) -> int:
-    """Unix milliseconds, exactly."""
+    """Milliseconds since 1970, without rounding through floats."""
     return (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
 
 

@@ -126,6 +126,6 @@ async def drain(http: Request) -> Response:
 
 
 async def resume(http: Request) -> Response:
-    """Take work again."""
+    """Take work again after a drain; for operators."""
     appliance_of(http).resume(require(http, Role.OPERATOR).name)
     return json_response({"status": "resumed"})

@@ -1,4 +1,4 @@
-"""What holds for every route, and what is said where there is none.
+"""The outermost layer of the HTTP API: what holds for every route, known or not.
 
 Owns: the reading of paths, the headers that all replies carry, OPTIONS, and how an error becomes a
 reply.

@@ -51,7 +51,7 @@ class Shape(Protocol):
 
     @property
     def media_type(self) -> str:
-        """Of a stream."""
+        """The Content-Type of a streamed reply."""
 
     def whole(self, deltas: Iterable[Delta]) -> dict[str, object]:
         """The reply in one piece; one delta per sequence."""

@@ -259,7 +259,7 @@ def keep_alive(place: int | None) -> bytes:
 
 
 def event(content: object, name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """A server-sent event with JSON content, as bytes."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 

@@ -42,7 +42,7 @@ def whole(low: int, high: int = INT64_MAX) -> Json:
 
 
 def items(schema: Json, **limits: int) -> Json:
-    """A list."""
+    """The schema of a list of such things."""
     return {"type": "array", "items": schema, **limits}
 
 

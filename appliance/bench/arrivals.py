@@ -57,7 +57,7 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """One length, all being equally likely."""
         return rng.randint(self.low, self.high)
 
 

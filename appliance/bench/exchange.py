@@ -76,6 +76,6 @@ class _Line(asyncio.Protocol):
             self.ended.set_result(None)
 
     def hang_up(self) -> None:
-        """Close at once."""
+        """Close the connection at once, whatever is under way."""
         if self._transport is not None:
             self._transport.abort()

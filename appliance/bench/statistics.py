@@ -107,7 +107,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None of nothing."""
+        """Median, smallest and largest; None where there are no values."""
         if not values:
             return None
         ranked, middle = sorted(values), len(values) // 2

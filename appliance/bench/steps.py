@@ -68,7 +68,7 @@ class StepTimes(msgspec.Struct):
     samples_ms: list[float]
 
     def row(self) -> dict[str, object]:
-        """As figures."""
+        """As a row of figures, times in milliseconds."""
         middle_ms = quantile(self.samples_ms, 0.5)
         return {
             "kind": self.kind,

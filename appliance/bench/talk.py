@@ -36,7 +36,7 @@ _PARAMETERS: Json = {
 
 
 class Talk(Protocol):
-    """One conversation."""
+    """One conversation in the form of one API."""
 
     def request(self, new: Any, output_tokens: int) -> bytes:
         """What is asked next, ready to send.

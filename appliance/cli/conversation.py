@@ -68,7 +68,7 @@ class Conversation:
         return {**self.settings, "messages": [*instructions, *self.turns]}
 
     def say(self, text: str) -> None:
-        """The user's turn."""
+        """Add a turn of the user's."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:

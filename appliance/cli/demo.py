@@ -65,7 +65,7 @@ class Chats:
             thread.join()
 
     def gaps_between(self, start_s: float, end_s: float) -> list[float]:
-        """Milliseconds."""
+        """Gaps between tokens that ended in this time, in milliseconds."""
         return [gap.ms for gap in list(self.gaps) if start_s <= gap.ended_s <= end_s]
 
     def _talk(self, first: int) -> None:

@@ -20,7 +20,7 @@ BOLD = "1"
 
 
 class Format(StrEnum):
-    """What -o takes."""
+    """How a list is printed: what the option -o takes."""
 
     TABLE = "table"
     WIDE = "wide"

@@ -19,12 +19,12 @@ class Growth(NamedTuple):
 
     @property
     def per_s(self) -> float:
-        """Its rate."""
+        """How fast it grew, per second."""
         return self.amount / self.seconds
 
 
 class Counter:
-    """One counter."""
+    """A device's counter that only grows, but for wraps and resets."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class Counter:
 
 
 class EnergyReading(NamedTuple):
-    """Of one device."""
+    """What one device has reported of its energy and power."""
 
     energy_j: float | None = None
     """Since its first reading."""

@@ -47,7 +47,7 @@ class GpuLink:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """Larger is better."""
+        """A key by which links sort: the larger, the faster."""
         level = 99 if self.level is None else self.level
         return (bool(self.can_reach), self.nvlink_bytes_per_s or float(self.num_nvlinks), -level)
 
@@ -93,7 +93,7 @@ class Inventory:
 
     @property
     def cores(self) -> list[int]:
-        """Of all nodes."""
+        """CPU cores of all NUMA nodes, in order."""
         return sorted(core for node in self.nodes for core in node.cores)
 
     def link(self, one: Gpu, other: Gpu) -> GpuLink:

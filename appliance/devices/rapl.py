@@ -18,7 +18,7 @@ ROOT = Path("/sys/class/powercap")
 
 
 class Package:
-    """One CPU package."""
+    """A CPU package with a RAPL energy counter."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,7 +27,7 @@ class Package:
         self._meter = EnergyMeter()
 
     def read(self, now_ns: int) -> DeviceFrame:
-        """Its frame."""
+        """Read its counter, as a device of a frame."""
         energy_uj = _number(self._folder / "energy_uj")
         energy = self._meter.count(now_ns, energy_uj, unit_j=1e-6, size=self._size_uj)
         limit_uw = _number(self._folder / "constraint_0_power_limit_uw")

@@ -68,7 +68,7 @@ class _Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows and events."""
+        """Rows and events of it, together."""
         return len(self.rows) + len(self.events)
 
 

@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was forgotten."""
+    """How many rows of each kind were deleted."""
 
     requests: int = 0
     events: int = 0

@@ -34,17 +34,17 @@ class Family:
 
 
 def gauge(name: str, about: str, samples: Samples | float | None) -> Family:
-    """What goes up and down."""
+    """A metric that goes up and down; `samples` is a number, or numbers by labels."""
     return Family("gauge", name, about, _reported(samples))
 
 
 def counter(name: str, about: str, samples: Samples | float | None) -> Family:
-    """What only grows."""
+    """A metric that only grows; `samples` is a number, or numbers by labels."""
     return Family("counter", name, about, _reported(samples))
 
 
 def histogram(name: str, about: str, shown: Iterable[tuple[Labels, Histogram, Edges]]) -> Family:
-    """What was counted by size."""
+    """A metric that counts values by their size, in buckets."""
     return Family("histogram", name, about, histograms=list(shown))
 
 

@@ -20,7 +20,7 @@ _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
-    """All of them."""
+    """Every metric under its `penstock_` name."""
     yield from _appliance(frame)
     yield from _requests(frame)
     yield from _latency(frame, histograms)

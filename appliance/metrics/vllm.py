@@ -26,7 +26,7 @@ from appliance.signals import RING, used_ratio
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
-    """All of them."""
+    """The metrics that vLLM has, under its names."""
     labels = {"model_name": frame.model, "engine": "0"}
     yield from _gauges(frame, labels)
     yield from _counters(frame, histograms, labels)

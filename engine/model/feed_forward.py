@@ -18,7 +18,7 @@ from engine.model.weight import Weight
 
 
 class FeedForward:
-    """down(activation(gate(x)) * up(x))."""
+    """A layer's feed-forward: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,

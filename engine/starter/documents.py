@@ -109,7 +109,7 @@ class Writer:
                 return Turn(self._ask(name, attribute), UNKNOWN, "unknown")
 
     def talk(self) -> Turn:
-        """Small talk."""
+        """A question that needs no document, and its answer."""
         answer = self._random.choice(list(SMALL_TALK))
         return Turn(self._random.choice(SMALL_TALK[answer]), answer, "talk")
 

@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A Llama layer's feed-forward: down(silu(gate(x)) * up(x))."""
 
     def __init__(self) -> None:
         super().__init__()

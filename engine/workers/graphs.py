@@ -102,7 +102,7 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Captured."""
+        """CUDA graphs that have been captured."""
         return len(self._steps) + len(self._samplers)
 
     def fits(self, planned: list[tuple[Running, int]]) -> bool:

@@ -22,7 +22,7 @@ _MAX_PROMPT_LOGPROBS = 128
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One admitted sequence."""
+    """A sequence that the daemon has admitted to this worker, with its tokens and blocks."""
 
     seq_id: int
     generation: int
@@ -95,7 +95,7 @@ class Running:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens known."""
+        """Tokens behind the prompt that are known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

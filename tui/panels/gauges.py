@@ -189,7 +189,7 @@ def _energy_line(frame: Frame) -> Line:
 
 
 def per_token(value_j: float | None) -> str:
-    """`0.106`, `12.3`."""
+    """Joules a token, as `0.106` or `12.30`."""
     return fmt.ABSENT if value_j is None else f"{value_j:.3f}" if value_j < 1 else f"{value_j:.2f}"
 
 

@@ -15,7 +15,7 @@ from tui.lines import Line, Span, Tone, wrap
 
 
 class Entry(NamedTuple):
-    """One word."""
+    """What a word on a page means, where it comes from and what to do about it."""
 
     word: str
     what: str

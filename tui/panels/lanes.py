@@ -27,12 +27,12 @@ def prefill_title(view: View) -> str:
 
 
 def decode_title(view: View) -> str:
-    """`DECODE  cpu 1`."""
+    """The title of the decode lane, as `DECODE  cpu 1`."""
     return _lane_title(view, "decode")
 
 
 def handoff_title(view: View) -> str:
-    """`HANDOFF  alias`."""
+    """The title between the lanes, with the transport, as `HANDOFF  alias`."""
     transport = view.frame.transport if view.frame else None
     return f"HANDOFF  {transport}" if transport else "HANDOFF"
 

@@ -139,7 +139,7 @@ def heading(columns: Sequence[Column], listing: Listing) -> Line:
 
 
 def row(request: RequestFrame, columns: Sequence[Column], *, is_selected: bool) -> Line:
-    """One request."""
+    """One request as a line of the table."""
     line: Line = [Span("> " if is_selected else "  ", Tone.ACCENT)]
     phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
     tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}

@@ -44,7 +44,7 @@ class Dialog(ModalScreen[str]):
         self._paint = paint
 
     def compose(self) -> ComposeResult:
-        """One page."""
+        """One page that the dialog's lines are painted on."""
         yield Page(lambda width, height: self._paint(width), id="dialog")
 
     def on_mount(self) -> None:
@@ -243,7 +243,7 @@ class Choose(Dialog):
         return self._paint(width)[top : top + height]
 
     def action_move(self, num_rows: int) -> None:
-        """Move the cursor."""
+        """Move the cursor by so many options, not beyond the ends."""
         self._cursor = max(0, min(self._cursor + num_rows, len(self._matches) - 1))
         self.repaint()
 

@@ -60,7 +60,7 @@ class Overview(Container):
         )
 
     def show(self, view: View) -> None:
-        """Show another view."""
+        """Repaint for what is known now."""
         self._view = view
         frame = view.frame
         num_pools = min(_MAX_POOLS, len(frame.pools)) if frame else 1

@@ -110,12 +110,12 @@ class Page(Panel, can_focus=True):
         self.action_scroll_lines(num_pages * max(1, self.size.height - 2))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """As the key."""
+        """The wheel scrolls as the key for a line down does."""
         event.prevent_default().stop()
         self.action_scroll_lines(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """As the key."""
+        """The wheel scrolls as the key for a line up does."""
         event.prevent_default().stop()
         self.action_scroll_lines(-1)
 

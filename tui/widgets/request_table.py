@@ -78,7 +78,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self._repaint()
 
     def action_move(self, num_rows: int) -> None:
-        """Move the cursor."""
+        """Move the cursor by so many rows, not beyond the ends."""
         self._cursor = max(0, min(self._cursor + num_rows, len(self._requests) - 1))
         self._repaint()
 
@@ -100,7 +100,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self.action_move(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """As down."""
+        """The wheel moves the cursor up by a row."""
         event.prevent_default().stop()
         self.action_move(-1)
 
@@ -162,11 +162,11 @@ class RequestBox(Container):
 
     @property
     def table(self) -> RequestTable:
-        """The table inside."""
+        """The table that the box frames."""
         return self.query_one(RequestTable)
 
     def show(self, view: View) -> None:
-        """Show another view."""
+        """Repaint the requests of what is known now."""
         self._view = view
         live = view.frame.requests if view.frame else []
         finished = view.finished if self._with_finished else ()
