@@ -325,6 +325,7 @@ struct conversion {
     char *out;
     const char *x;
     float *arranged;
+    struct unit *units; /* or this */
     const struct product *product;
     int64_t type, num_columns;
     int is_split;
@@ -346,6 +347,14 @@ static void arrange_item(void *context, int64_t item)
                 (int)c->type, c->is_split);
 }
 
+static void fill_item(void *context, int64_t item)
+{
+    const struct conversion *c = context;
+    const struct product *p = c->product;
+    FOR_ROWS(item, p->num_inputs)
+        fill_units(c->units, p, at(c->x, row * p->depth, BFLOAT16), row);
+}
+
 static void round_item(void *context, int64_t item)
 {
     const struct conversion *c = context;
@@ -360,6 +369,14 @@ static void convert(const struct conversion *c, int64_t num_threads, parallel_bo
     const int64_t num_rows = c->product->num_inputs;
     parallel_for(num_rows < FEW_ROWS ? 1 : num_threads, /* less than waking a thread takes */
                  (num_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM, body, (void *)(uintptr_t)c);
+}
+
+/* Room for an input as float32, or as units. */
+static int64_t floats_of_input(const struct product *p, int64_t type)
+{
+    const int64_t unit_floats = (int64_t)(sizeof(struct unit) / sizeof(float));
+    const int64_t in_units = type == BFLOAT16 ? (p->depth / MIN_GROUP + 1) * unit_floats : 0;
+    return in_units > p->x_stride ? in_units : p->x_stride;
 }
 
 /* linear(out, x, type, num_inputs, depth, parts, num_parts, bias, num_threads)
@@ -388,7 +405,7 @@ KERNEL(linear, "ppiiipipi")
     };
     for (int64_t i = 0; i < num_parts; i++)
         whole.out_stride += whole.parts[i].num_rows;
-    const int64_t num_x = is_read_in_place ? 0 : num_inputs * whole.x_stride;
+    const int64_t num_x = is_read_in_place ? 0 : num_inputs * floats_of_input(&whole, type);
     const int64_t num_out = num_inputs * whole.out_stride;
     const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP + 1);
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out) + num_sums;
@@ -398,9 +415,24 @@ KERNEL(linear, "ppiiipipi")
     if (!is_read_in_place)
         whole.x = memory;
     whole.out = type == FLOAT32 ? out : memory + num_x;
-    struct conversion c = {out, x, memory, &whole, type, whole.out_stride, 0};
+    struct conversion c = {
+        .out = out,
+        .x = x,
+        .arranged = memory,
+        .product = &whole,
+        .type = type,
+        .num_columns = whole.out_stride,
+    };
     for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
         struct product p = of_one_scheme(&whole, &part, column, &num_columns);
+        if (type == BFLOAT16 && has_dots(p.type)) {
+            p.units = c.units = (struct unit *)memory;
+            c.product = &p;
+            convert(&c, num_threads, fill_item);
+            parallel_for(num_threads, p.num_items, multiply_dots, &p);
+            c.product = &whole;
+            continue;
+        }
         c.is_split = !has_many && p.type == BFLOAT16;
         if (!is_read_in_place)
             convert(&c, num_threads, arrange_item);

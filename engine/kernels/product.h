@@ -11,11 +11,14 @@ struct part {
     int64_t scheme; /* of its values: FLOAT32, BFLOAT16, FLOAT16, or a form of quantised.h */
 };
 
+struct unit;
+
 struct product {
     const struct part *parts;
     const float *x; /* [num_inputs, x_stride] */
     float *out;     /* [num_inputs, out_stride] */
     const float *bias;
+    const struct unit *units; /* the inputs, where they are multiplied by dots; see quantised.h */
     const float *x_sums; /* of groups of each input, where the weights want them */
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
     int type; /* of the weights, which is one for all parts */

@@ -5,9 +5,10 @@
  * look-up within one register (two instructions for 16 weights), and scale and minimum are applied once
  * to the sum of a group. A minimum is the same for all values of a group, so that it is multiplied by
  * the sum of the inputs. Panels are read as a few long streams, a part of the rows apart. Arithmetic is
- * float32, nothing of the inputs is rounded.
+ * float32, nothing of the inputs is rounded. Inputs in bfloat16 go through dots.c where the processor
+ * has its instructions.
  */
-#include "quantised.h"
+#include "forms.h"
 
 #if LANES == 16
 enum { STREAMS = 4, MAX_INPUTS = 4 };
@@ -16,69 +17,6 @@ enum { STREAMS = 2, MAX_INPUTS = 2 };
 #else
 enum { STREAMS = 1, MAX_INPUTS = 2 };
 #endif
-
-enum { VECS = CODE_ROWS / LANES, HALF_BYTES = 2 };
-
-typedef uint8_t vec_u8 __attribute__((vector_size(LANES)));
-typedef int8_t vec_s8 __attribute__((vector_size(LANES)));
-
-INLINE int code_bits(int form)
-{
-    return form <= Q4_K || form == MXFP4 || form == INT4_32 || form == INT4_128 ? 4 : 8;
-}
-INLINE int group_of(int form) { return form == Q6_K ? 16 : form >= INT4_128 ? 128 : 32; }
-INLINE int64_t groups_of(int form, int64_t depth)
-{
-    return (depth + group_of(form) - 1) / group_of(form);
-}
-INLINE int has_head(int form) { return form == Q4_K || form == Q5_K || form == Q6_K; }
-INLINE int stores_minimum(int form)
-{
-    return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
-}
-INLINE int stores_zero(int form) { return form == INT4_32 || form == INT4_128; }
-/* Q4_0 has codes from 0 on, and all of them 8 too large. */
-INLINE int has_minimum(int form) { return form == Q4_0 || stores_minimum(form) || stores_zero(form); }
-INLINE int scale_size(int form)
-{
-    return has_head(form) || form == MXFP4 ? 1 : form >= INT4_32 ? (int)sizeof(float) : HALF_BYTES;
-}
-INLINE int minimum_size(int form)
-{
-    return stores_minimum(form) ? scale_size(form) : stores_zero(form);
-}
-INLINE int64_t head_bytes(int form)
-{
-    return has_head(form) ? CODE_ROWS * HALF_BYTES * (1 + stores_minimum(form)) : 0;
-}
-INLINE int64_t code_bytes(int form) { return CODE_ROWS * group_of(form) * code_bits(form) / 8; }
-INLINE int64_t group_bytes(int form)
-{
-    return code_bytes(form) + CODE_ROWS * (scale_size(form) + minimum_size(form));
-}
-INLINE int64_t panel_bytes(int form, int64_t depth)
-{
-    return groups_of(form, depth) * group_bytes(form) + depth / BLOCK_VALUES * head_bytes(form);
-}
-
-/* LANES small integers. */
-INLINE vec integers(const char *from, int is_signed)
-{
-    if (is_signed) {
-#if LANES == 16
-        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
-#elif LANES == 8
-        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
-#else
-        vec_s8 bytes;
-        memcpy(&bytes, from, sizeof bytes);
-        return __builtin_convertvector(__builtin_convertvector(bytes, vec_int), vec);
-#endif
-    }
-    vec_u8 bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, vec_int), vec);
-}
 
 /* LANES numbers of 8 bits, sign, exponent and three of the mantissa (E4M3), 256 times too small, so
  * that they are float16's. */
@@ -133,54 +71,6 @@ INLINE vec nibbles(vec_bits packed, int j, int form)
     }
     return __builtin_convertvector((vec_int)(code & 15), vec);
 #endif
-}
-
-/* Powers of two of LANES rows: 2 to the power of (byte - 127). */
-INLINE vec powers_of_two(const char *from)
-{
-    vec_u8 bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    const vec_bits exponents = __builtin_convertvector(bytes, vec_bits);
-    return (vec)(exponents << 23 | ((vec_bits)(exponents == 0) & 0x400000));
-}
-
-/* Scale and minimum of a group's rows; `at` is behind its codes. */
-struct scales {
-    vec scale, minimum;
-};
-INLINE const char *scale_zero(const char *at, int form) { return at + CODE_ROWS * scale_size(form); }
-INLINE struct scales scales_at(const char *at, int form, vec head, vec head_minimum, int v)
-{
-    struct scales s = {.minimum = all(0)};
-    const int size = scale_size(form);
-    const char *scale = at + v * LANES * size, *minimum = scale + CODE_ROWS * size;
-    if (has_head(form)) {
-        s.scale = head * integers(scale, form == Q6_K);
-        if (stores_minimum(form))
-            s.minimum = all(0) - head_minimum * integers(minimum, 0);
-        return s;
-    }
-    if (form == MXFP4)
-        s.scale = powers_of_two(scale);
-    else if (form >= INT4_32)
-        s.scale = load(scale, FLOAT32) * all(form == FP8_128 ? 256.0f : 1.0f);
-    else
-        s.scale = widened_half(scale);
-    if (stores_zero(form))
-        s.minimum = all(0) - s.scale * integers(scale_zero(at, form) + v * LANES, 0);
-    else if (form == Q4_0)
-        s.minimum = s.scale * all(-8.0f);
-    else if (stores_minimum(form))
-        s.minimum = widened_half(minimum);
-    return s;
-}
-
-/* Values in group number g of a row: fewer than in the others where the row ends in it, which rows in
- * blocks never do. Codes go on to a multiple of eight, and inputs with zeros as far (STEP of linear.c). */
-INLINE int values_of(int form, int64_t depth, int64_t g)
-{
-    const int group = group_of(form);
-    return form < INT4_32 || depth - g * group > group ? group : (int)(depth - g * group);
 }
 
 /* Some panels by some inputs. */
@@ -354,18 +244,9 @@ static void multiply_part(const struct product *p, const struct part *part, int6
             multiply_some(&b, sums, form, next - input);
             for (int64_t j = input; j < next; j++)
                 for (int n = 0; n < STREAMS; n++)
-                    for (int v = 0; v < VECS; v++) {
-                        const int64_t row = numbers[n] * CODE_ROWS + v * LANES;
-                        const int64_t left = part->num_rows - row;
-                        float *to = p->out + j * p->out_stride + column + row;
-                        const float *bias = p->bias == NULL ? NULL : p->bias + column + row;
-                        vec sum = sums[j - input][n][v];
-                        if (left >= LANES)
-                            store(to, bias == NULL ? sum : sum + load(bias, FLOAT32), FLOAT32);
-                        else if (left > 0)
-                            store_part(to, bias == NULL ? sum : sum + load_part(bias, left, FLOAT32),
-                                       left, FLOAT32);
-                    }
+                    for (int v = 0; v < VECS; v++)
+                        write_rows(p, part, j, column, numbers[n] * CODE_ROWS + v * LANES,
+                                   sums[j - input][n][v]);
         }
     }
 }
@@ -388,22 +269,7 @@ void sum_inputs(float *sums, const struct product *p)
 
 void multiply_quantised(void *context, int64_t item)
 {
-    const struct product *p = context;
-    int64_t num_panels = 0, before = 0, column = 0;
-    for (int64_t i = 0; i < p->num_parts; i++)
-        num_panels += (p->parts[i].num_rows + CODE_ROWS - 1) / CODE_ROWS;
-    const int64_t first = num_panels * item / p->num_items;
-    const int64_t end = num_panels * (item + 1) / p->num_items;
-    for (int64_t i = 0; i < p->num_parts; i++) {
-        const struct part *part = &p->parts[i];
-        const int64_t count = (part->num_rows + CODE_ROWS - 1) / CODE_ROWS;
-        const int64_t from = first > before ? first - before : 0;
-        const int64_t to = end < before + count ? end - before : count;
-        if (from < to)
-            multiply_part(p, part, column, from, to);
-        before += count;
-        column += part->num_rows;
-    }
+    for_panels_of_item(context, item, multiply_part);
 }
 
 INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v, int64_t first,

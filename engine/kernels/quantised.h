@@ -30,4 +30,23 @@ void sum_inputs(float *sums, const struct product *p);
 /* The product as a body of parallel_for, for few inputs, whose sums are there. */
 void multiply_quantised(void *context, int64_t item);
 
+enum { UNIT = 32 };
+
+/* Up to UNIT values of an input as integers of two bytes, times one scale. */
+struct unit {
+    int32_t high[UNIT / 4], low[UNIT / 4]; /* four bytes each, in the order in which codes are unpacked */
+    float scale, sum;                      /* sum: of the values */
+    int32_t excess; /* what dots begin with, for bytes are larger than codes by a constant */
+    int32_t unused;
+};
+
+/* True if this processor multiplies a form with inputs in bfloat16 by dots of bytes. */
+int has_dots(int form);
+
+/* Of one input, bfloat16 at x, all units; they are [units, inputs], of MIN_GROUP values at least. */
+void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input);
+
+/* The product as a body of parallel_for, whose units are there. */
+void multiply_dots(void *context, int64_t item);
+
 #endif

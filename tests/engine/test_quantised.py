@@ -206,3 +206,36 @@ def test_rows_that_are_looked_up_are_the_formats_values(kind):
 
 def test_both_tables_of_forms_name_the_same():
     assert NUMBERS.keys() == FORMS.keys()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_in_bfloat16_lose_little_beside_the_largest_near_them(level, kind):
+    """An input that is small beside another of its 32 may be rounded, by 2^-14 of that one."""
+    kernels, _ = load_kernels(level)
+    depth = 512
+    blocks = blocks_of(kind, 20, depth)
+    linear = CompiledLinear(kernels, [packed(blocks, kind, depth)], [])
+    torch.manual_seed(1)
+    sizes = 10.0 ** torch.empty(12, depth).uniform_(-8, 8)
+    x = torch.cat([torch.randn(12, depth) * sizes, torch.randn(2, depth) * 1e-37]).bfloat16()
+    x[3] = 0
+    values = dequantised(blocks, kind).double()
+    expected = x.double() @ values.T
+    units = x.double().abs().view(len(x), -1, 32)
+    largest = units.amax(-1, keepdim=True).expand_as(units).reshape(x.shape)
+    limit = 2**-14 * largest @ values.abs().T + 2**-8 * expected.abs() + 2**-98
+    assert ((linear(x).double() - expected).abs() <= limit).all()
+    assert (linear(x)[3] == 0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_an_input_that_is_no_number_makes_no_number(level, value):
+    kernels, _ = load_kernels(level)
+    linear = CompiledLinear(kernels, [packed(blocks_of("q4_1", 16, 64), "q4_1", 64)], [])
+    x = torch.randn(2, 64).bfloat16()
+    x[1, 40] = value
+    found = linear(x)
+    assert not found[1].isfinite().any()
+    assert found[0].isfinite().all()

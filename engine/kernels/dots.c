@@ -1,0 +1,289 @@
+/* Inputs in bfloat16 times quantised weights, by dots of bytes.
+ *
+ * Codes are bytes, four of a row in each lane, so that one instruction makes 64 products, where
+ * codes as floats make 16; unpacking takes three instructions for 128 of 4 bits. A unit of 32 inputs
+ * becomes integers of two bytes, high * 256 + low, times one power of two; each byte has dots of its
+ * own. An input of bfloat16, whose values have 8 bits, is exactly such an integer where it is not less
+ * than a 64th of its unit's largest; what is smaller is rounded by at most 2^-14 of that, which is an
+ * eighth of what one bit of the largest is worth. Sums of a unit are exact, and added as float32.
+ *
+ * What is always taken from codes is taken from the sums before they begin; minimums and zeros, which
+ * differ by row, are multiplied by the sum of the inputs. Codes of 16 rows and 32 values stay in
+ * registers while all inputs pass by.
+ */
+#include "forms.h"
+
+#if LANES == 16 && defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512vnni,avx512vbmi"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512vnni,avx512vbmi")
+#endif
+
+enum {
+    STREAMS = 4, /* panels side by side, as long streams */
+    TOGETHER = 2, /* of them, whose codes are in registers at the same time */
+    AT_ONCE = 32, /* inputs, whose sums stay in the first cache */
+};
+
+int has_dots(int form)
+{
+    static int is_known, is_there; /* the same whoever writes it */
+    if (!__atomic_load_n(&is_known, __ATOMIC_ACQUIRE)) {
+        __builtin_cpu_init();
+        const int found =
+            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+        __atomic_store_n(&is_there, found, __ATOMIC_RELAXED);
+        __atomic_store_n(&is_known, 1, __ATOMIC_RELEASE);
+    }
+    return __atomic_load_n(&is_there, __ATOMIC_RELAXED) && form >= Q4_0 && form != FP8_128;
+}
+
+INLINE int values_of_unit(int form) { return group_of(form) < UNIT ? group_of(form) : UNIT; }
+
+/* By how much bytes are larger than codes, which may be negative: dots want one of two without sign. */
+INLINE int excess_of(int form)
+{
+    return form == Q4_0 ? 8 : form == MXFP4 ? 12 : code_bits(form) == 8 && !stores_minimum(form) ? 128 : 0;
+}
+
+INLINE int64_t units_of(int form, int64_t depth)
+{
+    return (depth + values_of_unit(form) - 1) / values_of_unit(form);
+}
+
+/* 16 integers of two bytes: the higher ones, and the lower, which have a sign, too. */
+INLINE void split(__m512i integers, __m128i *high, __m128i *low)
+{
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
+    *high = _mm512_cvtepi32_epi8(upper);
+    *low = _mm512_cvtepi32_epi8(_mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8)));
+}
+
+/* Up to 32 values of an input as a unit. */
+INLINE void fill_unit(struct unit *unit, const char *x, int64_t count, int form)
+{
+    vec values[2];
+    values[0] = count < LANES ? load_part(x, count, BFLOAT16) : load(x, BFLOAT16);
+    x += LANES * 2;
+    values[1] = count >= UNIT ? load(x, BFLOAT16)
+                              : load_part(x, count < LANES ? 0 : count - LANES, BFLOAT16);
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    const __m512i larger = _mm512_max_epi32(_mm512_and_si512((__m512i)values[0], magnitude),
+                                            _mm512_and_si512((__m512i)values[1], magnitude));
+    int exponent = _mm512_reduce_max_epi32(larger) >> 23;
+    const int is_finite = exponent < 255;
+    exponent = exponent < 32 ? 32 : exponent; /* neither number below is a denormal */
+    const uint32_t up = (uint32_t)(127 + 127 + 13 - exponent) << 23;
+    const uint32_t down = (uint32_t)(exponent - 13) << 23;
+    float factor;
+    memcpy(&factor, &up, sizeof factor);
+    memcpy(&unit->scale, is_finite ? &down : (const uint32_t[]){0x7fc00000}, sizeof unit->scale);
+    /* even codes of eight, then odd ones, as a mask finds them */
+    const __m128i order = code_bits(form) == 4
+                              ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+                              : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int sum = 0;
+    for (int i = 0; i < 2; i++) {
+        __m512i integers = _mm512_cvtps_epi32((__m512)(values[i] * factor));
+        if (!is_finite)
+            integers = _mm512_setzero_si512();
+        sum += _mm512_reduce_add_epi32(integers);
+        __m128i high, low;
+        split(integers, &high, &low);
+        _mm_storeu_si128((__m128i *)(unit->high + 4 * i), _mm_shuffle_epi8(high, order));
+        _mm_storeu_si128((__m128i *)(unit->low + 4 * i), _mm_shuffle_epi8(low, order));
+    }
+    unit->sum = (float)sum * unit->scale;
+    unit->excess = -excess_of(form) * sum;
+}
+
+void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input)
+{
+    const int form = p->type, num_values = values_of_unit(form);
+    const int64_t num_units = units_of(form, p->depth);
+    for (int64_t u = 0; u < num_units; u++) {
+        const int64_t first = u * num_values, left = p->depth - first;
+        fill_unit(units + u * p->num_inputs + input, x + first * 2,
+                  left < num_values ? left : num_values, form);
+    }
+}
+
+/* Codes of 16 rows and a unit as bytes. */
+INLINE void unpack_unit(__m512i *codes, const char *from, int form)
+{
+    if (code_bits(form) == 8) {
+        const __m512i columns = _mm512_set_epi8( /* four values of a row, row after row */
+            63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42,
+            26, 10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52,
+            36, 20, 4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33, 17, 1, 48, 32, 16, 0);
+        const __m512i sign = _mm512_set1_epi8((char)(excess_of(form) ? 0x80 : 0));
+#pragma GCC unroll 8
+        for (int i = 0; i < values_of_unit(form) / 4; i++) {
+            codes[i] = _mm512_permutexvar_epi8(columns, _mm512_loadu_si512(from + i * 64));
+            codes[i] = _mm512_xor_si512(codes[i], sign);
+        }
+        return;
+    }
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i doubled = _mm512_broadcast_i32x4( /* of MXFP4, and 12 more */
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT / 8; i++) {
+        const __m512i packed = _mm512_loadu_si512(from + i * 64);
+        codes[2 * i] = _mm512_and_si512(packed, mask);
+        codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+        if (form == MXFP4) {
+            codes[2 * i] = _mm512_shuffle_epi8(doubled, codes[2 * i]);
+            codes[2 * i + 1] = _mm512_shuffle_epi8(doubled, codes[2 * i + 1]);
+        }
+    }
+}
+
+/* sums[i * STREAMS + n] += a unit of 16 rows of panel n times that of each input. */
+INLINE void add_units(vec *sums, __m512i (*codes)[UNIT / 4], const struct scales *by, int num_panels,
+                      const struct unit *units, int64_t num_inputs, int form)
+{
+    for (int64_t i = 0; i < num_inputs; i++) {
+        const struct unit *x = units + i;
+        __m512i high[TOGETHER], low[TOGETHER];
+#pragma GCC unroll 2
+        for (int n = 0; n < num_panels; n++) {
+            high[n] = _mm512_setzero_si512();
+            low[n] = _mm512_set1_epi32(x->excess);
+        }
+#pragma GCC unroll 8
+        for (int w = 0; w < values_of_unit(form) / 4; w++)
+#pragma GCC unroll 2
+            for (int n = 0; n < num_panels; n++) {
+                high[n] = _mm512_dpbusd_epi32(high[n], codes[n][w], _mm512_set1_epi32(x->high[w]));
+                low[n] = _mm512_dpbusd_epi32(low[n], codes[n][w], _mm512_set1_epi32(x->low[w]));
+            }
+#pragma GCC unroll 2
+        for (int n = 0; n < num_panels; n++) {
+            const vec sum = (vec)_mm512_cvtepi32_ps(
+                _mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]));
+            vec total = sums[i * STREAMS + n];
+            total = plus_product(total, sum, by[n].scale * all(x->scale));
+            if (stores_minimum(form) || stores_zero(form))
+                total = plus_product(total, by[n].minimum, all(x->sum));
+            sums[i * STREAMS + n] = total;
+        }
+    }
+}
+
+/* Group number g of TOGETHER panels, or of one; `at` goes on behind it. */
+INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char **at,
+                      struct scales *heads, int num_panels, int64_t first, int64_t num_inputs,
+                      int form)
+{
+    const int per_group = group_of(form) / values_of_unit(form);
+    const int64_t unit_bytes = code_bytes(form) / per_group, num_units = units_of(form, p->depth);
+    struct scales by[TOGETHER];
+#pragma GCC unroll 2
+    for (int n = 0; n < num_panels; n++) {
+        if (has_head(form) && g * group_of(form) % BLOCK_VALUES == 0) {
+            heads[n].scale = widened_half(at[n]);
+            if (stores_minimum(form))
+                heads[n].minimum = widened_half(at[n] + CODE_ROWS * HALF_BYTES);
+            at[n] += head_bytes(form);
+        }
+        by[n] = scales_at(at[n] + code_bytes(form), form, heads[n].scale, heads[n].minimum, 0);
+        if (form == MXFP4)
+            by[n].scale *= 0.5f;
+    }
+    for (int j = 0; j < per_group && g * per_group + j < num_units; j++) {
+        __m512i codes[TOGETHER][UNIT / 4];
+#pragma GCC unroll 2
+        for (int n = 0; n < num_panels; n++)
+            unpack_unit(codes[n], at[n] + j * unit_bytes, form);
+        const struct unit *units = p->units + (g * per_group + j) * p->num_inputs + first;
+        add_units(sums, codes, by, num_panels, units, num_inputs, form);
+    }
+#pragma GCC unroll 2
+    for (int n = 0; n < num_panels; n++)
+        at[n] += group_bytes(form);
+}
+
+/* Inputs [first, first + num_inputs) by some panels, to [inputs, STREAMS]. */
+INLINE void multiply_panels_of(vec *sums, const struct product *p, const char *const *panels,
+                               int num_panels, int64_t first, int64_t num_inputs, int form)
+{
+    const int64_t num_groups = groups_of(form, p->depth);
+    const char *at[STREAMS];
+    struct scales heads[STREAMS];
+    for (int n = 0; n < num_panels; n++) {
+        at[n] = panels[n];
+        heads[n] = (struct scales){all(0), all(0)};
+    }
+    for (int64_t i = 0; i < num_inputs * STREAMS; i++)
+        sums[i] = all(0);
+    for (int64_t g = 0; g < num_groups; g++)
+        for (int n = 0; n < num_panels; n += TOGETHER) {
+            if (n + TOGETHER <= num_panels)
+                add_group(sums + n, p, g, at + n, heads + n, TOGETHER, first, num_inputs, form);
+            else
+                add_group(sums + n, p, g, at + n, heads + n, 1, first, num_inputs, form);
+        }
+}
+
+#define FORM(form)                                                                                 \
+    case form:                                                                                     \
+        multiply_panels_of(sums, p, panels, num_panels, first, num_inputs, form);                  \
+        return;
+
+static void multiply_some(vec *sums, const struct product *p, const char *const *panels,
+                          int num_panels, int64_t first, int64_t num_inputs)
+{
+    switch (p->type) {
+        FORM(Q4_0) FORM(Q4_1) FORM(Q4_K) FORM(Q8_0) FORM(Q5_1) FORM(Q5_K) FORM(Q6_K)
+        FORM(MXFP4) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128)
+    }
+}
+
+/* All inputs by panels [first, end) of one part, whose rows begin at `column` of the output. */
+static void multiply_part(const struct product *p, const struct part *part, int64_t column,
+                          int64_t first, int64_t end)
+{
+    const char *base = (const char *)(uintptr_t)part->address;
+    const int64_t bytes = panel_bytes(p->type, p->depth), apart = (end - first + STREAMS - 1) / STREAMS;
+    vec sums[AT_ONCE * STREAMS];
+    for (int64_t i = first; i < first + apart; i++) {
+        const char *panels[STREAMS];
+        int num_panels = 0;
+        for (int64_t number = i; number < end; number += apart)
+            panels[num_panels++] = base + number * bytes;
+        for (int64_t input = 0; input < p->num_inputs; input += AT_ONCE) {
+            const int64_t left = p->num_inputs - input, count = left < AT_ONCE ? left : AT_ONCE;
+            multiply_some(sums, p, panels, num_panels, input, count);
+            for (int64_t j = 0; j < count; j++)
+                for (int n = 0; n < num_panels; n++)
+                    write_rows(p, part, input + j, column, (i + n * apart) * CODE_ROWS,
+                               sums[j * STREAMS + n]);
+        }
+    }
+}
+
+void multiply_dots(void *context, int64_t item)
+{
+    for_panels_of_item(context, item, multiply_part);
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+
+int has_dots(int form) { return (void)form, 0; }
+void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input)
+{
+    (void)units, (void)p, (void)x, (void)input;
+}
+void multiply_dots(void *context, int64_t item) { (void)context, (void)item; }
+
+#endif
