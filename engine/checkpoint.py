@@ -46,7 +46,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     """The tensors that the config expects, in the model's order; others are left out."""
     stored_dtype: str
-    """The dtype of most of the weights' bytes."""
+    """The dtype of most of the weights."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -387,10 +387,10 @@ def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
-    bytes_by_dtype: Counter[str] = Counter()
+    values_by_dtype: Counter[str] = Counter()
     for tensor in tensors.values():
-        bytes_by_dtype[tensor.dtype] += tensor.num_bytes
-    return bytes_by_dtype.most_common(1)[0][0]
+        values_by_dtype[tensor.dtype] += math.prod(tensor.shape)
+    return values_by_dtype.most_common(1)[0][0]
 
 
 def _cpu_flags() -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.models.names import is_quantised_as
@@ -32,11 +32,13 @@ BITS_PER_WEIGHT: Mapping[str, tuple[float, float]] = {
     "Q4_K_M": (4.85, 5.4),
     "Q4_K_S": (4.58, 4.9),
     "Q4_0": (4.55, 4.6),
+    "MXFP4": (4.65, 4.7),
 }
 """Of GGUF quantisations, in a file and in the memory of a CPU's workers, whose kernels have a byte
 for five and six bits; the best first."""
 _USUAL = ("Q8_0", "Q6_K", "Q4_K_M")
 _WIDENED_BITS = 16
+_QUANTISED_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,16 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
         config.max_position_embeddings,
         packed_bytes,
     )
+
+
+def need_of_files(config: ModelConfig, size_bytes: int) -> Need:
+    """Of a folder whose files nobody has opened: much smaller than its weights, they are quantised.
+
+    On a CPU they take there what they take in the files (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
+    """
+    need = need_of(config)
+    is_quantised = size_bytes < _QUANTISED_SHARE * need.weights_bytes
+    return replace(need, packed_bytes=size_bytes) if is_quantised else need
 
 
 def need_of_file(name: str, size_bytes: int) -> Need:

@@ -60,7 +60,7 @@ def on_hub(name: HubName, where: Sequence[fits.Place]) -> dict[str, Any]:
     else:
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             config = _config(repository, Path(folder))
-        need = fits.need_of(config)
+        need = fits.need_of_files(config, about["size_bytes"])
         about |= described(config, need)
     files = [(file.path, file.size_bytes) for file in repository.gguf]
     return about | {"fits": fits.rows(need, where, files)}

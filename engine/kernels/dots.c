@@ -25,6 +25,7 @@
 enum {
     STREAMS = 4, /* panels side by side, as long streams */
     TOGETHER = 2, /* of them, whose codes are in registers at the same time */
+    AHEAD_BYTES = 4096, /* fetched while others are multiplied; panels of a stream follow each other */
     AT_ONCE = 32, /* inputs, whose sums stay in the first cache */
 };
 
@@ -203,8 +204,12 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
         add_units(sums, codes, by, num_panels, units, num_inputs, form);
     }
 #pragma GCC unroll 2
-    for (int n = 0; n < num_panels; n++)
+    for (int n = 0; n < num_panels; n++) {
+        if (first == 0)
+            for (int64_t ahead = 0; ahead < group_bytes(form); ahead += 64)
+                _mm_prefetch(at[n] + AHEAD_BYTES + ahead, _MM_HINT_T0);
         at[n] += group_bytes(form);
+    }
 }
 
 /* Inputs [first, first + num_inputs) by some panels, to [inputs, STREAMS]. */

@@ -40,9 +40,7 @@ def pack_weights(
     Raises:
         ValueError: the arena is smaller than the layout.
     """
-    if len(arena) < layout.num_bytes:
-        raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout.num_bytes}")
-    memory = torch.frombuffer(arena, dtype=torch.bfloat16)
+    memory = memory_of(arena, layout.num_bytes).view(torch.bfloat16)
     packed = {}
     for name, source in layout.source_by_packed.items():
         num_rows, depth = stored[source].shape
@@ -59,6 +57,17 @@ def pack_weights(
         ),
     )
     return packed
+
+
+def memory_of(arena: mmap.mmap, num_bytes: int) -> torch.Tensor:
+    """An arena as uint8 [its bytes].
+
+    Raises:
+        ValueError: it is smaller than the layout's `num_bytes`.
+    """
+    if len(arena) < num_bytes:
+        raise ValueError(f"an arena of {len(arena)} bytes does not fit {num_bytes}")
+    return torch.frombuffer(arena, dtype=torch.uint8)
 
 
 def fill(

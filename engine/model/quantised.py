@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.model.blocks import Parts, parts_of
-from engine.model.packing import fill
+from engine.model.packing import fill, memory_of
 from engine.model.stored import Stored
 from engine.model.weight import PLAIN, Weight
 from engine.panels import BLOCK_VALUES, FORMS, PANEL_ROWS, Form, panels_shape
@@ -40,9 +40,7 @@ def packed_weights(
     Raises:
         ValueError: the arena is smaller than the layout.
     """
-    if len(arena) < layout.num_bytes:
-        raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout.num_bytes}")
-    memory = torch.frombuffer(arena, dtype=torch.uint8)
+    memory = memory_of(arena, layout.num_bytes)
     packed = {}
     for name, panels in layout.panels.items():
         num_rows, depth = stored[panels.source].info.shape

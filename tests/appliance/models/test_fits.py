@@ -83,6 +83,17 @@ def test_a_quantised_file_stays_so_on_a_cpu_and_is_widened_on_a_gpu() -> None:
     assert fits.need_of_file("x-BF16.gguf", size).bytes_at(SMALL_BOX) == size
 
 
+def test_files_that_are_much_smaller_than_the_weights_are_quantised(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen/Qwen3-8B"][0]))
+    config = ModelConfig.from_folder(tmp_path)
+    whole = fits.need_of(config).weights_bytes
+    assert fits.need_of_files(config, whole).bytes_at(SMALL_BOX) == whole
+    assert fits.need_of_files(config, whole // 2).bytes_at(SMALL_BOX) == whole // 2
+    assert fits.need_of_files(config, whole // 2).bytes_at(GPU_24) == whole
+    need = fits.need_of_file("gpt-oss-20b-MXFP4.gguf", 12_100_000_000)
+    assert need.bytes_at(SMALL_BOX) < 12_400_000_000
+
+
 def test_a_little_less_memory_never_fits_more(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
     tokens = [
