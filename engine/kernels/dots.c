@@ -4,8 +4,8 @@
  * codes as floats make 16; unpacking takes three instructions for 128 of 4 bits. A unit of 32 inputs
  * becomes integers of two bytes, high * 256 + low, times one power of two; each byte has dots of its
  * own. An input of bfloat16, whose values have 8 bits, is exactly such an integer where it is not less
- * than a 64th of its unit's largest; what is smaller is rounded by at most 2^-14 of that, which is an
- * eighth of what one bit of the largest is worth. Sums of a unit are exact, and added as float32.
+ * than a 64th of its unit's largest; what is smaller is rounded by at most 2^-14 of that, a 128th of
+ * what the last bit of the largest is worth. Sums of a unit are exact, and added as float32.
  *
  * What is always taken from codes is taken from the sums before they begin; minimums and zeros, which
  * differ by row, are multiplied by the sum of the inputs. Codes of 16 rows and 32 values stay in
