@@ -2,8 +2,8 @@
 
 usage: python -m tests.benchmarks.quantised_start MODEL [MODEL ...] [--rounds 3]
 
-Models take turns, each round a new daemon, files in the page cache. Memory is proportional (PSS): what
-workers share, as the arena of the weights, is counted once. Prints medians and extremes.
+Models take turns, each round a new daemon, files in the page cache. Memory is proportional (PSS):
+what workers share, as the arena of the weights, is counted once. Prints medians and extremes.
 """
 
 import argparse
