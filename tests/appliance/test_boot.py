@@ -67,6 +67,16 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
         assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
 
 
+def test_a_dram_cache_is_memory_that_every_worker_copies_to_and_from(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama, dram_cache=16 << 20)
+    assert [setup.other_pools for _, setup in plan.workers] == [[plan.arena], [plan.arena]]
+    block_bytes = plan.placement.block_bytes
+    assert plan.arena.num_blocks - 1 == (16 << 20) // block_bytes  # and one of padding
+    assert os.fstat(plan.arena.fd).st_size == plan.arena.num_blocks * block_bytes
+    assert plan.arena.fd in plan.inherited_fds
+    assert plan_of(model=tiny_llama, dram_cache=16 << 20, prefix_cache=False).arena is None
+
+
 def test_weights_in_their_own_dtype_need_no_arena(plan_of, tiny_llama):
     plan = plan_of(model=tiny_llama)
     assert plan.dtype == "float32"
