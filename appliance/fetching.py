@@ -153,12 +153,12 @@ class Fetching:
 
     @property
     def max_per_request(self) -> int:
-        """No request may bring any."""
+        """0: no request may bring a sequence yet."""
         return 0
 
     @property
     def max_tokens_per_request(self) -> int:
-        """No request may bring any."""
+        """0: no request may bring a prompt yet."""
         return 0
 
     def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
@@ -182,11 +182,11 @@ class Fetching:
         return None
 
     def owner_of(self, request_id: str) -> str | None:
-        """No request is live."""
+        """None: no request is live yet."""
         return None
 
     def cancel(self, request_id: str, by: str) -> bool:
-        """No request is live."""
+        """False: no request is live yet."""
         return False
 
     def drain(self, by: str) -> None:
@@ -206,11 +206,11 @@ class Fetching:
         self._refuse()
 
     def request_frames(self) -> list[dict[str, object]]:
-        """No request is live."""
+        """An empty list: no request is live yet."""
         return []
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """No request is live."""
+        """None: no request is live yet."""
         return None
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:

@@ -23,7 +23,7 @@ _PROFILE = re.compile(r"MIG (\d)g\.(\d+)gb")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One size of instance."""
+    """A size of MIG instance, as NVIDIA names and divides it."""
 
     num_slices: int
     """Of seven, of the processors."""

@@ -112,7 +112,7 @@ class Inbox:
         return emitted
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Stop the timer; nobody reads the inbox any more."""
         if self._timer is not None:
             self._timer.cancel()
 

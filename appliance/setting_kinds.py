@@ -70,7 +70,7 @@ def a_duration(value: object) -> float:
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:
-    """One of some words."""
+    """A setting that is one of these words."""
 
     def parse(value: object) -> str:
         if value not in allowed:

@@ -42,7 +42,7 @@ MAX_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where one worker goes."""
+    """The GPU or the cores of one worker."""
 
     name: str
     """The worker's."""

@@ -64,7 +64,7 @@ WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
 
 
 class Supervisor:
-    """All workers of the daemon."""
+    """Starts the daemon's workers, hears them, and restarts those that die."""
 
     def __init__(
         self,

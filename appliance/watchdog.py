@@ -31,7 +31,7 @@ MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
 
 
 class Reading(NamedTuple):
-    """One worker as it stands."""
+    """What the watchdog sees of one worker at one moment."""
 
     pid: int | None
     num_reports: int

@@ -31,7 +31,7 @@ class Ahead:
                 self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """It has been admitted."""
+        """Count the prompt of a sequence that has just been admitted to a worker."""
         self.sequences.append(sequence)
         num_tokens = sequence.num_tokens - sequence.num_computed_tokens
         key = self._key(sequence, num_tokens)

@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def files(self) -> set[Path]:
-        """Those that weights lie in."""
+        """The files that weights lie in."""
         return {piece.file for piece in self.pieces}
 
     @property

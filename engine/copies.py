@@ -72,7 +72,7 @@ class Arena(Protocol):
         """A worker has copied some more, or will not."""
 
     def worker_died(self, worker: str) -> None:
-        """Its commands have been reaped."""
+        """Take in that a worker is dead, whose commands have been reaped."""
 
 
 class Copies:

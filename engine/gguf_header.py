@@ -190,7 +190,7 @@ class _Reader:
         self._num_tensors, self._num_values = self._number("Q"), self._number("Q")
 
     def metadata(self) -> dict[str, Any]:
-        """All keys and their values."""
+        """All keys of the file's metadata and their values."""
         self._check_count(self._num_values, 13, "keys")
         found: dict[str, Any] = {}
         for _ in range(self._num_values):

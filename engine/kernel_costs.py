@@ -107,7 +107,7 @@ class StepValues:
 
 
 def step_values(config: ModelConfig) -> StepValues:
-    """Of a model's shape."""
+    """What one step needs at least, by the model's shape."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(config) if len(shape) > 1}
     ends = {
         n: size

@@ -215,7 +215,7 @@ class FairQueue:
             self._charged[sequence.owner] += num_tokens / weight
 
     def answered(self, sequence: Sequence, now_ns: int) -> None:
-        """Its first token is there."""
+        """Take in that the first token of a sequence has been answered."""
         self._advance(now_ns)
         num_tokens = self._pending.pop(sequence.seq_id, None)
         if num_tokens is not None:

@@ -60,12 +60,12 @@ class Room:
         return self._held.get(owner, 0)
 
     def enter(self, owner: str, amount: int) -> None:
-        """So much more waits."""
+        """Count what an owner has put into the queue."""
         self.total += amount
         self._held[owner] = self.held(owner) + amount
 
     def leave(self, owner: str, amount: int) -> None:
-        """So much less waits."""
+        """Count what an owner no longer has in the queue."""
         self.total -= amount
         self._held[owner] -= amount
         if not self._held[owner]:

@@ -68,7 +68,7 @@ class Moving(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """It has a finish reason."""
+    """The sequence is over, and has a finish reason."""
 
 
 Where = Waiting | Paused | On | Moving | Ended
@@ -305,7 +305,7 @@ class Sequence:
 
     @property
     def phase(self) -> Phase:
-        """Where it is, for people."""
+        """Where the sequence is, in a word for people."""
         match self.where:
             case Waiting():
                 return Phase.QUEUED
@@ -359,7 +359,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens, a new list."""
+        """Tokens of prompt and output, in a new list."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property

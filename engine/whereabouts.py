@@ -63,7 +63,7 @@ class Whereabouts:
         return [*self.running.values(), *self.moving.values()]
 
     def holders(self) -> list[Sequence]:
-        """All that hold blocks."""
+        """Every sequence that holds KV blocks."""
         return [*self.held(), *self.resuming.values()]
 
     def check_invariants(

@@ -255,7 +255,7 @@ class Console(App[None]):
         self.notify(f"theme: {self._theme.name}", timeout=2, markup=False)
 
     def action_help(self) -> None:
-        """All keys that work now."""
+        """Show a dialog with the keys that work now."""
         table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
         every = [*self._keys, *table]
         shown = [(" ".join(keys.signs(key)), keys.label(key, self.view)) for key in every]

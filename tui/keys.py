@@ -113,7 +113,7 @@ def allowed(
 
 
 def name_of(key: Binding) -> str:
-    """Its action, without arguments."""
+    """The name of a binding's action, without its arguments."""
     return key.action.partition("(")[0]
 
 

@@ -105,7 +105,7 @@ class _Seen:
 
 
 def page(view: View, width: int) -> list[str]:
-    """All panels below each other."""
+    """Every panel of the overview below each other, as text."""
     frame = view.frame
     kv_height = _POOL_LINES * len(frame.pools) if frame else 0
     columns = table.columns_for(width)

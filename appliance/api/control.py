@@ -49,7 +49,7 @@ async def requests(http: Request) -> Response:
 
 
 async def request(http: Request) -> Response:
-    """One request by its id."""
+    """GET /v1/requests/{id}: a request, live or from the log."""
     request_id = http.path_params["id"]
     frame = appliance_of(http).request_frame(request_id)
     if frame is None:

@@ -89,7 +89,7 @@ ENDPOINTS = {
 
 
 def generating_routes() -> list[Route]:
-    """One for each endpoint."""
+    """A POST route for each row of ENDPOINTS."""
     return [Route(path, _handler(one), methods=["POST"]) for path, one in ENDPOINTS.items()]
 
 

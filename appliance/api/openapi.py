@@ -51,7 +51,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path."""
+    """One method of one path, as the OpenAPI document describes it."""
 
     name: str
     """Its operationId."""

@@ -276,7 +276,7 @@ def other_model_object(model_id: str) -> Json:
 
 
 def model_object(model: ModelInfo) -> Json:
-    """One entry of /v1/models."""
+    """The served model as an entry of /v1/models."""
     return {
         "id": model.model_id,
         "object": "model",

@@ -34,7 +34,7 @@ def memory_routes() -> list[Route]:
 
 
 async def response(http: Request) -> Response:
-    """One as it was sent."""
+    """GET /v1/responses/{id}: a kept response, as it was sent."""
     found = _store(http).response(http.path_params["id"], peer_of(http).name)
     return Response(found, media_type="application/json")
 

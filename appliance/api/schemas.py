@@ -27,7 +27,7 @@ def ref(name: str) -> Json:
 
 
 def one_of(*words: str) -> Json:
-    """One of some words."""
+    """The schema of a string that is one of these words."""
     return {"type": "string", "enum": list(words)}
 
 

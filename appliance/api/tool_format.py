@@ -33,7 +33,7 @@ from engine.call_grammar import CallSyntax
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls."""
+    """One of the ways in which models write tool calls."""
 
     signs: tuple[str, ...]
     """What a template that uses it says."""

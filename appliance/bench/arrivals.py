@@ -26,7 +26,7 @@ TICK_S = 3.0
 
 
 class Arrival(NamedTuple):
-    """One request to be made."""
+    """A request that is to be sent, when, and with how many tokens."""
 
     at_s: float
     input_tokens: int

@@ -15,7 +15,7 @@ from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 
 
 class Metric(NamedTuple):
-    """One figure of a round."""
+    """A figure of which each round of an arm has one."""
 
     key: str
     is_more_better: bool = False

@@ -45,7 +45,7 @@ class Plan:
 
 
 class Disturbed(msgspec.Struct):
-    """One server in one round."""
+    """What long prompts did to the streams of one server in one round."""
 
     arm: str
     round_index: int

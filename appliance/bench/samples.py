@@ -52,7 +52,7 @@ class Sample(msgspec.Struct):
 
     @property
     def is_completed(self) -> bool:
-        """It has all its tokens."""
+        """Whether the reply came to its end, with all its tokens."""
         return self.error is None and self.e2e_ms is not None
 
     @property

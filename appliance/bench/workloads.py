@@ -117,7 +117,7 @@ def trace(rng: random.Random, count: int) -> list[TraceLine]:
 
 
 def lines(workload: Sequence[Conversation | TraceLine]) -> str:
-    """As a file has it."""
+    """The workload as the lines of its file."""
     return "".join(msgspec.json.encode(each).decode() + "\n" for each in workload)
 
 

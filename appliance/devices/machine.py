@@ -28,7 +28,7 @@ class Devices:
 
     @classmethod
     def of_machine(cls) -> Devices:
-        """Those of this machine."""
+        """The devices of this machine: CPUs with RAPL, GPUs with NVML."""
         return cls(find_packages(), find_gpus(open_nvml()))
 
     def read(self, now_ns: int) -> list[DeviceFrame]:

@@ -33,7 +33,7 @@ _FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys new NAME` makes one"
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One line of the file."""
+    """One line of the file of API keys: a hash, its name and its role."""
 
     name: str
     role: Role

@@ -19,7 +19,7 @@ _NONE: Labels = {}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All samples of one name."""
+    """A metric: its name, its kind, and its samples by labels."""
 
     kind: str
     """`gauge`, `counter` (whose name ends in _total), `histogram` or `summary`."""

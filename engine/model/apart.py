@@ -24,7 +24,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class ApartMatrix:
-    """One matrix over mapped tensors."""
+    """A quantised matrix whose codes and scales are mapped tensors of their own."""
 
     def __init__(self, info: TensorInfo, data: Mapping[str, torch.Tensor]) -> None:
         """Data are uint8, all bytes of each part by its role."""

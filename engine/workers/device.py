@@ -194,7 +194,7 @@ class CudaDevice:
 
     @property
     def is_served_by_mps(self) -> bool:
-        """As the driver has it."""
+        """Whether NVIDIA's MPS serves this process, as the driver says."""
         value = ctypes.c_int(0)
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuDeviceGetAttribute(

@@ -55,7 +55,7 @@ MAX_SAMPLED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel on one shape."""
+    """A kernel on one shape, as it is timed."""
 
     what: str
     shape: str

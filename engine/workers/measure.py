@@ -66,7 +66,7 @@ _MAX_SAMPLES = 200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was timed."""
+    """One part that was timed, and the rate that it reached."""
 
     what: str
     shape: str

@@ -37,7 +37,7 @@ def residual_ms(request: RequestFrame) -> float | None:
 
 
 def detail(request: RequestFrame, width: int) -> list[Line]:
-    """All lines of the dialog."""
+    """The lines of the dialog that shows one request."""
     outcome = request.finish_reason or phase_text(request)
     lines: list[Line] = [
         [Span(fmt.clip(request.id, width), Tone.STRONG)],
