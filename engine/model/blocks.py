@@ -37,7 +37,7 @@ class Parts(NamedTuple):
     is_float4: bool = False
 
     def values(self) -> torch.Tensor:
-        """float32 [num_rows, depth]."""
+        """The values that codes and scales stand for, float32 [num_rows, depth]."""
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.codes.device)
             values = table[self.codes.long()].view(*self.scales.shape[:2], -1)

@@ -50,7 +50,7 @@ class Arena:
         """By the copy's number, who makes it."""
 
     def begin(self, job: Job) -> None:
-        """Have it done."""
+        """Start a job: copies are made by the workers, all else is done at once."""
         match job:
             case CopyJob():
                 self._copy(job)

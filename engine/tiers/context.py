@@ -35,7 +35,7 @@ class Store(Protocol):
         """Who would copy a pool's blocks, as the ledger names them; None: nobody can now."""
 
     def begin(self, job: Job) -> None:
-        """Have it done."""
+        """Start a job; the store tells what came of it when it is done."""
 
     def cancel(self, job: Job) -> bool:
         """Make it void; True if nobody has begun with it, nor will."""
@@ -56,7 +56,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """What one tier has done since the daemon's start."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -68,7 +68,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Of one tier."""
+    """What loads and stores of one tier share: its store, index and clocks."""
 
     ledger: Ledger
     name: str

@@ -74,7 +74,7 @@ class Disk:
         return self.tier if pool in self._pool_fds else None
 
     def begin(self, job: Job) -> None:
-        """Have it done."""
+        """Have a thread do this job; reads and writes have threads of their own."""
         is_read = isinstance(job, ProbeJob) or (
             isinstance(job, CopyJob) and job.copy.from_pool == self.tier
         )

@@ -78,7 +78,7 @@ class SlabIndex:
 
     @property
     def num_places(self) -> int:
-        """Of all slabs."""
+        """Places for blocks in all slabs, free or taken."""
         return sum(self._slabs.values())
 
     @property

@@ -53,7 +53,7 @@ class CopyJob(Job):
 
 @dataclass(slots=True, eq=False)
 class GrowJob(Job):
-    """Another slab."""
+    """Make another slab, if there is room for one."""
 
     made: SlabHead | None = None
     """None without an error: there is no room for one."""

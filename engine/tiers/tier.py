@@ -75,7 +75,7 @@ class Tier:
 
     @property
     def counts(self) -> Counts:
-        """Since the start."""
+        """What this tier has done since the daemon's start."""
         return self._context.counts
 
     @property

@@ -51,7 +51,7 @@ class Tiers:
         return found
 
     def placed(self, hashes: list[Hash], num_found: int) -> None:
-        """As Tier.placed()."""
+        """Tell every tier of it; see Tier.placed()."""
         for tier in self.each:
             tier.placed(hashes, num_found)
 
@@ -62,6 +62,6 @@ class Tiers:
                 return
 
     def computed(self, hashes: list[Hash]) -> None:
-        """As Tier.computed()."""
+        """Tell every tier of it; see Tier.computed()."""
         for tier in self.each:
             tier.computed(hashes)
