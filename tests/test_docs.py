@@ -150,7 +150,7 @@ def run(block, folder, daemon):
     (newest,) = daemon.http.get("/v1/penstock/log?limit=1").json()["data"]
     text = re.sub(r"\bID\b", newest["id"], block.text)
     text = text.replace("/tmp/penstock.sock", str(daemon.socket))
-    shell = ["bash", "-euo", "pipefail", "-c"]
+    shell = ["bash", "-eo", "pipefail", "-c"]
     program = shell if block.language in SHELL else [sys.executable, "-c"]
     own = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
     own |= {
