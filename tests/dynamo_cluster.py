@@ -85,6 +85,7 @@ class Appliance:
         return (self.folder / "adapter.txt").read_text(errors="replace")
 
     def has_joined(self, times: int = 1) -> bool:
+        assert self.adapter.poll() is None, f"the adapter has ended:\n{self.told}"
         return self.told.count("the router may choose this appliance") >= times
 
     def num_requests(self) -> int:

@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.skipif(_WHY is not None, reason=_WHY or ""),
     pytest.mark.slow,
 ]
-LONG = 1200
-DRAWN = {"temperature": 1.2, "seed": 5, "frequency_penalty": 0.4}
+LONG = 400
+DRAWN = {"temperature": 1.0, "seed": 5, "top_k": 2, "frequency_penalty": 0.4}
+"""Of two tokens, so that few draws come near a border."""
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,9 @@ class Target:
             "prompt": prompt,
             "max_tokens": output_tokens,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,
         }
+        if not self._is_text:  # who knows no /tokenize may refuse this, too
+            body["return_token_ids"] = True
         return self.post("/v1/completions", body)
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.dynamo.asked import Prompts, asked_of
+from appliance.dynamo.asked import Asked, Prompts, asked_of
 from appliance.dynamo.contents import Contents, Publisher
 from appliance.dynamo.line import Line, get
 from appliance.dynamo.served import Served, served_of, used_blocks
@@ -201,12 +201,9 @@ class Adapter:
             Refused: its client can mend it.
             LostError: another worker can.
         """
-        if self._served is None:
-            raise LostError("the daemon is not there yet")
         request_id, num_tokens = asker.id(), len(request["token_ids"])
         is_new = self.prompts.came(request_id, num_tokens)
-        num_output = self.prompts.num_output(request_id, num_tokens)
-        asked = asked_of(request, request_id, num_output, self._served)
+        asked = self._asked(request, request_id)
         if not asked.body["max_tokens"]:
             yield {"token_ids": [], "finish_reason": "length"}
             return
@@ -244,6 +241,15 @@ class Adapter:
             undo()
             if telling is not None:
                 telling.cancel()
+
+    def _asked(self, request: Json, request_id: str) -> Asked:
+        """What the daemon is asked, where it stands."""
+        if self._served is None:
+            raise LostError("the daemon is not there yet")
+        num_output = self.prompts.num_output(request_id, len(request["token_ids"]))
+        if num_output:
+            log.info("%s goes on here after %d tokens", request_id, num_output)
+        return asked_of(request, request_id, num_output, self._served)
 
     async def _tell_peers(self, request_id: str, num_tokens: int) -> None:
         try:

@@ -30,6 +30,10 @@ import psutil
 from tests.dynamo_cluster import ROOT, Cluster, cluster, own_network, wait_for
 
 ALIKE = ("--roles", "colocated")
+AGENTS = (
+    *("--workload", "agent", "--count", "4", "--prompt-text"),
+    *("--length-scale", "0.2", "--speed", "20"),
+)
 DOCUMENT = (ROOT / "engine/starter/sample/runbook.txt").read_text()
 
 
@@ -96,7 +100,7 @@ def cost(folder: Path, rounds: int) -> None:
                         continue  # warm
                     for reply in replies:
                         assert reply.error is None, reply.error
-                        assert len(reply.times) > 60
+                        assert len(reply.times) > 10
                         ttft[arm].append(1000 * reply.times[0])
                         gap[arm].append(1000 * (reply.times[-1] - reply.times[0]) / 127)
             for arm in arms:
@@ -166,29 +170,11 @@ def trace(folder: Path, rounds: int) -> None:
     }
     for turn in range(rounds):
         for name, router in ways.items():
-            args = (*ALIKE, "--kv-memory", "12MiB")
+            args = (*ALIKE, "--kv-memory", "64MiB")
             with cluster(folder / f"{turn}{name}", None, *args, router=router) as made:
                 saved = folder / "samples.json"
                 command = [sys.executable, "-m", "appliance.cli", "bench", "turns", f"x={made.url}"]
-                command += [
-                    "--workload",
-                    "agent",
-                    "--count",
-                    "4",
-                    "--prompt-text",
-                    "--seed",
-                    str(turn),
-                ]
-                command += [
-                    "--length-scale",
-                    "0.1",
-                    "--speed",
-                    "20",
-                    "--save",
-                    str(saved),
-                    "-o",
-                    "json",
-                ]
+                command += [*AGENTS, "--seed", str(turn), "--save", str(saved), "-o", "json"]
                 done = subprocess.run(
                     command, cwd=ROOT, capture_output=True, text=True, check=False
                 )
