@@ -22,7 +22,7 @@ from appliance.models.tables import MODEL_SETTINGS, MODELS, read_tables
 from appliance.setting_kinds import a_path, is_loopback, is_meant
 from appliance.settings import SETTINGS
 from appliance.wanted_workers import ONE_OF_EACH, WantedWorkers
-from engine.errors import ConfigError
+from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
 PREFIX = "PENSTOCK_"
@@ -147,6 +147,8 @@ class _Sources(NamedTuple):
     file: Path | None
     table: Mapping[str, object]
     text: str
+    unknown: ConfigError | None = None
+    """Keys of the file that are no settings."""
 
     def lookup(self, name: str) -> Found | None:
         """The first source that sets it, unparsed; None leaves the default."""
@@ -159,7 +161,13 @@ class _Sources(NamedTuple):
         return None
 
     def parsed(self, name: str) -> Found | None:
-        """The same with its value checked."""
+        """The same with its value checked, out of a file that has no unknown keys."""
+        if self.unknown is not None:
+            raise self.unknown
+        return self.checked(name)
+
+    def checked(self, name: str) -> Found | None:
+        """The same whatever else is in the file."""
         found = self.lookup(name)
         if found is None:
             return None
@@ -182,12 +190,30 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
         ConfigError: a value or file is wrong.
     """
     sources = _read(flags, environ)
-    given = [found for name in SETTINGS if (found := sources.parsed(name)) is not None]
+    given = _all_parsed(sources)
     values = {SETTINGS[name].field or name: value for name, value, _ in given}
     values.setdefault("socket", _socket(sources).value)
     values.setdefault("state_dir", paths.default_state_dir(environ))
     config = ServeConfig(**values)
     return replace(config, models=_models(sources, config))
+
+
+def _all_parsed(sources: _Sources) -> list[Found]:
+    """Every setting that is set; all that is wrong is told at once, tables of models too."""
+    given: list[Found] = []
+    wrong = [] if sources.unknown is None else [sources.unknown]
+    for name in SETTINGS:
+        try:
+            if (found := sources.checked(name)) is not None:
+                given.append(found)
+        except ConfigError as error:
+            wrong.append(error)
+    try:
+        _model_tables(sources)
+    except ConfigError as error:
+        wrong.append(error)
+    refuse(wrong)
+    return given
 
 
 def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
@@ -352,15 +378,21 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
-    if unknown := [key for key in table if key not in SETTINGS and key != MODELS]:
-        first, *others = unknown
-        more = "".join(f", {key!r} in line {_line_of(text, key)}" for key in others)
-        raise ConfigError(
-            f"unknown setting{'s' if others else ''} {first!r}{more}",
-            where=f"{path}:{_line_of(text, first)}",
-            hint=f"{is_meant(first, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
-        )
-    return _Sources(flags, environ, path, table, text)
+    return _Sources(flags, environ, path, table, text, _unknown(path, table, text))
+
+
+def _unknown(path: Path, table: Mapping[str, object], text: str) -> ConfigError | None:
+    """What to say of the keys of a file that are no settings."""
+    unknown = [key for key in table if key not in SETTINGS and key != MODELS]
+    if not unknown:
+        return None
+    first, *others = unknown
+    more = "".join(f", {key!r} in line {_line_of(text, key)}" for key in others)
+    return ConfigError(
+        f"unknown setting{'s' if others else ''} {first!r}{more}",
+        where=f"{path}:{_line_of(text, first)}",
+        hint=f"{is_meant(first, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
+    )
 
 
 def _line_of(text: str, key: str) -> int:

@@ -2,7 +2,8 @@
 
     PenstockError                 what, where, hint; exit_code for the CLI
     ├── ConfigError               an option or a file is wrong (exit 78)
-    │   └── CheckpointError       the model folder cannot be served (exit 78)
+    │   ├── CheckpointError       the model folder cannot be served (exit 78)
+    │   └── SeveralWrong          several of them, told together (exit 78)
     ├── AlreadyRunning            another daemon has what this one needs (exit 9)
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
@@ -16,6 +17,8 @@ Owns: the words. Never: logs or prints.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class PenstockError(Exception):
@@ -43,6 +46,29 @@ class ConfigError(PenstockError):
     """An option, environment variable or configuration file is wrong."""
 
     exit_code = 78  # EX_CONFIG; the systemd unit does not restart on it
+
+
+class SeveralWrong(ConfigError):
+    """Several things are wrong; whoever mends one should not have to ask for the next.
+
+    Args:
+        errors: each in full, at least one.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = tuple(errors)
+
+
+def refuse(wrong: Sequence[ConfigError]) -> None:
+    """Raise what is wrong, if anything is.
+
+    Raises:
+        ConfigError: the only one, or `SeveralWrong`.
+    """
+    flat = [one for error in wrong for one in getattr(error, "errors", (error,))]
+    if flat:
+        raise flat[0] if len(flat) == 1 else SeveralWrong(flat)
 
 
 class CheckpointError(ConfigError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, refuse
 
 MODELS = "models"
 MODEL_SETTINGS = ("model", "dtype", "weights", "max_model_len", "kv_memory")
@@ -33,9 +33,13 @@ def read_tables(
     """
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
         raise ConfigError("models are tables, as [models.small]", where=where(MODELS))
-    return {
-        name: _read(f"{MODELS}.{name}", table, parsers, where) for name, table in tables.items()
+    wrong: list[ConfigError] = []
+    read = {
+        name: _read(f"{MODELS}.{name}", table, parsers, where, wrong)
+        for name, table in tables.items()
     }
+    refuse(wrong)
+    return read
 
 
 def _read(
@@ -43,17 +47,20 @@ def _read(
     table: Mapping[str, object],
     parsers: Mapping[str, Callable[[object], object]],
     where: Callable[[str], str],
+    wrong: list[ConfigError],
 ) -> dict[str, Any]:
+    """One model's settings; what is wrong with them goes onto the list."""
     if "model" not in table:
-        raise ConfigError("it does not say which `model`", where=where(name))
+        wrong.append(ConfigError("it does not say which `model`", where=where(name)))
     values = {}
     for key, value in table.items():
         if key not in MODEL_SETTINGS:
             hint = f"a model has {', '.join(MODEL_SETTINGS)}"
-            raise ConfigError(f"unknown setting {key!r}", where=where(name), hint=hint)
+            wrong.append(ConfigError(f"unknown setting {key!r}", where=where(name), hint=hint))
+            continue
         try:
             values[key] = parsers[key](value)
         except ValueError as error:
             what = f"{key} = {value!r} is not allowed; give {error}"
-            raise ConfigError(what, where=where(name)) from error
+            wrong.append(ConfigError(what, where=where(name)))
     return values

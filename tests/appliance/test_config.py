@@ -23,7 +23,7 @@ from appliance.config import (
 from appliance.folders import prepare_directories
 from appliance.setting_kinds import parse_bytes
 from appliance.settings import SETTINGS
-from engine.errors import ConfigError
+from engine.errors import ConfigError, SeveralWrong
 
 
 @pytest.fixture
@@ -354,3 +354,27 @@ def test_devices_are_auto_the_cpu_or_gpus_by_name(devices):
 def test_other_devices_are_refused(devices):
     with pytest.raises(ConfigError, match="gpu0"):
         load({"devices": devices}, {})
+
+
+def test_all_that_is_wrong_is_told_at_once(machine: Path) -> None:
+    write_toml(
+        machine,
+        'colour = "red"\ndtype = "int7"\nmax_queued = 0\n'
+        '[models.small]\ndtype = "int9"\nport = 1\n[models.other]\nmodel = "/m"\nweights = "x"\n',
+    )
+    with pytest.raises(SeveralWrong) as caught:
+        load({"max_model_len": "1"}, {})
+    told = [str(error) for error in caught.value.errors]
+    named = ["colour", "int7", "max_queued", "which `model`", "int9", "port", "weights"]
+    for word in [*named, "--max-model-len"]:
+        assert any(word in line for line in told), word
+    assert len(told) == len(named) + 1
+    assert all(line in str(caught.value) for line in told)
+    assert caught.value.exit_code == 78
+
+
+def test_one_thing_that_is_wrong_is_told_as_it_is(machine: Path) -> None:
+    write_toml(machine, "max_queued = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load({}, {})
+    assert not isinstance(caught.value, SeveralWrong)
