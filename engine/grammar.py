@@ -36,6 +36,8 @@ LIMITS = llguidance.LLParserLimits(
 _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
+_WHITESPACE = r"[ \n\r\t]{1,64}"
+"""Room for an indent by four over a dozen levels."""
 _NO_WAY_ON = "NoExtensionBias"
 """llguidance's word for a state in which no token may follow, and the output may not end."""
 _TOO_MANY = "too many expressions constructed"
@@ -194,12 +196,22 @@ def with_deep_stack(function: Callable[[], R]) -> R:
 
 
 def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
-    """A schema as the compiler is given it: lenient, it ignores keywords that it cannot enforce."""
-    if schema is None:
-        return _ANY_OBJECT
-    if not is_lenient or isinstance(schema, bool):
-        return schema
-    return {**schema, "x-guidance": {"lenient": True}}
+    """A schema as the compiler is given it.
+
+    Between two tokens of JSON there is at most so much whitespace, unless the schema itself says
+    how much: else a small model may write nothing but line breaks until its tokens are used up.
+    Lenient, it ignores keywords that it cannot enforce.
+    """
+    if schema is False:
+        return False
+    known: Mapping[str, Any] = _ANY_OBJECT if schema is None else {} if schema is True else schema
+    own = known.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        return known  # which the compiler refuses
+    guidance = {"whitespace_pattern": _WHITESPACE, **own}
+    if own.get("whitespace_flexible") is False:
+        del guidance["whitespace_pattern"]
+    return {**known, "x-guidance": guidance | ({"lenient": True} if is_lenient else {})}
 
 
 class _Bytes:

@@ -311,6 +311,21 @@ def test_gbnf_that_is_none_is_refused():
         lark_grammar('root ::= ("a"')
 
 
+@pytest.mark.parametrize("grammar", [json_grammar(), json_grammar({"type": "object"})])
+def test_json_goes_on_after_a_bounded_space(model, grammar):
+    deep = '{"a":\n' + " " * 60 + "1}"
+    assert model.accepts(grammar, deep)
+    endless = "{" + "\n" * 65
+    assert not model.accepts(grammar, endless + "}")
+    assert model.accepts(grammar, endless[:-1] + "}")
+
+
+def test_a_schema_may_say_itself_how_much_space_there_is(model):
+    dense = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+    assert model.accepts(json_grammar(dense), '{"a":1}')
+    assert not model.accepts(json_grammar(dense), '{"a": 1}')
+
+
 def test_a_lenient_schema_passes_over_what_cannot_be_enforced(model):
     schema = {"type": "object", "unevaluatedProperties": False, "dependentRequired": {"a": ["b"]}}
     with pytest.raises(GrammarError):
