@@ -154,7 +154,7 @@ def request_frame(
             for s in request.sequences
             for pool in router.ledger.pools
         ),
-        worker=shown.worker,
+        worker=shown.last_worker,
         transport=next((s.transport for s in request.sequences if s.transport), None),
         received_at=request.received_at,
         age_ms=((end_ns or now_ns) - shown.stamps.arrived_ns) / 1e6,

@@ -101,7 +101,7 @@ class Router:
         if sequence.is_finished:
             return
         was = sequence.where
-        self.at.put(sequence, Ended())
+        self.at.put(sequence, Ended(sequence.worker))
         sequence.finish_reason = reason
         sequence.stamps.finish(now_ns)
         self.queue.forget(sequence)

@@ -70,6 +70,9 @@ class Moving(NamedTuple):
 class Ended(NamedTuple):
     """The sequence is over, and has a finish reason."""
 
+    worker: str | None = None
+    """Where it was, or went, in the end; None: it was nowhere."""
+
 
 Where = Waiting | Paused | On | Moving | Ended
 QUEUED = Waiting()
@@ -330,6 +333,11 @@ class Sequence:
             case On(leg) | Moving(_, leg):
                 return leg.worker
         return None
+
+    @property
+    def last_worker(self) -> str | None:
+        """As `worker`; of one that has ended, where that was."""
+        return self.where.worker if isinstance(self.where, Ended) else self.worker
 
     @property
     def num_prompt_tokens(self) -> int:

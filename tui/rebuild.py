@@ -115,7 +115,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         output_tokens=row["completion_tokens"],
         max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
         num_blocks=0,
-        worker=None,
+        worker=None if row["route"] == "move" else row["route"],  # by two, whom no row names
         age_ms=(finished_us or 0) / 1000,
         preemptions=row["preemptions"],
         **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},

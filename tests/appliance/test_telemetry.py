@@ -127,6 +127,25 @@ def test_histograms_and_totals_count_the_same(machine):
     assert frame.latency.e2e_ms_p50 is not None
 
 
+def test_a_request_says_where_it_is_and_when_it_has_ended_where_it_was(machine):
+    machine.start_workers()
+    request, dropped = machine.submit("her"), machine.submit("her")
+
+    def at(request):
+        frame = machine.service.request_frame(request.request_id)
+        return frame["phase"], frame["worker"]
+
+    assert at(request) == ("prefilling", "prefill")
+    machine.router.finish(dropped.sequences[0], FinishReason.ABORT, time.monotonic_ns())
+    assert at(dropped) == ("finished", "prefill")
+    step(machine, "prefill")
+    assert at(request) == ("decoding", "decode")
+    step(machine, "decode", is_last=True)
+    assert at(request) == ("finished", "decode")
+    machine.service.close(request, 200)
+    assert at(request) == ("finished", "decode")
+
+
 def test_a_request_that_waited_says_so_while_it_runs_and_after(machine):
     request = machine.submit("her")
     stamps = request.sequences[0].stamps
