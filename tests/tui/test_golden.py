@@ -6,18 +6,21 @@ read the diff.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from textual.pilot import Pilot
 
 from tests.tui import frames
-from tests.tui.screen import console_at, grid, show
+from tests.tui.screen import console_at, grid, show, until
 from tui import plain
+from tui.app import Console
 from tui.panels import pages
 from tui.view import Link, View
 
@@ -72,6 +75,23 @@ def check(name: str, shown: str, suffix: str = "txt") -> None:
     assert shown == path.read_text(encoding="utf-8")
 
 
+async def check_screen(name: str, pilot: Pilot[None], console: Console) -> None:
+    """The screen once it has come to rest: its parts tell each other what they show."""
+    await check_drawn(name, pilot, lambda: grid(console))
+
+
+async def check_drawn(
+    name: str, pilot: Pilot[None], drawn: Callable[[], str], suffix: str = "txt"
+) -> None:
+    path = GOLDEN / f"{name}.{suffix}"
+    if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):
+        await pilot.pause(0.3)
+    else:
+        with contextlib.suppress(TimeoutError):  # what it is then is shown by the comparison
+            await until(pilot, lambda: drawn() == path.read_text(encoding="utf-8"))
+    check(name, drawn(), suffix)
+
+
 @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE, TINY])
 async def test_overview_in_every_state(size):
     """One console through all states, as an operator's is: what was before leaves no trace."""
@@ -79,17 +99,16 @@ async def test_overview_in_every_state(size):
     async with console_at(width, height, View()) as (console, pilot):
         for state in MATRIX:
             show(console, views()[state])
-            await pilot.pause()
-            check(f"{state}-{width}x{height}", grid(console))
+            await check_screen(f"{state}-{width}x{height}", pilot, console)
 
 
 @pytest.mark.parametrize(("state", "size", "is_ascii"), OTHERS)
 async def test_screen(state, size, is_ascii):
     width, height = size
-    async with console_at(width, height, views()[state], is_ascii=is_ascii) as (console, _):
-        shown = grid(console)
-    assert shown.isascii() or not is_ascii
-    check(f"{state}-{width}x{height}{'-ascii' if is_ascii else ''}", shown)
+    async with console_at(width, height, views()[state], is_ascii=is_ascii) as (console, pilot):
+        name = f"{state}-{width}x{height}{'-ascii' if is_ascii else ''}"
+        await check_screen(name, pilot, console)
+        assert grid(console).isascii() or not is_ascii
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -100,17 +119,14 @@ async def test_every_other_page(size):
     async with console_at(width, height, view) as (console, pilot):
         for page in pages.NAMES[1:]:
             console.main.go_to(page)
-            await pilot.pause()
-            check(f"page-{page}-{width}x{height}", grid(console))
+            await check_screen(f"page-{page}-{width}x{height}", pilot, console)
         console.main.go_to("power")
         show(console, views()["mig"])
-        await pilot.pause()
-        check(f"page-power-mig-{width}x{height}", grid(console))
+        await check_screen(f"page-power-mig-{width}x{height}", pilot, console)
         show(console, views()["eight-gpus"])
         for page in ("power", "handoff"):
             console.main.go_to(page)
-            await pilot.pause()
-            check(f"page-{page}-eight-gpus-{width}x{height}", grid(console))
+            await check_screen(f"page-{page}-eight-gpus-{width}x{height}", pilot, console)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -122,8 +138,7 @@ async def test_dialogs():
     async with console_at(80, 24, views()["busy"]) as (console, pilot):
         for name in ("question_mark", "e", "enter", "x", "slash", "r", "T", "ctrl+p"):
             await pilot.press(name)
-            await pilot.pause()
-            check(f"dialog-{name}-80x24", grid(console))
+            await check_screen(f"dialog-{name}-80x24", pilot, console)
             await pilot.press("escape")
 
 
@@ -135,6 +150,9 @@ async def test_colours(name, state, key):
     """What text grids cannot tell: an SVG with the terminal's palette, without its random ids."""
     async with console_at(80, 24, views()[state]) as (console, pilot):
         await pilot.press(key)
-        await pilot.pause()
-        svg = console.export_screenshot(title="penstock", simplify=True)
-    check(name, re.sub(r"terminal-\d+", "terminal", svg), "svg")
+
+        def drawn() -> str:
+            svg = console.export_screenshot(title="penstock", simplify=True)
+            return re.sub(r"terminal-\d+", "terminal", svg)
+
+        await check_drawn(name, pilot, drawn, "svg")

@@ -111,7 +111,19 @@ def test_what_limits_the_appliance_stands_beside_the_alerts_if_it_fits():
 
 def test_missed_frames_are_said():
     view = View().after(frames.idle(1)).after(frames.idle(4))
-    assert "just missed 2 frames" in text_of(header.alert_line(view, 80))
+    assert "missed 2 frames" in text_of(header.header(view, 120))
+    assert "no alerts" in text_of(header.alert_line(view, 80))
+
+
+def test_a_title_leaves_out_whole_what_does_not_fit():
+    view = View().after(frames.busy())
+    whole = requests.title(view, 30, 22, 28)
+    assert whole.endswith("1204 done, 31 aborted, 0 failed, 2 refused")
+    titles = [requests.title(view, 30, 22, 28, room) for room in range(20, 120)]
+    assert titles[-1] == whole
+    for room, title in enumerate(titles, 20):
+        assert len(title) <= max(room, len(titles[0]))
+        assert title.endswith(("by age v", "done", "aborted", "refused"))
 
 
 def test_events_come_newest_first():

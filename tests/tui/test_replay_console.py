@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from tests.recordings import at, frame_at, make_recording, request_row
 from tests.tui import frames
 from tests.tui.screen import grid
-from tests.tui.test_golden import check
+from tests.tui.test_golden import check_screen
 from tui import keys
 from tui.lines import text_of, to_ascii, width_of
 from tui.panels.replay import bar, landing
@@ -68,15 +68,14 @@ async def press(pilot: Pilot[None], *keys: str) -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (39, 9)])
 async def test_screen(incident, size):
-    async with replaying(incident, size=size) as (console, _):
-        check(f"replay-{size[0]}x{size[1]}", grid(console))
+    async with replaying(incident, size=size) as (console, pilot):
+        await check_screen(f"replay-{size[0]}x{size[1]}", pilot, console)
 
 
 async def test_screen_in_ascii(incident):
-    async with replaying(incident, is_ascii=True) as (console, _):
-        shown = grid(console)
-    assert shown.isascii()
-    check("replay-80x24-ascii", shown)
+    async with replaying(incident, is_ascii=True) as (console, pilot):
+        await check_screen("replay-80x24-ascii", pilot, console)
+        assert grid(console).isascii()
 
 
 @pytest.mark.parametrize(

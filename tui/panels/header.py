@@ -67,9 +67,16 @@ def header(view: View, width: int) -> Line:
         (7, Span(who, Tone.MUTED)),
         (6, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
         (4, Span("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
+        (1, Span(_missed_text(view), Tone.MUTED)),
         (0, link),
     ]
     return _compose(left, right, width)
+
+
+def _missed_text(view: View) -> str:
+    """Of this console's reading, not of what it reads: frames that it did not get."""
+    num_missed = view.history.num_dropped_frames
+    return f"missed {num_missed} frame{'' if num_missed == 1 else 's'}" if num_missed else ""
 
 
 def _link_span(view: View) -> Span:
@@ -128,9 +135,6 @@ def own_alerts(view: View) -> list[Alert]:
         reason = f": {reason}" if reason else ""
         severity = "error" if frame.state == "degraded" else "warning"
         found.append(Alert(severity, f"{frame.state}{reason}"))
-    if num_missed := view.history.num_dropped_frames:
-        frames = "a frame" if num_missed == 1 else f"{num_missed} frames"
-        found.append(Alert("info", f"this console has just missed {frames}"))
     return found
 
 

@@ -149,30 +149,40 @@ def row(request: RequestFrame, columns: Sequence[Column], *, is_selected: bool) 
     return line
 
 
-def title(view: View, num_shown: int, first: int, last: int) -> str:
-    """`REQUESTS  30 live, 1-8 by age v`, the filter, and what became of the others."""
+def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
+    """`REQUESTS  30 live, 1-8 by age v`, the filter, and what became of the others.
+
+    What does not fit whole is left out whole: counts that are 0, the order of those that have
+    ended, then the other counts from the last on.
+    """
     frame, listing = view.frame, view.listing
     if frame is None:
         return "REQUESTS"
-    text = f"REQUESTS  {fmt.count(frame.num_requests)} live"
     arrow = "^" if listing.is_reversed else "v"
     num_finished = num_shown - listing.num_admitted(frame.requests)
-    if num_finished > 0:
-        text += f", {fmt.count(num_finished)} finished"
-    if num_shown:
-        text += f", {first}-{last} by {listing.sort} {arrow}"
-    if num_finished > 0 and listing.sort == "age":
-        text += f", finished by end {arrow}"  # age is what those have that are there
-    if listing.filter.text:
-        text += f" │ filter {listing.filter.text}"
+    order = [f", {first}-{last} by {listing.sort} {arrow}"] if num_shown else []
+    live = f"REQUESTS  {fmt.count(frame.num_requests)} live"
+    finished = [f", {fmt.count(num_finished)} finished"] if num_finished > 0 else []
+    # age is what those have that are there
+    is_by_end = num_finished > 0 and listing.sort == "age"
+    end_order = [f", finished by end {arrow}"] if is_by_end else []
+    filtered = [f" │ filter {listing.filter.text}"] if listing.filter.text else []
     totals = frame.totals
-    counts = (
+    counts = [
         (totals.finished, "done"),
         (totals.aborted, "aborted"),
         (totals.failed, "failed"),
         (totals.refused, "refused"),
-    )
-    return text + " │ " + ", ".join(f"{fmt.short_count(num)} {word}" for num, word in counts)
+    ]
+    not_none = [(num, word) for num, word in counts if num]
+    fewer = [(not_none[:num], []) for num in range(len(not_none), -1, -1)]
+    for shown, ends in [(counts, end_order), (not_none, end_order), *fewer]:
+        texts = [f"{fmt.short_count(num)} {word}" for num, word in shown]
+        others = [" │ " + ", ".join(texts)] if texts else []
+        text = "".join([live, *finished, *order, *ends, *filtered, *others])
+        if len(text) <= room:
+            break
+    return text
 
 
 def placeholder(view: View) -> Line:

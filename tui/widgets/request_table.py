@@ -27,6 +27,9 @@ from tui.panels.waterfall import detail
 from tui.view import View
 from tui.widgets.panel import Panel, Toned, entitle
 
+_TITLE_EDGES = 4
+"""Cells of a box's upper edge that its title leaves free, blanks about it included."""
+
 
 class RequestTable(ScrollView, Toned, can_focus=True):
     """Rows under a heading that the box around them draws."""
@@ -177,7 +180,8 @@ class RequestBox(Container):
         """The title says which rows are on screen; the side pane follows the cursor."""
         message.stop()
         first, last = self.table.window
-        entitle(self, rows.title(self._view, self.table.num_rows, first, last))
+        room = self.outer_size.width - _TITLE_EDGES
+        entitle(self, rows.title(self._view, self.table.num_rows, first, last, room))
         self.query_one(".selected", Panel).repaint()
 
     def _paint_heading(self, width: int, height: int) -> list[Line]:
