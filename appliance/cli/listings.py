@@ -8,20 +8,20 @@ Never: computes a figure that the daemon did not send.
 from __future__ import annotations
 
 from appliance.cli.tables import Column
-from appliance.cli.text import count, joules, large, ms, size
+from appliance.cli.text import count, joules, large, ms, short_id, short_time, size
 
 REQUESTS = (
-    Column("ID", "id"),
+    Column("ID", "id", short=short_id),
     Column("PHASE", "phase", instead="finish_reason"),
-    Column("USER", "user"),
+    Column("USER", "user", rank=5),
     Column("IN", "prompt_tokens", count),
     Column("OUT", "output_tokens", count),
-    Column("MAX", "max_tokens", count),
+    Column("MAX", "max_tokens", count, rank=4),
     Column("AGE", "age_ms", ms),
-    Column("TTFT", "ttft_ms", ms),
-    Column("TPOT", "tpot_ms", ms),
-    Column("WORKER", "worker"),
-    Column("WAITS FOR", "waits_for"),
+    Column("TTFT", "ttft_ms", ms, rank=1),
+    Column("TPOT", "tpot_ms", ms, rank=2),
+    Column("WORKER", "worker", rank=3),
+    Column("WAITS FOR", "waits_for", rank=6),
     Column("QUEUE", "queue_ms", ms, is_wide=True),
     Column("PREFILL", "prefill_ms", ms, is_wide=True),
     Column("HANDOFF", "handoff_ms", ms, is_wide=True),
@@ -37,18 +37,18 @@ REQUESTS = (
 )
 
 LOG = (
-    Column("RECEIVED", "received_at"),
-    Column("ID", "id"),
-    Column("USER", "user"),
+    Column("RECEIVED", "received_at", short=short_time),
+    Column("ID", "id", short=short_id),
+    Column("USER", "user", rank=4),
     Column("IN", "prompt_tokens", count),
     Column("OUT", "completion_tokens", count),
-    Column("QUEUE", "queue_ms", ms),
-    Column("PREFILL", "prefill_ms", ms),
-    Column("TTFT", "ttft_ms", ms),
-    Column("HANDOFF", "handoff_ms", ms),
-    Column("TPOT", "tpot_ms", ms),
+    Column("QUEUE", "queue_ms", ms, rank=2),
+    Column("PREFILL", "prefill_ms", ms, rank=5),
+    Column("TTFT", "ttft_ms", ms, rank=3),
+    Column("HANDOFF", "handoff_ms", ms, rank=6),
+    Column("TPOT", "tpot_ms", ms, rank=1),
     Column("E2E", "e2e_ms", ms),
-    Column("PATH", "transport"),
+    Column("PATH", "transport", rank=7),
     Column("END", "finish_reason"),
     Column("TOKENIZE", "tokenize_ms", ms, is_wide=True),
     Column("WAIT", "decode_wait_ms", ms, is_wide=True),
@@ -73,7 +73,7 @@ LOG = (
 )
 
 EVENTS = (
-    Column("AT", "at"),
+    Column("AT", "at", short=short_time),
     Column("SEVERITY", "severity"),
     Column("CODE", "code"),
     Column("BY", "actor", is_wide=True),

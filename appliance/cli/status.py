@@ -40,8 +40,7 @@ def status(
     if check:
         _check(frame, output)
         return
-    colour = terminal.has_colour()
-    terminal.show("status", frame, output, lambda: status_page.page(frame, colour=colour))
+    terminal.show("status", frame, output, lambda: _page(frame))
 
 
 def metrics(host: Host = None) -> None:
@@ -83,5 +82,8 @@ def _shown(frame: dict[str, Any], form: Format) -> str:
         return json.dumps(frame) + "\n"
     if not terminal.has_screen():
         return status_page.line(frame) + "\n"
-    page = status_page.page(frame, colour=terminal.has_colour())
-    return f"{_HOME_AND_CLEAR}{page}\n"
+    return f"{_HOME_AND_CLEAR}{_page(frame)}\n"
+
+
+def _page(frame: dict[str, Any]) -> str:
+    return status_page.page(frame, colour=terminal.has_colour(), room=terminal.room())

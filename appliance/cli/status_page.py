@@ -6,6 +6,8 @@ Never: judges a figure, or shows one that the daemon did not send.
 
 from __future__ import annotations
 
+import textwrap
+
 from appliance.cli.pages import roles_text
 from appliance.cli.tables import Row, painted
 from appliance.cli.text import DASH, count, joules, ms, printable, size, things, tokens_per_s
@@ -13,11 +15,13 @@ from appliance.cli.text import DASH, count, joules, ms, printable, size, things,
 _RED, _YELLOW, _GREEN = "31", "33", "32"
 _SEVERITY_COLOURS = {"error": _RED, "warning": _YELLOW}
 _MAX_OWNERS = 3
+_TEXT_AT = 9
+"""The column in which texts begin, after their subjects."""
 _STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "degraded": _RED}
 
 
-def page(frame: Row, *, colour: bool) -> str:
-    """`penstock status`: one screen, one subject a line."""
+def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
+    """`penstock status`: one subject a line; what is longer than `room` goes on below itself."""
     state = printable(frame.get("state"))
     lines = [("model", _model_text(frame))]
     if frame.get("weights"):
@@ -40,10 +44,21 @@ def page(frame: Row, *, colour: bool) -> str:
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
     if frame.get("energy"):
         lines.append(("energy", _energy_text(frame["energy"])))
-    shown = [f"{name:<8} {printable(text)}" for name, text in lines]
+    shown = [_folded(f"{name:<8} {printable(text)}", room) for name, text in lines]
     head = painted(state, _STATE_COLOURS.get(state), colour)
-    alerts = [_alert_line(alert, colour=colour) for alert in frame.get("alerts") or ()]
+    alerts = [_alert_line(each, colour, room) for each in frame.get("alerts") or ()]
     return "\n".join([f"state    {head}{printable(_state_text(frame))}", *alerts, *shown])
+
+
+def _folded(line: str, room: int | None) -> str:
+    """A line of a subject, at most `room` wide where its words allow; its text keeps its column."""
+    if room is None or len(line) <= room:
+        return line
+    name, text = line[:_TEXT_AT], line[_TEXT_AT:]
+    parts = textwrap.wrap(
+        text, max(room - _TEXT_AT, 20), break_long_words=False, break_on_hyphens=False
+    )
+    return name + f"\n{' ' * _TEXT_AT}".join(parts)
 
 
 def line(frame: Row) -> str:
@@ -67,11 +82,12 @@ def _state_text(frame: Row) -> str:
     return f"{about}, up {up}, pid {count(frame.get('pid'))}"
 
 
-def _alert_line(alert: Row, *, colour: bool) -> str:
+def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
     severity = printable(alert.get("severity"))
     head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
     rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
-    return f"{head}{' ' * max(1, 9 - len(severity))}{printable(rest)}"
+    line = _folded(f"{severity:<8} {printable(rest)}", room)
+    return head + line[len(severity) :]
 
 
 def _model_text(frame: Row) -> str:

@@ -3,7 +3,7 @@
 Owns: what table, wide, json, ndjson and csv mean.
 Invariant: pure; table and wide are for people and may change, in the others fields are only ever
 added; rows come out in the order in which they are given.
-Never: cuts a value off, or formats a number for a program.
+Never: cuts a value off that has no shorter form, or formats a number for a program.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ class Column(NamedTuple):
     """Left out of `table`."""
     instead: str | None = None
     """A field that a table shows in place of `key` once it has a value."""
+    short: Callable[[Any], str] | None = None
+    """What `table` shows in place of `show` where the terminal is too narrow."""
+    rank: int = 0
+    """Where it is still too narrow the highest ranks are left out first; 0 stays."""
 
-    def cell(self, row: Row) -> str:
+    def cell(self, row: Row, *, is_short: bool = False) -> str:
         """What a table shows."""
         value = row.get(self.instead) if self.instead else None
-        return self.show(row.get(self.key) if value is None else value)
+        show = self.short if is_short and self.short else self.show
+        return show(row.get(self.key) if value is None else value)
 
 
 class Listing:
@@ -59,15 +64,24 @@ class Listing:
         columns: in order; csv has them all, json and ndjson every field that the daemon sends.
         form: what was asked for with -o.
         colour: whether the header may be painted.
+        room: the columns of the terminal that `table` is to fit; None: as wide as it gets.
     """
 
     def __init__(
-        self, verb: str, columns: Sequence[Column], form: Format, *, colour: bool = False
+        self,
+        verb: str,
+        columns: Sequence[Column],
+        form: Format,
+        *,
+        colour: bool = False,
+        room: int | None = None,
     ) -> None:
         self._verb = verb
         self._columns = [c for c in columns if form is not Format.TABLE or not c.is_wide]
         self._form = form
         self._colour = colour
+        self._room = room if form is Format.TABLE else None
+        self._is_short = False
         self._widths = [len(column.title) for column in self._columns]
         self._has_header = False
 
@@ -93,12 +107,32 @@ class Listing:
 
     def _table(self, rows: Sequence[Row]) -> str:
         """Columns two spaces apart, as wide as their longest cell so far; numbers to the right."""
-        cells = [[column.cell(row) for column in self._columns] for row in rows]
-        columns = zip(self._widths, *cells, strict=True)
-        self._widths = [max([width, *map(len, column)]) for width, *column in columns]
+        if self._room is not None and not self._has_header:
+            self._fit(rows, self._room)
+        cells = self._cells(rows)
+        self._widths = self._wide_enough(cells)
         header = [column.title for column in self._columns]
         lines = [painted(self._line(header), BOLD, self._colour)] if self._needs_header() else []
         return "".join(f"{line}\n" for line in [*lines, *map(self._line, cells)])
+
+    def _fit(self, rows: Sequence[Row], room: int) -> None:
+        """Shorten the table to the terminal; what is then in it stays when more rows come."""
+        while sum(self._wide_enough(self._cells(rows))) + 2 * (len(self._columns) - 1) > room:
+            if not self._is_short:
+                self._is_short = True
+                continue
+            least = max(self._columns, key=lambda column: column.rank)
+            if not least.rank:
+                return
+            self._columns.remove(least)
+            self._widths = [len(column.title) for column in self._columns]
+
+    def _cells(self, rows: Sequence[Row]) -> list[list[str]]:
+        return [[c.cell(row, is_short=self._is_short) for c in self._columns] for row in rows]
+
+    def _wide_enough(self, cells: Sequence[Sequence[str]]) -> list[int]:
+        columns = zip(self._widths, *cells, strict=True)
+        return [max([width, *map(len, column)]) for width, *column in columns]
 
     def _line(self, cells: Sequence[str]) -> str:
         padded = (

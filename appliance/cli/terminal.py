@@ -24,7 +24,7 @@ from appliance.cli import tables
 from appliance.cli.tables import Column, Format, Listing, Row
 from appliance.cli.text import printable
 from appliance.client import Client
-from engine.errors import PenstockError
+from engine.errors import PenstockError, SeveralWrong
 
 BROKEN_PIPE = 141
 WIDTH_WITHOUT_TERMINAL = 100
@@ -52,8 +52,8 @@ def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
 
 
 def listing(verb: str, columns: tuple[Column, ...], form: Format) -> Listing:
-    """An empty list in a format, with colour where the terminal has it."""
-    return Listing(verb, columns, form, colour=has_colour())
+    """An empty list in a format, with colour where the terminal has it, fitted to its width."""
+    return Listing(verb, columns, form, colour=has_colour(), room=room())
 
 
 def show(verb: str, content: Row, form: Format, page: Callable[[], str]) -> None:
@@ -76,6 +76,11 @@ def width() -> int:
     if not sys.stdout.isatty():
         return WIDTH_WITHOUT_TERMINAL
     return shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
+
+
+def room() -> int | None:
+    """Columns of the terminal; None: what is written goes where lines may have any length."""
+    return width() if sys.stdout.isatty() else None
 
 
 def bar() -> str:
@@ -102,16 +107,17 @@ def note(text: str) -> None:
 
 
 def report(error: PenstockError) -> int:
-    """Print an error and its hint; returns the exit code."""
+    """Print an error and its hint, or each of several; returns the exit code."""
     import logging  # most verbs have nothing to report
 
     from appliance import journal
 
     to_journal = journal.is_journal()
-    note(journal.lines(printable(error), logging.ERROR, to_journal=to_journal))
-    if error.hint:
-        hint = f"hint: {printable(error.hint)}"
-        note(journal.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
+    for each in error.errors if isinstance(error, SeveralWrong) else (error,):
+        note(journal.lines(printable(each), logging.ERROR, to_journal=to_journal))
+        if each.hint:
+            hint = f"hint: {printable(each.hint)}"
+            note(journal.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
     return error.exit_code
 
 

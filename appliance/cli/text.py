@@ -7,8 +7,11 @@ Never: shows None as 0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+
+from engine.units import size_text
 
 DASH = "-"
 
@@ -33,6 +36,17 @@ def word(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return DASH if value is None or value == "" else printable(value)
+
+
+def short_id(value: object) -> str:
+    """Eight characters of an id after its prefix, which every verb takes for the whole."""
+    return DASH if not value else printable(value).rpartition("-")[2].rpartition("_")[2][:8]
+
+
+def short_time(value: object) -> str:
+    """Day and second of a stamp, as the log has it: `11-22 14:02:11`."""
+    match = re.match(r"\d{4}-(\d\d-\d\d)T(\d\d:\d\d:\d\d)", str(value))
+    return f"{match[1]} {match[2]}" if match else word(value)
 
 
 def yes_or_no(value: bool | None) -> str:
@@ -74,14 +88,8 @@ def ms(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes to four digits: 512 B, 1.5 GiB."""
-    if value is None:
-        return DASH
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+    """Bytes: 512 B, 1.5 GiB."""
+    return DASH if value is None else size_text(value)
 
 
 def joules(value: float | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from appliance.cli import status_page
 from tests.appliance.cli_data import FRAME
 from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
@@ -161,3 +162,15 @@ def test_status_needs_no_library_of_the_daemon(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, *heavy]
     ended = subprocess.run(command, env=environ, capture_output=True, check=True)
     assert ended.stdout.strip() == b""
+
+
+@pytest.mark.parametrize("room", [40, 80, 120])
+def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> None:
+    whole = status_page.page(FRAME, colour=False)
+    folded = status_page.page(FRAME, colour=False, room=room)
+    lines = folded.splitlines()
+    assert max(len(line) for line in whole.splitlines()) > room
+    longest_word = max(map(len, whole.split()))
+    assert all(len(line) <= max(room, 9 + longest_word) for line in lines[1:])
+    assert folded.split() == whole.split()
+    assert all(line[:9].strip() or line[9] != " " for line in lines), "texts keep their column"

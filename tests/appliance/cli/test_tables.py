@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import text, waterfall
+from appliance.cli import listings, text, waterfall
 from appliance.cli.tables import Column, Format, Listing, csv_cell, flat, one
 
 COLUMNS = (Column("NAME", "name"), Column("N", "n", text.count), Column("X", "x", is_wide=True))
@@ -70,6 +70,50 @@ def test_a_followed_table_has_one_header_and_columns_that_only_widen():
     assert listing.render([{"name": "ann", "n": 1}]) == "NAME  N\nann   1\n"
     assert listing.render([{"name": "beatrice", "n": 2}]) == "beatrice  2\n"
     assert listing.render([{"name": "al", "n": 30}]) == "al        30\n"
+
+
+NARROW = (
+    Column("WHEN", "when", short=text.short_time),
+    Column("ID", "id", short=text.short_id),
+    Column("USER", "user", rank=2),
+    Column("N", "n", text.count, rank=1),
+)
+CALL = {"when": "2026-11-22T14:02:11.004Z", "id": "chatcmpl-3f9a21c0d7e2b1a4", "n": 7}
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        (None, "2026-11-22T14:02:11.004Z  chatcmpl-3f9a21c0d7e2b1a4  ann   7"),
+        (60, "2026-11-22T14:02:11.004Z  chatcmpl-3f9a21c0d7e2b1a4  ann   7"),
+        (59, "11-22 14:02:11  3f9a21c0  ann   7"),
+        (32, "11-22 14:02:11  3f9a21c0  7"),
+        (26, "11-22 14:02:11  3f9a21c0"),
+        (3, "11-22 14:02:11  3f9a21c0"),
+    ],
+)
+def test_a_table_shortens_to_its_terminal_before_it_leaves_columns_out(room, line):
+    listing = Listing("v", NARROW, Format.TABLE, room=room)
+    assert listing.render([{**CALL, "user": "ann"}]).splitlines()[1] == line
+    later = listing.render([{**CALL, "user": "bea"}]).splitlines()
+    assert later == [line.replace("ann", "bea")]
+    wide = Listing("v", NARROW, Format.WIDE, room=room).render([{**CALL, "user": "ann"}])
+    assert CALL["id"] in wide
+
+
+def test_the_log_fits_eighty_columns():
+    rows = [{**LOG_ROW, "id": f"chatcmpl-{number:032x}"} for number in range(3)]
+    shown = Listing("log", listings.LOG, Format.TABLE, room=80).render(rows)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "E2E" in shown.splitlines()[0]
+
+
+LOG_ROW = {
+    "received_at": "2026-11-22T14:02:11.004Z", "user": "uid:1000", "prompt_tokens": 12_345,
+    "completion_tokens": 1_234, "queue_ms": 123.4, "prefill_ms": 123.4, "ttft_ms": 1234.0,
+    "handoff_ms": 12.3, "tpot_ms": 12.3, "e2e_ms": 123_456.0, "transport": "alias",
+    "finish_reason": "tool_calls",
+}  # fmt: skip
 
 
 def test_an_empty_list_is_a_header_and_an_empty_document():

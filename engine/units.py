@@ -1,0 +1,26 @@
+"""Numbers of bytes in words: binary units by their binary names, everywhere the same.
+
+Owns: how sizes read for people. Invariant: pure; the unit is never left out.
+Never: reads a size; what a person may write is the settings'.
+"""
+
+from __future__ import annotations
+
+SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+"""Each 1,024 of the one before it."""
+
+
+def size_text(num_bytes: float) -> str:
+    """`0 B`, `980 KiB`, `1.2 GiB`; with `/s` behind it, a rate."""
+    unit = 0
+    while abs(num_bytes) >= 999.5 and unit < len(SIZE_UNITS) - 1:
+        num_bytes /= 1024
+        unit += 1
+    digits = 1 if unit and abs(num_bytes) < 99.95 else 0
+    return f"{num_bytes:.{digits}f} {SIZE_UNITS[unit]}"
+
+
+def part_text(num_bytes: float, total_bytes: float, between: str = " of ") -> str:
+    """`9.0 of 23.0 GiB`, both in the unit of the total."""
+    number, unit = size_text(total_bytes).split()
+    return f"{num_bytes / 1024 ** SIZE_UNITS.index(unit):.1f}{between}{number} {unit}"
