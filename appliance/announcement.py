@@ -12,6 +12,7 @@ from pathlib import Path
 
 from appliance.protocol import Frame
 from appliance.request import ModelInfo
+from engine.units import size_text
 
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
 GENERATION_FILE = "generation_config.json"
@@ -56,8 +57,8 @@ def announcement(
     if frame.transport is not None:
         yield f"  handoff by {frame.transport}"
     for pool in frame.pools:
-        size_mib = pool.num_blocks * pool.block_bytes / 2**20
-        yield f"  pool {pool.name}: {pool.num_blocks} blocks, {size_mib:.0f} MiB"
+        size = size_text(pool.num_blocks * pool.block_bytes)
+        yield f"  pool {pool.name}: {pool.num_blocks} blocks, {size}"
     yield f"  up to {model.max_model_len} tokens per request"
     yield f"  {sampling_text(model.sampling, folder)}"
     if advice := sampling_advice(model.sampling, folder):

@@ -23,13 +23,13 @@ from appliance.placement import MIN_BLOCKS, Placement, WorkerPlan, available_mem
 from appliance.placement_text import placement_lines
 from appliance.placing import Placing, this_inventory
 from appliance.request import ModelInfo
-from appliance.setting_kinds import size_text
 from appliance.weights_plan import WeightsPlan, plan_weights
 from engine.attention_backends import this_machine
 from engine.checkpoint import Checkpoint, arena_layout
 from engine.errors import AlreadyRunning, ConfigError
 from engine.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 from engine.places import DRAM
+from engine.units import size_text
 
 log = logging.getLogger("penstock")
 
@@ -341,9 +341,9 @@ def _staged(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[st
         return {}
     if num_bytes > room_bytes:
         log.warning(
-            "each of %d workers reads all weights: sharing them takes %.1f GB of the host, "
-            "and half of what is free is %.1f GB",
-            len(names), num_bytes / 1e9, room_bytes / 1e9,
+            "each of %d workers reads all weights: sharing them takes %s of the host, "
+            "and half of what is free is %s",
+            len(names), size_text(num_bytes), size_text(room_bytes),
         )  # fmt: skip
         return {}
     log.info("weights are read once, by %d workers, into memory of the host", len(names))

@@ -147,8 +147,7 @@ class _Sources(NamedTuple):
     file: Path | None
     table: Mapping[str, object]
     text: str
-    unknown: ConfigError | None = None
-    """Keys of the file that are no settings."""
+    unknown: ConfigError | None = None  # of keys that are no settings
 
     def lookup(self, name: str) -> Found | None:
         """The first source that sets it, unparsed; None leaves the default."""
@@ -168,8 +167,7 @@ class _Sources(NamedTuple):
 
     def checked(self, name: str) -> Found | None:
         """The same whatever else is in the file."""
-        found = self.lookup(name)
-        if found is None:
+        if (found := self.lookup(name)) is None:
             return None
         try:
             return found._replace(value=SETTINGS[name].parse(found.value))
@@ -200,8 +198,7 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
 
 def _all_parsed(sources: _Sources) -> list[Found]:
     """Every setting that is set; all that is wrong is told at once, tables of models too."""
-    given: list[Found] = []
-    wrong = [] if sources.unknown is None else [sources.unknown]
+    given, wrong = list[Found](), [] if sources.unknown is None else [sources.unknown]
     for name in SETTINGS:
         try:
             if (found := sources.checked(name)) is not None:

@@ -35,6 +35,7 @@ from engine.config import ModelConfig
 from engine.errors import PenstockError
 from engine.kernels.cpu import load_kernels
 from engine.kernels.ways import find_ways
+from engine.units import part_text, size_text
 
 MIN_FREE_BYTES = 1 << 30
 
@@ -131,7 +132,7 @@ def _kernels() -> Finding:
 
 def _cores() -> Finding:
     cores, quota = available_cores(), cgroups.cpu_quota()
-    memory = f"{available_memory_bytes() / 2**30:.1f} GiB of memory free"
+    memory = f"{size_text(available_memory_bytes())} of memory free"
     limited = "" if quota is None else f", a quota of {quota:g}"
     found = f"{len(cores)} physical cores{limited}; {memory}"
     if len(cores) < 2:
@@ -197,7 +198,7 @@ def _state_dir(folder: Path) -> Finding:
     if parent == folder:
         tempfile.TemporaryFile(dir=folder).close()
     free = shutil.disk_usage(parent).free
-    found = f"{folder}: {free / 2**30:.1f} GiB free"
+    found = f"{folder}: {size_text(free)} free"
     if free < MIN_FREE_BYTES:
         return Finding("state", "note", found, "the request log stops when the disk is full")
     return Finding("state", "ok", found)
@@ -232,7 +233,7 @@ def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Fi
         if found.ssd_cache == "off":
             return Finding("ssd", "ok", "no SSD cache, as the settings say")
         return Finding("ssd", "note", f"no SSD cache: {allowed}", HINT)
-    used = f"{slab_bytes(folder) / 2**30:.1f} of {allowed.cap_bytes / 2**30:.1f} GiB used"
+    used = f"{part_text(slab_bytes(folder), allowed.cap_bytes)} used"
     if allowed.words:
         hint = "ask for less with --ssd-cache, or name another disk: --ssd-dir"
         return Finding("ssd", "note", f"{folder}: {used}; {allowed.words}", hint)
@@ -243,7 +244,7 @@ def _ssd_of_daemon(ssd: dict[str, Any]) -> Finding:
     about = f"{ssd['folder']}: the daemon's SSD cache is {ssd['state']}"
     match ssd["state"]:
         case "on":
-            used = f"{ssd['num_bytes'] / 2**30:.1f} of {ssd['max_bytes'] / 2**30:.1f} GiB used"
+            used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} used"
             return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon")
         case "down":
             hint = "the disk is slow or fails; see the kernel log"

@@ -24,6 +24,7 @@ from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Job
 from engine.tiers.records import DIGEST_BYTES, PAGE, SlabHead
 from engine.tiers.tier import Tier
+from engine.units import size_text
 
 PATIENCE = Patience(load_ms=60_000, store_s=60, counts_waiting=False)
 """Copies come behind steps, which may be long; of a worker that hangs the watchdog takes care."""
@@ -54,8 +55,7 @@ class DramCache:
             return
         tier = self.tier = _tier(plan, router, workers, Costs(min(rates)), self._tell)
         router.prefixes.tiers.each.insert(0, tier)
-        size = f"{tier.max_bytes / 2**30:.2f} GiB"
-        rate = f"{min(rates) / 1e9:.3g} GB/s"
+        size, rate = size_text(tier.max_bytes), f"{size_text(min(rates))}/s"
         self._tell("info", "dram.on", f"DRAM cache of {size}, copied to and from at {rate}")
 
     def frame(self) -> TierFrame | None:

@@ -40,6 +40,7 @@ from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.prefix_hashes import PrefixChain
 from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
+from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")
 
@@ -112,8 +113,8 @@ class Fetching:
 
     def _progressed(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
         self._about = (
-            f"downloading {self._name}: {done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB "
-            f"at {bytes_per_s / 1e6:.1f} MB/s"
+            f"downloading {self._name}: {part_text(done_bytes, total_bytes)} "
+            f"at {size_text(bytes_per_s)}/s"
         )
         now_s = time.monotonic()
         if now_s - self._logged_s >= LOG_S or done_bytes == total_bytes:

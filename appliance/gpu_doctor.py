@@ -22,6 +22,7 @@ from appliance.finding import Finding
 from appliance.gpu_placement import PREFILL_PERCENT, WORKER_BYTES, choose_gpus, installed_torch
 from appliance.mig_layouts import layouts, memory_to_divide
 from engine.installed import flash_attn_fault, triton_fault
+from engine.units import part_text, size_text
 
 _RING_BYTES = 1 << 30
 """Locked by the shm transport, about."""
@@ -126,7 +127,7 @@ def gpu_findings(
         )  # fmt: skip
         return
     gpu = used[0]
-    serves = f"serves on {gpu.name}, {gpu.model}, {gpu.memory_bytes / 2**30:.0f} GiB"
+    serves = f"serves on {gpu.name}, {gpu.model}, {size_text(gpu.memory_bytes)}"
     yield Finding("gpu", "ok", serves if about is None else f"{serves}; {about}")
     yield _driver(host)
     yield _uvm(host)
@@ -210,8 +211,7 @@ def _memory(gpu: Gpu, weights_bytes: int | None) -> Iterator[Finding]:
     if weights_bytes is None or gpu.free_bytes is None:
         return
     free, needed = gpu.free_bytes, weights_bytes + WORKER_BYTES
-    found = f"{free / 2**30:.1f} of {gpu.memory_bytes / 2**30:.1f} GiB free, weights {{}} GiB"
-    found = found.format(f"{weights_bytes / 2**30:.1f}")
+    found = f"{part_text(free, gpu.memory_bytes)} free, weights {size_text(weights_bytes)}"
     if weights_bytes >= free:
         end = "end what else uses it: nvidia-smi --query-compute-apps=pid,used_memory --format=csv"
         hint = end if needed < gpu.memory_bytes else "serve a smaller model, or with --devices cpu"
@@ -229,7 +229,7 @@ def _memlock(host: GpuHost) -> Finding:
     if host.memlock_bytes is None or host.memlock_bytes >= _RING_BYTES:
         return Finding("memlock", "ok", "enough memory may be locked")
     return Finding(
-        "memlock", "note", f"{host.memlock_bytes / 2**20:.0f} MiB may be locked: a ring for "
+        "memlock", "note", f"{size_text(host.memlock_bytes)} may be locked: a ring for "
         "--transport shm may be refused", "ulimit -l unlimited (in a unit: LimitMEMLOCK=infinity)",
     )  # fmt: skip
 

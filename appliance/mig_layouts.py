@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from appliance.devices.listing import Gpu
 from appliance.models.fits import GPU_OVERHEAD_BYTES, LEAST_TOKENS
+from engine.units import size_text
 
 _DIVISIBLE = re.compile(r"\b(A100|A800|H100|H800|H20|H200|GH200|B200|GB200)\b")
 _SIZES = (40, 80, 94, 96, 141, 180)
@@ -70,7 +71,7 @@ def layouts(
         tokens = (memory - weights_bytes - GPU_OVERHEAD_BYTES) // kv_token_bytes
         if tokens < LEAST_TOKENS:
             short = (LEAST_TOKENS - tokens) * kv_token_bytes
-            yield name, f"{short / 1e9:.1f} GB short each", False
+            yield name, f"{size_text(short)} short each", False
         else:
             about = f"{tokens:,} tokens of KV each; {profile.most} workers, blocks through the host"
             yield name, about, True

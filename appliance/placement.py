@@ -18,12 +18,13 @@ import psutil
 from appliance import cgroups
 from appliance.devices.inventory import Node
 from appliance.devices.listing import Gpu
-from appliance.setting_kinds import MIN_BYTES, size_text
+from appliance.setting_kinds import MIN_BYTES, size_setting
 from appliance.wanted_workers import WantedWorkers
 from engine.blocks import BlockPool
 from engine.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
+from engine.units import size_text
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
@@ -199,7 +200,7 @@ def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> Confi
         f"{size_text(kv_memory_bytes)} of KV memory gives {blocks} of {size_text(block_bytes)}; "
         f"at least {min_blocks} are needed",
         where="kv_memory",
-        hint=f"give at least {size_text(max(min_blocks * block_bytes, MIN_BYTES))}",
+        hint=f"give at least {size_setting(max(min_blocks * block_bytes, MIN_BYTES))}",
     )
 
 

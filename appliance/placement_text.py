@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.placement import Placement, WorkerPlan, cpu_names
+from engine.units import size_text
 
 
 def placement_lines(placement: Placement) -> list[str]:
@@ -31,6 +32,9 @@ def _cells(placement: Placement, plan: WorkerPlan) -> Iterator[str]:
     yield "" if plan.gpu is None else cpu_names(plan.cpus)
     num_bytes = pool.num_blocks * placement.block_bytes
     num_tokens = (pool.num_blocks - 1) * placement.block_size
-    is_shared = sum(other.pool == plan.pool for other in placement.workers) > 1
-    what = "one pool for all" if is_shared else "a pool"
-    yield f"{what} of up to {num_tokens:,} tokens, {num_bytes / 1e9:.1f} GB"
+    first, *others = [each.name for each in placement.workers if each.pool == plan.pool]
+    if plan.name != first:
+        yield f"the pool of {first}"
+        return
+    what = "one pool" if others else "a pool"
+    yield f"{what} of up to {num_tokens:,} tokens, {size_text(num_bytes)}"

@@ -39,7 +39,7 @@ def parse_bytes(text: object) -> int:
     return num_bytes
 
 
-def size_text(num_bytes: int) -> str:
+def size_setting(num_bytes: int) -> str:
     """As parse_bytes() takes it, rounded up: 1.25GiB, 300MiB; who gives so much gives enough."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= factor:

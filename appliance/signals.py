@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from appliance.protocol import Frame, PoolFrame
 from appliance.tier_frame import TierFrame
+from engine.units import size_text
 
 PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
@@ -201,7 +202,7 @@ def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
         probe, rate = link.probe_bytes_per_s, link.copy_bytes_per_s
         if link.has_detour and link.down is None and probe and rate is not None:
             name = f"{link.from_pool} to {link.to_pool}"
-            rates = f"{rate / 1e9:.3g} GB/s, and {probe / 1e9:.3g} at start"
+            rates = f"{size_text(rate)}/s, and {size_text(probe)}/s at start"
             about = f"the link from {name} copies {rates}"
             yield Signal(1 - rate / probe, about, name)
 

@@ -33,6 +33,7 @@ from appliance.placement import (
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.places import RING, Places, make_places
+from engine.units import size_text
 
 GPU_STEP_TOKENS = 4096
 """Prompt tokens in a step: where a GPU's matrix products are near their best rate."""
@@ -96,9 +97,9 @@ def too_small(gpu: Gpu, shape: Shape) -> str | None:
     if short_bytes <= 0:
         return None
     return (
-        f"{gpu.name} has {gpu.memory_bytes / 2**30:.0f} GiB, and the weights of "
-        f"{shape.weights_bytes / 1e9:.1f} GB with what a worker needs beside them take "
-        f"{(gpu.memory_bytes + short_bytes) / 2**30:.0f} GiB"
+        f"{gpu.name} has {size_text(gpu.memory_bytes)}, and the weights of "
+        f"{size_text(shape.weights_bytes)} with what a worker needs beside them take "
+        f"{size_text(gpu.memory_bytes + short_bytes)}"
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from appliance.boot import Plan
 from appliance.cache_identity import PromptHasher
 from appliance.config import ServeConfig
-from appliance.ssd_room import HINT, Allowance, allowance, gib
+from appliance.ssd_room import HINT, Allowance, allowance
 from appliance.tier_frame import TierFrame
 from appliance.tier_parts import Prediction, frame_of
 from engine.places import SSD
@@ -31,6 +31,7 @@ from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Job
 from engine.tiers.slabs import Reclaimed, Slabs
 from engine.tiers.tier import Tier
+from engine.units import size_text
 
 SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
@@ -189,8 +190,8 @@ class SsdCache:
             "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
         )
         num_blocks = 0 if self.tier is None else len(self.tier.index)
-        about = f"{_things(num_blocks, 'block')}, {gib(num_blocks * slabs.block_bytes)}"
-        most = gib(slabs.max_places * slabs.block_bytes)
+        about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
+        most = size_text(slabs.max_places * slabs.block_bytes)
         self._tell("info", "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
 
     def _done(self, disk: Disk, job: Job) -> None:
@@ -245,7 +246,7 @@ def _dropped(reclaimed: Reclaimed) -> str:
     """What was in the folder and is not served, in words; empty: nothing."""
     parts = []
     if reclaimed.num_foreign_slabs:
-        size = f"{reclaimed.num_foreign_bytes / 2**20:.1f} MiB"
+        size = size_text(reclaimed.num_foreign_bytes)
         blocks = _things(reclaimed.num_foreign_records, "block")
         parts.append(f"{blocks} ({size}) of another model, dtype or layout than is served now")
     counts = [

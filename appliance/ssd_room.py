@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.tiers.files import slab_bytes
 from engine.tiers.slabs import RESERVE_BYTES
+from engine.units import size_text
 
 FREE_SHARE = 10
 """Without a size, this part of the free disk..."""
@@ -42,7 +43,9 @@ class Allowance:
         """Why it is less than was asked for; empty where it is not."""
         if self.asked_bytes is None:
             return ""
-        return f"asked for {gib(self.asked_bytes)}, the disk allows {gib(self.cap_bytes)}"
+        return (
+            f"asked for {size_text(self.asked_bytes)}, the disk allows {size_text(self.cap_bytes)}"
+        )
 
 
 def allowance(folder: Path, asked: int | str) -> Allowance | str:
@@ -67,7 +70,8 @@ def allowance(folder: Path, asked: int | str) -> Allowance | str:
         reserve_bytes, most_bytes = min(share, RESERVE_BYTES), asked
     cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
     if cap_bytes <= 0:
-        return f"{folder}: of its disk {gib(free_bytes)} are free, and {gib(reserve_bytes)} stay so"
+        free, reserve = size_text(free_bytes), size_text(reserve_bytes)
+        return f"{folder}: of its disk {free} are free, and {reserve} stay so"
     is_cut = isinstance(asked, int) and cap_bytes < asked
     return Allowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
 
@@ -97,8 +101,3 @@ def _problem(folder: Path, there: Path) -> str | None:
     except OSError as error:
         return f"{about} takes no files: {error.strerror}"
     return None
-
-
-def gib(num_bytes: int) -> str:
-    """A number of bytes in words, as `1.25 GiB`."""
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -41,6 +41,7 @@ from engine.messages import (
     Unmapped,
     WeightsLoaded,
 )
+from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")
 
@@ -293,10 +294,10 @@ class Supervisor:
             return
         self._logged_at_s = now_s
         if loaded < total:
-            log.info("loading weights: %.0f of %.0f MB", loaded / 1e6, total / 1e6)
+            log.info("loading weights: %s", part_text(loaded, total))
         else:
             took_s = now_s - self._loading_since_s
-            log.info("loaded %.0f MB of weights, %.1f s after the start", total / 1e6, took_s)
+            log.info("loaded %s of weights, %.1f s after the start", size_text(total), took_s)
 
     def _weights_loaded(self, worker: WorkerState) -> None:
         """Let workers go on once every share of the weights is in place."""

@@ -23,6 +23,7 @@ from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.ways import Ways, find_ways
 from engine.messages import WeightsLoss, WeightsSpec
 from engine.panels_layout import AS_STORED, PanelsLayout, panels_layout
+from engine.units import size_text
 
 log = logging.getLogger("penstock")
 
@@ -135,11 +136,11 @@ def _words(
     checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dtype: str, weights: str
 ) -> str:
     file = f"weights are mostly {checkpoint.stored_dtype} in the file, "
-    file += f"{checkpoint.num_bytes / 1e6:,.0f} MB; "
+    file += f"{size_text(checkpoint.num_bytes)}; "
     if isinstance(layout, WeightsLayout):
-        return f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, widened to {dtype} at start"
+        return f"{file}{size_text(layout.num_bytes)} in memory, widened to {dtype} at start"
     how = "quantised as they are" if weights == AS_STORED else f"quantised to {weights} at start"
-    packed = f"{file}{layout.num_bytes / 1e6:,.0f} MB in memory, {how}"
+    packed = f"{file}{size_text(layout.num_bytes)} in memory, {how}"
     widened = checkpoint.tensors.keys() & layout.rest.shape_by_name.keys()
     if weights == AS_STORED:
         widened = {name for name in widened if checkpoint.tensors[name].is_quantised}

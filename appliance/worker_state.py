@@ -18,6 +18,7 @@ from appliance.placement import WorkerPlan
 from engine.channel import DaemonChannel
 from engine.errors import WorkerFailed
 from engine.messages import Ready, Setup, WeightsLoss
+from engine.units import size_text
 
 STABLE_AFTER_S = 30.0
 """A worker that was ready this long had no short life."""
@@ -113,7 +114,7 @@ class WorkerState:
         if ready.num_graphs:
             lines.append(
                 f"{ready.num_graphs} graphs of decode steps, captured in "
-                f"{ready.capture_ms / 1e3:.1f} s, {ready.graph_bytes / 2**20:.0f} MiB"
+                f"{ready.capture_ms / 1e3:.1f} s, {size_text(ready.graph_bytes)}"
             )
         return lines
 

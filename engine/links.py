@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from engine.messages import Copied
 from engine.places import Hop, Link, Places
 from engine.sequence import Leg
+from engine.units import size_text
 
 MAX_STRIKES = 8
 """In a row: copies that failed, or that came to less than half of what the try at start did."""
@@ -108,7 +109,7 @@ class Links:
                 continue
             state.num_strikes += 1
             if state.num_strikes >= MAX_STRIKES and state.down is None:
-                why = report.error or f"copies come to {rate / 1e9:.3g} GB/s"
+                why = report.error or f"copies come to {size_text(rate)}/s"
                 self._take_down(state, f"{MAX_STRIKES} copies in a row failed or were slow: {why}")
 
     def _take_down(self, state: LinkState, why: str) -> None:

@@ -33,6 +33,7 @@ DIRECTIONS = {
         "appliance.client",
         "appliance.config",
         "appliance.settings",
+        "engine.units",
     ),
 }
 TORCH_ROOMS = ("engine/model/", "engine/workers/")

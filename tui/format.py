@@ -12,8 +12,9 @@ from datetime import datetime
 
 from rich.cells import cell_len, set_cell_size
 
+from engine.units import part_text, size_text
+
 ABSENT = "-"
-_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _COUNT_UNITS = ("", "k", "M", "G", "T")
 
 
@@ -101,22 +102,14 @@ def whole_seconds(value_s: float | None) -> str:
 
 def size(value_bytes: float | None) -> str:
     """`0 B`, `980 KiB`, `1.2 GiB`."""
-    if value_bytes is None:
-        return ABSENT
-    unit = 0
-    while abs(value_bytes) >= 999.5 and unit < len(_SIZE_UNITS) - 1:
-        value_bytes /= 1024
-        unit += 1
-    digits = 1 if unit and abs(value_bytes) < 99.95 else 0
-    return f"{value_bytes:.{digits}f} {_SIZE_UNITS[unit]}"
+    return ABSENT if value_bytes is None else size_text(value_bytes)
 
 
 def part(used_bytes: float | None, total_bytes: float | None) -> str:
     """`9.0/23.0 GiB`, both in the unit of the total."""
     if used_bytes is None or not total_bytes:
         return size(used_bytes)
-    number, unit = size(total_bytes).split()
-    return f"{used_bytes / 1024 ** _SIZE_UNITS.index(unit):.1f}/{number} {unit}"
+    return part_text(used_bytes, total_bytes, "/")
 
 
 def percent(value: float | None) -> str:

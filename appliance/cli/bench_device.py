@@ -16,6 +16,7 @@ from appliance.cli import terminal
 from appliance.cli.bench_pages import DEVICE
 from appliance.cli.tables import Format, document
 from appliance.cli.terminal import Output
+from appliance.cli.text import size
 from appliance.setting_kinds import a_path
 
 Model = Annotated[
@@ -47,10 +48,10 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
     if output is Format.JSON:
         terminal.write(document("bench", found) + "\n")
         return
-    copy_gb_per_s, tflop_per_s = found["copy_bytes_per_s"] / 1e9, found["matmul_flop_per_s"] / 1e12
+    tflop_per_s = found["matmul_flop_per_s"] / 1e12
     terminal.note(
         f"{found['device']}, torch {found['torch']}, {found['dtype']}, "
         f"attention {found['attention']}: copies "
-        f"{copy_gb_per_s:.0f} GB/s, multiplies {tflop_per_s:.2f} TFLOP/s"
+        f"{size(found['copy_bytes_per_s'])}/s, multiplies {tflop_per_s:.2f} TFLOP/s"
     )
     terminal.write(terminal.listing("bench", DEVICE, output).render(found["data"]))

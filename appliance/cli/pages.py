@@ -6,8 +6,10 @@ Never: computes a figure that the daemon did not send.
 
 from __future__ import annotations
 
+from typing import Any
+
 from appliance.cli.tables import Row, flat
-from appliance.cli.text import count, ms, printable, word
+from appliance.cli.text import count, ms, printable, size, word
 
 
 def stats_line(frame: Row) -> str:
@@ -26,9 +28,14 @@ def stats_line(frame: Row) -> str:
 
 def facts(content: Row) -> str:
     """Names and values, one a line."""
-    named = {name: word(value) for name, value in flat(content).items()}
+    named = {name: _fact(name, value) for name, value in flat(content).items()}
     width = max(map(len, named), default=0)
     return "\n".join(f"{printable(name):<{width}}  {value}" for name, value in named.items())
+
+
+def _fact(name: str, value: Any) -> str:
+    """A value; what its name says to be bytes, as a size."""
+    return size(value) if "_bytes" in name and isinstance(value, int) else word(value)
 
 
 def roles_text(frame: Row) -> str:

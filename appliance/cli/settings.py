@@ -15,9 +15,9 @@ import typer
 from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
-from appliance.cli.text import size, yes_or_no
+from appliance.cli.text import yes_or_no
 from appliance.config import Found, explain
-from appliance.setting_kinds import a_duration, on_or_off, parse_bytes, some_weights
+from appliance.setting_kinds import a_duration, on_or_off, parse_bytes, size_setting, some_weights
 from appliance.settings import SETTINGS, Setting
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
@@ -64,7 +64,7 @@ def _for_people(found: Found) -> Any:
         return f"{found.value:g}s"
     if parse is on_or_off:
         return "on" if found.value else "off"
-    return size(found.value).replace(" ", "") if parse is parse_bytes else _plain(found)
+    return size_setting(found.value) if parse is parse_bytes else _plain(found)
 
 
 def _plain(found: Found) -> Any:

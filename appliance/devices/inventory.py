@@ -17,6 +17,7 @@ from typing import Any
 
 from appliance.devices.listing import Gpu, list_gpus
 from appliance.devices.nvml import NvLinks, Nvml, open_nvml
+from engine.units import size_text
 
 NODES = Path("/sys/devices/system/node")
 PATHS = {
@@ -60,11 +61,11 @@ class GpuLink:
 
     @property
     def words(self) -> str:
-        """For people: `18 NVLinks, 478 GB/s each way`."""
+        """For people: `18 NVLinks, 445 GiB/s each way`."""
         if self.num_nvlinks:
             links = "1 NVLink" if self.num_nvlinks == 1 else f"{self.num_nvlinks} NVLinks"
             rate = self.nvlink_bytes_per_s
-            return links if rate is None else f"{links}, {rate / 1e9:.0f} GB/s each way"
+            return links if rate is None else f"{links}, {size_text(rate)}/s each way"
         return PATHS[self.level][1] if self.level in PATHS else "a path that is not reported"
 
 

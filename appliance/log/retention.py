@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from appliance.log.query import log_time
+from engine.units import size_text
 
 SLICE_ROWS = 5_000
 SLICE_PAGES = 2_000
@@ -44,9 +45,9 @@ class Limits:
     """Of pages in use; pages that are free for new rows and the write-ahead log do not count."""
 
     def describe(self) -> str:
-        """As in `beyond 30 d and 2048 MiB`."""
+        """As in `beyond 30 d and 2.0 GiB`."""
         days = None if self.keep_days is None else f"{self.keep_days} d"
-        size = None if self.max_bytes is None else f"{self.max_bytes / 2**20:.0f} MiB"
+        size = None if self.max_bytes is None else f"{size_text(self.max_bytes)}"
         return " and ".join(bound for bound in (days, size) if bound)
 
 

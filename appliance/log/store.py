@@ -27,7 +27,9 @@ PAUSE_S = 0.02
 def stats(path: Path) -> dict[str, object]:
     """Sizes, rows by table, and the span of time that the log covers.
 
-    `used_bytes` is what max_bytes bounds: `file_bytes` less pages that are free for new rows.
+    `used_bytes` is what max_bytes bounds: pages less those that are free for new rows. Such pages
+    lie in the file or, when they are new, in the write-ahead log, so that they may be more than
+    the file has, and are never more than `disk_bytes`, which is both.
 
     Raises:
         PenstockError: the file is missing, unreadable or not a request log.
@@ -35,12 +37,15 @@ def stats(path: Path) -> dict[str, object]:
     with reading(path) as db:
         made = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
         tables = [name for name in _TABLES if name in made]
+        used = used_bytes(db)
+        file, wal = path.stat().st_size, _size_bytes(path.with_name(path.name + "-wal"))
         return {
             "path": str(path),
             "schema": _one(db, "SELECT max(name) FROM _sqlite_migrations"),
-            "file_bytes": path.stat().st_size,
-            "used_bytes": used_bytes(db),
-            "wal_bytes": _size_bytes(path.with_name(path.name + "-wal")),
+            "disk_bytes": file + wal,
+            "used_bytes": used,
+            "file_bytes": file,
+            "wal_bytes": wal,
             "rows": {name: _one(db, f"SELECT count(*) FROM {name}") for name in tables},
             "oldest": _one(db, "SELECT min(received_at) FROM requests"),
             "newest": _one(db, "SELECT max(received_at) FROM requests"),

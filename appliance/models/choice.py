@@ -16,6 +16,7 @@ from appliance.models.cache import INDEX, SINGLE
 from appliance.models.names import HubName, is_quantised_as
 from engine.errors import CheckpointError
 from engine.gguf_header import parts_of
+from engine.units import size_text
 
 SMALL = (
     "config.json",
@@ -78,8 +79,8 @@ def small_files(repository: Repository) -> list[RemoteFile]:
     found = [repository.files[path] for path in wanted if path in repository.files]
     for file in found:
         if file.size_bytes > MAX_SMALL_BYTES:
-            what = f"{file.path} has {file.size_bytes / 1e6:,.0f} MB: it is no such file"
-            hint = f"up to {MAX_SMALL_BYTES >> 20} MiB are read"
+            what = f"{file.path} has {size_text(file.size_bytes)}: it is no such file"
+            hint = f"up to {size_text(MAX_SMALL_BYTES)} are read"
             raise CheckpointError(what, where=str(repository.name), hint=hint)
     return found
 
@@ -130,7 +131,7 @@ def _quantised(repository: Repository, wanted: str) -> list[RemoteFile]:
 def _instead(repository: Repository) -> str:
     """What there is in the place of what was looked for."""
     if repository.gguf:
-        listed = [f"{file.path} ({file.size_bytes / 1e9:.1f} GB)" for file in repository.gguf]
+        listed = [f"{file.path} ({size_text(file.size_bytes)})" for file in repository.gguf]
         more = f" and {len(listed) - 12} more" if len(listed) > 12 else ""
         example = f"{repository.name.repository}:Q4_K_M"
         return f"it has {', '.join(listed[:12])}{more}; name one as {example}"

@@ -15,6 +15,7 @@ from typing import Any
 from appliance.models.names import is_quantised_as
 from engine.checkpoint import expected_shapes
 from engine.config import DTYPE_BYTES, ModelConfig
+from engine.units import size_text
 
 GPU_OVERHEAD_BYTES = 2 << 30
 """Contexts, graphs, activations and a margin, of one worker process on a GPU."""
@@ -160,7 +161,7 @@ def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
     if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
         least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
         each = " each" if place.num_devices > 1 else ""
-        return f"no: {(least - spare) / 1e9:.1f} GB short{each}"
+        return f"no: {size_text(least - spare)} short{each}"
     if tokens is None or need.max_model_len is None or tokens >= need.max_model_len:
         return "yes"
     return f"up to {tokens:,} tokens"
@@ -180,7 +181,7 @@ def smaller(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> str |
     if not known and need.num_parameters is not None:
         for kind in _USUAL:
             in_file, in_memory = (bits * need.num_parameters / 8 for bits in BITS_PER_WEIGHT[kind])
-            known.append((f"about {in_file / 1e9:.1f} GB as {kind}", int(in_memory)))
+            known.append((f"about {size_text(in_file)} as {kind}", int(in_memory)))
     least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
     for name, size in known:
         one = Need(None, size, need.kv_bytes_per_token, need.max_model_len)

@@ -26,6 +26,7 @@ from appliance.models.choice import RemoteFile, Repository, small_files, weight_
 from appliance.models.names import HubName, a_model
 from engine.config import ModelConfig
 from engine.errors import ConfigError, PenstockError
+from engine.units import size_text
 
 NUM_THREADS = 4
 REPORT_S = 0.2
@@ -86,7 +87,7 @@ def _check_room(root: Path, repository: Repository, files: Sequence[RemoteFile])
     free = shutil.disk_usage(there).free
     if needed + ROOM_BYTES > free:
         raise ConfigError(
-            f"{needed / 1e9:.1f} GB are to come, and {free / 1e9:.1f} GB are free in {there}",
+            f"{size_text(needed)} are to come, and {size_text(free)} are free in {there}",
             where=str(repository.name),
             hint="penstock models rm makes room; HF_HOME puts the cache on another disk",
         )

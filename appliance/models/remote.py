@@ -17,6 +17,7 @@ from appliance.models import cache, choice, fits, hub
 from appliance.models.names import HubName
 from appliance.placement import available_cores, available_memory_bytes
 from engine.config import ModelConfig
+from engine.units import size_text
 
 
 def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.Place]:
@@ -34,7 +35,7 @@ def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.Place]:
     ]
     for count, num_bytes in imagined:
         name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"
-        found.append(fits.Place(f"{name} of {num_bytes / 2**30:.4g} GiB", num_bytes, True, count))
+        found.append(fits.Place(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
     return found
 
 
@@ -83,7 +84,7 @@ def in_a_sentence(name: HubName) -> str:
     about = on_hub(name, places())
     row = about["fits"][-1]
     return (
-        f"{name} is not here yet: {about['download_bytes'] / 1e9:.2f} GB to download; "
+        f"{name} is not here yet: {size_text(about['download_bytes'])} to download; "
         f"fits on {row['place']}: {row['verdict']}"
     )
 

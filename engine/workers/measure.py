@@ -33,6 +33,7 @@ from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.sequence import SamplingParams
+from engine.units import size_text
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
 from engine.workers.grammars import Grammars
@@ -162,8 +163,8 @@ class Bench:
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.device is None and num_bytes > host_bytes // 2:
             raise WorkerFailed(
-                f"weights of {num_bytes / 1e9:.0f} GB need too much of the memory, "
-                f"which is {host_bytes / 1e9:.0f} GB",
+                f"weights of {size_text(num_bytes)} need too much of the memory, "
+                f"which is {size_text(host_bytes)}",
                 where="bench",
                 hint="name the folder of a smaller model, or add --small",
             )

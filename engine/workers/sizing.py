@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.errors import WorkerFailed
+from engine.units import size_text
 
 MARGIN_BYTES = 512 << 20
 """Kept free: libraries' workspaces, and fragments of the allocator."""
@@ -78,7 +79,7 @@ def check_blocks(num_fitting: int, min_blocks: int, block_bytes: int, uuid: str)
     """
     if num_fitting < min_blocks:
         raise WorkerFailed(
-            f"memory for {num_fitting} KV blocks of {block_bytes / 2**20:.1f} MiB is left, "
+            f"memory for {num_fitting} KV blocks of {size_text(block_bytes)} is left, "
             f"{min_blocks} are needed",
             where=uuid,
             hint="end what else uses the GPU, or serve a smaller model",

@@ -63,7 +63,7 @@ MACHINES = {
         replace(GOOD, gpus=[replace(H100, free_bytes=10 * GIB)], memlock_bytes=8 << 20),
         {
             "gpu memory": ("bad", "10.0 of 80.0 GiB free", "nvidia-smi --query-compute-apps"),
-            "memlock": ("note", "8 MiB may be locked", "ulimit -l unlimited"),
+            "memlock": ("note", "8.0 MiB may be locked", "ulimit -l unlimited"),
         },
     ),
     "barely enough": (

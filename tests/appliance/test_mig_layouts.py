@@ -30,7 +30,7 @@ def test_layouts_say_what_each_instance_would_hold() -> None:
         "2 x 3g.40gb", "3 x 2g.20gb", "4 x 1g.20gb"
     ]  # fmt: skip
     assert "tokens of KV each; 2 workers" in found["2 x 3g.40gb"][0]
-    assert "GB short each" in found["7 x 1g.10gb"][0]
+    assert "GiB short each" in found["7 x 1g.10gb"][0]
 
 
 @pytest.mark.parametrize(

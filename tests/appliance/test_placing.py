@@ -281,9 +281,9 @@ def test_a_whole_gpu_and_a_part_of_another_are_placed_by_hand(
          "name another"),
         ("2xrtx4090-no-p2p", {"transport": "peer"}, "no P2P", "there is shm"),
         ("2xh100-nvlink", {"transport": "alias"}, "do not share memory", "there is peer"),
-        ("h100-mig-7x1g.10gb", {"devices": "gpu0/mig3"}, "gpu0/mig3 has 10 GiB",
+        ("h100-mig-7x1g.10gb", {"devices": "gpu0/mig3"}, "gpu0/mig3 has 9.8 GiB",
          "a larger MIG instance"),
-        ("laptop", {"place": "prefill=cuda:0 decode=0-3"}, "gpu0 has 4 GiB", "--devices cpu"),
+        ("laptop", {"place": "prefill=cuda:0 decode=0-3"}, "gpu0 has 4.0 GiB", "--devices cpu"),
         ("none", {"place": "prefill=cuda:0 decode=0-3"}, "no cuda:0", "no GPU with a driver"),
         ("2xh100-nvlink", {"kv_memory_bytes": 200 << 30}, "bytes of KV memory", "divided among"),
         ("2xh100-nvlink", {"kv_memory_bytes": 4 << 20}, "KV blocks", "give at least"),
@@ -352,7 +352,7 @@ def test_the_check_of_a_configuration_says_where_everything_goes(
     sentence, lines = boot.check_plan(ServeConfig(tmp_path, tmp_path, model=models["8b"].folder))
     assert "the configuration is good" in sentence
     assert lines[0].split()[:2] == ["prefill", "gpu0,"]
-    assert lines[-1].endswith("18 NVLinks, 478 GB/s each way")
+    assert lines[-1].endswith("18 NVLinks, 445 GiB/s each way")
 
 
 def test_nodes_that_the_kernel_does_not_describe_are_one(tmp_path: Path) -> None:

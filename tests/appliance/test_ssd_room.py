@@ -24,7 +24,7 @@ def test_more_than_the_disk_has_is_cut_to_what_it_has_and_said(disk, tmp_path):
     disk(62 * GIB)
     allowed = allowance(tmp_path, 500 * GIB)
     assert allowed == Allowance(52 * GIB, 10 * GIB, 500 * GIB)
-    assert allowed.words == "asked for 500.00 GiB, the disk allows 52.00 GiB"
+    assert allowed.words == "asked for 500 GiB, the disk allows 52.0 GiB"
     assert allowed.words in ssd_problem(tmp_path, 500 * GIB)
     assert allowance(tmp_path, 5 * GIB) == Allowance(5 * GIB, 10 * GIB)
     assert ssd_problem(tmp_path, 5 * GIB) is None
@@ -36,7 +36,7 @@ def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_pat
     disk(11 * GIB)
     assert allowance(tmp_path, "auto") == Allowance(GIB, 10 * GIB)
     disk(10 * GIB)
-    assert f"{tmp_path}: of its disk 10.00 GiB are free" in allowance(tmp_path, "auto")
+    assert f"{tmp_path}: of its disk 10.0 GiB are free" in allowance(tmp_path, "auto")
 
 
 def test_on_a_small_disk_a_size_that_was_asked_for_leaves_a_part_of_it(disk, tmp_path):

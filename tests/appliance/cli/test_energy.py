@@ -91,7 +91,7 @@ def test_devices_are_listed_with_all_that_they_report(
     assert {"THROTTLED", "SM", "NVLINK IN", "MODEL"} <= set(header.replace("  ", "|").split("|"))
     assert [line.split()[0] for line in lines[:4]] == ["gpu0", "gpu1", "gpu1/mig0", "gpu1/mig2"]
     assert "power cap" in lines[0]
-    assert "3 MiB/s" in lines[0]
+    assert "3.0 MiB/s" in lines[0]
     assert "75 %" in lines[0]
     assert "MIG-2-5" in lines[3]
     assert lines[4].startswith("cores ")

@@ -32,7 +32,7 @@ def test_one_file_of_weights_and_nothing_else() -> None:
 def test_a_small_file_that_is_listed_large_is_refused_by_name() -> None:
     large = RemoteFile("tokenizer.json", (128 << 20) + 1, None, "b")
     there = Repository(HubName("o/n"), "c" * 40, {large.path: large})
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 134 MB"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 128 MiB"):
         small_files(there)
 
 

@@ -63,9 +63,9 @@ def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
     box = fits.Place("box", 9 * GIB, is_gpu=False)
     assert fits.rows(eight, [box], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q4_K_M.gguf"
-    assert fits.rows(eight, [box])[0]["quantised"] == "about 5.0 GB as Q4_K_M"
+    assert fits.rows(eight, [box])[0]["quantised"] == "about 4.6 GiB as Q4_K_M"
     larger = fits.Place("box", 11 * GIB, is_gpu=False)
-    assert fits.rows(eight, [larger])[0]["quantised"] == "about 8.7 GB as Q8_0"
+    assert fits.rows(eight, [larger])[0]["quantised"] == "about 8.1 GiB as Q8_0"
     assert fits.rows(eight, [fits.Place("tiny", 2 * GIB, is_gpu=False)])[0]["quantised"] is None
     assert fits.rows(eight, [TWO_H100])[0]["quantised"] is None
     short = fits.Place("12", 12 * GIB, is_gpu=True)  # where quantised files are widened
@@ -133,13 +133,13 @@ def test_show_says_it_before_anything_is_downloaded(tmp_path: Path, hub: Hub) ->
     assert quantised["size_bytes"] == GGUF["Qwen3-8B-Q6_K.gguf"]
     assert quantised["fits"][1]["weights_bytes"] > 2 * quantised["size_bytes"]
     page = penstock(environ, "models", "show", "Qwen/Qwen3-8B", "--gpu", "24GiB").stdout
-    assert "a GPU of 24 GiB" in page
+    assert "a GPU of 24.0 GiB" in page
 
 
 def test_doctor_says_it_of_a_model_that_is_not_here(tmp_path: Path, hub: Hub) -> None:
     environ = user_environ(tmp_path) | {"HF_ENDPOINT": hub.url}
     ended = penstock(environ, "doctor", "--model", "meta-llama/Llama-3.1-8B-Instruct")
-    assert "16.06 GB to download; fits on this machine" in ended.stdout
+    assert "15.0 GiB to download; fits on this machine" in ended.stdout
 
 
 @pytest.mark.parametrize("size", ["many", "0x80GiB", "x", "2x"])
