@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import Daemon
+from tests.daemons import ALONE, Daemon
 from tests.hub import Hub, Repository, folder_files, serving
 
 NAME = "owner/tiny-llama"
@@ -26,10 +26,10 @@ def environ(hub: Hub, home: Path) -> dict[str, str]:
 
 def test_it_is_downloaded_first_and_everybody_can_see_how_far_it_is(hub, start_daemon, tmp_path):
     hub.chunk_pause = threading.Event()
-    daemon = start_daemon(env=environ(hub, tmp_path))
+    daemon = start_daemon(*ALONE, env=environ(hub, tmp_path))
     daemon.wait_for(daemon.is_listening)
     assert daemon.get_status("/health") == 200
-    daemon.wait_for(lambda: "MB at" in daemon.http.get("/ready").text)
+    daemon.wait_for(lambda: "iB at" in daemon.http.get("/ready").text)
     assert daemon.get_status("/ready") == 503
     state = daemon.state()
     assert (state["state"], state["model"], state["max_model_len"]) == ("loading", NAME, None)
@@ -52,10 +52,10 @@ def test_it_is_downloaded_first_and_everybody_can_see_how_far_it_is(hub, start_d
 
 
 def test_what_is_in_the_cache_needs_no_hub(hub, start_daemon, tmp_path):
-    first = start_daemon(env=environ(hub, tmp_path)).wait_ready()
+    first = start_daemon(*ALONE, env=environ(hub, tmp_path)).wait_ready()
     assert first.stop() == 0
     hub.asked.clear()
-    second = start_daemon(env=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}).wait_ready()
+    second = start_daemon(*ALONE, env=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}).wait_ready()
     assert second.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert second.stop() == 0
     assert hub.asked == []
@@ -79,9 +79,9 @@ def test_a_name_that_leads_nowhere_ends_the_start(hub, tmp_path, name, words, co
 
 def test_a_daemon_that_is_told_to_stop_ends_the_download_with_it(hub, start_daemon, tmp_path):
     hub.chunk_pause = threading.Event()
-    daemon = start_daemon(env=environ(hub, tmp_path))
+    daemon = start_daemon(*ALONE, env=environ(hub, tmp_path))
     daemon.wait_for(daemon.is_listening)
-    daemon.wait_for(lambda: "MB at" in daemon.http.get("/ready").text)
+    daemon.wait_for(lambda: "iB at" in daemon.http.get("/ready").text)
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(10) == 0
     hub.chunk_pause.set()

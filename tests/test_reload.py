@@ -11,12 +11,13 @@ import termios
 import httpx
 
 from appliance.http.keys import new_key
+from tests.daemons import ALONE
 
 
 def start(start_daemon, tiny_llama, tmp_path, text, **env):
     settings = tmp_path / "penstock.toml"
     settings.write_text(text)
-    daemon = start_daemon(model=tiny_llama, env={"PENSTOCK_CONFIG": str(settings), **env})
+    daemon = start_daemon(*ALONE, model=tiny_llama, env={"PENSTOCK_CONFIG": str(settings), **env})
     return daemon.wait_ready(), settings
 
 
@@ -98,7 +99,7 @@ def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama):
         os.setsid()
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
-    daemon = start_daemon(model=tiny_llama, preexec_fn=take_terminal).wait_ready()
+    daemon = start_daemon(*ALONE, model=tiny_llama, preexec_fn=take_terminal).wait_ready()
     os.close(terminal)
     os.close(leader)  # the window is closed: the kernel sends SIGHUP
     assert daemon.process.wait(30) == 0

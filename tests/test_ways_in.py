@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.daemons import make_keys
+from tests.daemons import ALONE, make_keys
 
 
 def test_tcp_without_keys_is_refused_before_anything_starts(start_daemon, tiny_llama):
@@ -18,7 +18,7 @@ def test_tcp_without_keys_is_refused_before_anything_starts(start_daemon, tiny_l
 def test_the_official_client_over_tcp(start_daemon, tiny_llama, tmp_path):
     path, keys = make_keys(tmp_path, laptop="user", wall="viewer")
     arguments = ("--listen", "127.0.0.1:0", "--api-keys", str(path))
-    daemon = start_daemon(*arguments, model=tiny_llama).wait_ready()
+    daemon = start_daemon(*ALONE, *arguments, model=tiny_llama).wait_ready()
     laptop, wall = (daemon.official_client(keys[name]) for name in ("laptop", "wall"))
     asked = {"model": tiny_llama.name, "prompt": "Hello", "max_tokens": 5, "temperature": 0}
     with laptop, wall:
