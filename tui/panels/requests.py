@@ -175,8 +175,9 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
         (totals.refused, "refused"),
     ]
     not_none = [(num, word) for num, word in counts if num]
-    fewer = [(not_none[:num], []) for num in range(len(not_none), -1, -1)]
-    for shown, ends in [(counts, end_order), (not_none, end_order), *fewer]:
+    choices = [(counts, end_order), (not_none, end_order)]
+    choices += [(not_none[:num], []) for num in range(len(not_none), -1, -1)]
+    for shown, ends in choices:
         texts = [f"{fmt.short_count(num)} {word}" for num, word in shown]
         others = [" │ " + ", ".join(texts)] if texts else []
         text = "".join([live, *finished, *order, *ends, *filtered, *others])
