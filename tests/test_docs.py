@@ -160,10 +160,11 @@ def run(block, folder, daemon):
         "PENSTOCK_SOCKET": str(daemon.socket),
         "PENSTOCK_STATE_DIR": str(daemon.folder / "state"),
     }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
     return subprocess.run(
         [*program, text],
         cwd=folder,
-        env={**os.environ, **own},
+        env={**inherited, **own},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
