@@ -89,6 +89,7 @@ class Copies:
         """A tier in the host's memory; None: there is none."""
         self._ledger = ledger
         self._passing_pools = places.passing_pools()
+        self._homes = {pool.name: pool.home for pool in places.pools}
         self._transfers: dict[Owner, _Transfer] = {}
         self._open: dict[int, _Open] = {}
         self._last_id = 0
@@ -250,7 +251,9 @@ class Copies:
         for is_ahead in (False, True):
             for transfer in self._transfers.values():
                 for number, hop in enumerate(transfer.link.hops):
-                    if hop.worker in ready_workers:
+                    # into a dead worker's memory nothing goes before it is there again
+                    is_there = self._homes.get(hop.to_pool) in (None, *ready_workers)
+                    if hop.worker in ready_workers and is_there:
                         self._send_hop(transfer, number, hop, send, is_ahead=is_ahead)
 
     def _send_hop(

@@ -7,7 +7,7 @@ from engine.blocks import Ledger
 from engine.elastic import Choice
 from engine.errors import InvariantViolated, QueueFull, RequestError
 from engine.journeys import MAX_PREEMPTIONS, Pair
-from engine.messages import Copied, CoresUsed, Release, Stepped
+from engine.messages import Copied, Copy, CoresUsed, Release, Stepped
 from engine.outcomes import Outcome
 from engine.places import make_places
 from engine.prefix_hashes import PrefixHasher
@@ -658,6 +658,22 @@ def test_a_copy_that_fails_is_held_against_its_link_unless_the_pool_is_gone(is_d
         world.deliver(prefill)
     state = world.router.copies.links.states["prefill", "decode"]
     assert state.num_strikes == (0 if is_dead else 1)
+    world.revive_all()
+    world.run()
+    world.assert_all_free()
+
+
+def test_nothing_is_sent_into_the_memory_of_a_worker_that_is_dead():
+    world = World("gpu peer")
+    world.submit(*(world.sequence(22, 4) for _ in range(3)))
+    world.tick()
+    prefill = world.workers["prefill"]
+    before = {id(command) for command in prefill.inbox}
+    world.kill("decode")
+    for _ in range(20):
+        sent = [x for x in prefill.inbox if isinstance(x, Copy) and id(x) not in before]
+        assert "decode" not in {copy.to_pool for copy in sent}
+        world.tick()
     world.revive_all()
     world.run()
     world.assert_all_free()
