@@ -68,6 +68,8 @@ class Appliance:
         self.start_adapter()
 
     def start_daemon(self) -> None:
+        if hasattr(self, "daemon"):
+            self.daemon.http.close()
         self.daemon = Daemon(self.folder, *self._args, model=self._model)
 
     def start_adapter(self) -> None:

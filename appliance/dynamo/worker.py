@@ -168,11 +168,17 @@ class Adapter:
             log.info("left the router: %s", why)
 
     async def _lost(self, why: str) -> None:
-        """The daemon is gone: its replies go on elsewhere, and nothing is cached."""
-        await self._leave(why)
+        """The daemon is gone: its replies go on elsewhere, and nothing is cached.
+
+        What comes meanwhile is sent elsewhere, too. Only then it leaves: a router that is choosing
+        it at that moment would wait for an answer that nobody gives.
+        """
         for line in list(self._open):
             line.hang_up()
         self._contents.forget_all()
+        if self._is_joined:
+            await asyncio.sleep(LEAVE_S)
+        await self._leave(why)
 
     async def _follow_contents(self) -> None:
         try:
