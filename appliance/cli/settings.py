@@ -64,7 +64,9 @@ def _for_people(found: Found) -> Any:
         return f"{found.value:g}s"
     if parse is on_or_off:
         return "on" if found.value else "off"
-    return size_setting(found.value) if parse is parse_bytes else _plain(found)
+    if parse is parse_bytes and found.value is not None:
+        return size_setting(found.value)
+    return _plain(found)
 
 
 def _plain(found: Found) -> Any:
