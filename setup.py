@@ -1,13 +1,17 @@
 """Builds the compiled CPU kernels, one extension module for each instruction set.
 
-The same C files are compiled once per level; `engine/kernels/cpu.py` imports the best one that the
-machine can run. All are optional: without a C compiler the install succeeds and torch computes.
+The same C files are compiled once per level, as many levels at a time as there are cores;
+`engine/kernels/cpu.py` imports the best one that the machine can run. All are optional: without a C
+compiler the install succeeds and torch computes.
 """
 
+import copy
+import os
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("engine/kernels")
 COMMON = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -26,7 +30,23 @@ def levels() -> dict[str, list[str]]:
     return {"portable": []} | (X86_LEVELS if is_x86 else {})
 
 
+class BuildLevels(build_ext):
+    """Builds several at a time, each in a folder of its own: their object files have one name."""
+
+    def finalize_options(self) -> None:
+        """As many at a time as there are cores, unless somebody says how many."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        """One level, by a builder that others do not share."""
+        apart = copy.copy(self)
+        apart.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(apart, ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildLevels},
     ext_modules=[
         Extension(
             f"engine.kernels._{level}",
@@ -38,5 +58,5 @@ setup(
             optional=True,
         )
         for level, flags in levels().items()
-    ]
+    ],
 )
