@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from appliance.api.appliance import Readings
 from appliance.histograms import Histograms
 from appliance.log.request_log import RequestLog
 from appliance.log.row import frame_of_row
@@ -34,7 +35,7 @@ from appliance.protocol import (
     TotalsFrame,
     utc_now,
 )
-from appliance.request import ModelInfo, Readings, Request
+from appliance.request import ModelInfo, Request
 from appliance.roles import RolesChange
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.prefix_hashes import PrefixChain

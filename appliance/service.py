@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from appliance.api.appliance import Readings
 from appliance.availability import Availability
 from appliance.boot import Plan, model_info
 from appliance.cache_identity import PromptHasher, make_hasher
@@ -28,7 +29,7 @@ from appliance.kv_caches import KvCaches
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
 from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
-from appliance.request import HUNG_UP, ModelInfo, Readings, Request, TokensEmitted
+from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.roles import RolesChange, change_roles, roles_frame
 from appliance.supervisor import Supervisor
 from appliance.swaps import Swaps
@@ -37,7 +38,8 @@ from engine.errors import InvariantViolated, QueueFull, Unavailable
 from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.prefix_hashes import PrefixChain
 from engine.router import Router
-from engine.sequence import FinishReason, Phase, Sequence, TokenLogprob
+from engine.sampling import TokenLogprob
+from engine.sequence import FinishReason, Phase, Sequence
 from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")

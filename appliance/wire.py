@@ -15,9 +15,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.api.appliance import Appliance
 from appliance.arrival import arrival_of, client_request_id
 from appliance.dialects import Dialect, dialect_of, error_body
-from appliance.request import Appliance
 from engine.errors import RequestError
 
 CLIENT_CLOSED_REQUEST = 499

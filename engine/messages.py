@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.sequence import SamplingParams, TokenLogprob
+from engine.sampling import SamplingParams, TokenLogprob
 
 
 class PoolSpec(msgspec.Struct, frozen=True):

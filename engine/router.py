@@ -26,17 +26,8 @@ from engine.prefix_cache import PrefixCache
 from engine.queue import FairQueue
 from engine.recovery import Recovery
 from engine.roles import Roles
-from engine.sequence import (
-    Ended,
-    FinishReason,
-    Leg,
-    Moving,
-    On,
-    Paused,
-    Sequence,
-    TokenLogprob,
-    Waiting,
-)
+from engine.sampling import TokenLogprob
+from engine.sequence import Ended, FinishReason, Leg, Moving, On, Paused, Sequence, Waiting
 from engine.whereabouts import Whereabouts, age
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes

@@ -9,14 +9,16 @@ from typing import IO
 
 import msgspec
 
+from appliance.api.appliance import Readings
 from appliance.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.request import ModelInfo, Readings, Request, TokensEmitted
+from appliance.request import ModelInfo, Request, TokensEmitted
 from appliance.roles import RolesChange
 from engine.cache_contents import CacheContents
 from engine.errors import QueueFull, Unavailable
 from engine.prefix_hashes import PrefixChain, PrefixHasher
-from engine.sequence import Ended, FinishReason, Leg, On, Sequence, TokenLogprob
+from engine.sampling import TokenLogprob
+from engine.sequence import Ended, FinishReason, Leg, On, Sequence
 from engine.tokenizer import Tokenizer
 from tests.tui.frames import busy
 

@@ -20,7 +20,7 @@ from appliance.api.preamble import in_words, needs_words, without_system
 from appliance.api.tools import Tools
 from appliance.fields import INT64_MAX, invalid_value
 from engine.errors import RequestError
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16

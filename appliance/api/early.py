@@ -19,9 +19,10 @@ from collections.abc import Collection
 
 import msgspec
 
+from appliance.api.appliance import Appliance
 from appliance.api.metrics import HttpCounts
 from appliance.dialects import Dialect, dialect_of, error_body
-from appliance.request import Appliance, Peer, Role
+from appliance.request import Peer, Role
 from engine.errors import QueueFull, RequestError
 
 _FIRST_LINE = re.compile(rb"POST (/[a-z0-9/]+) HTTP/1\.1\r\n")

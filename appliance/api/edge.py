@@ -23,9 +23,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from appliance.api.appliance import Appliance
 from appliance.api.metrics import HttpCounts
 from appliance.arrival import arrival_of
-from appliance.request import Appliance
 from appliance.wire import CLIENT_CLOSED_REQUEST, error_response, reply_headers
 from engine.errors import RequestError
 

@@ -25,13 +25,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept
+from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.stream import Delta, Reply
 from appliance.api.turns import hang_up
 from appliance.arrival import arrival_of
 from appliance.fields import Fields
-from appliance.request import HUNG_UP, Appliance, Role
+from appliance.request import HUNG_UP, Role
 from appliance.swaps import Asker
 from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable

@@ -17,7 +17,8 @@ from functools import cache, partial
 import msgspec
 
 from appliance.api.stream import Delta
-from engine.sequence import Sequence, TokenLogprob
+from engine.sampling import TokenLogprob
+from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
 
 Json = dict[str, object]

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from appliance.api.appliance import Appliance
 from appliance.api.authority import require
 from appliance.api.infill import infill_of
 from appliance.api.model_names import check_model
@@ -27,7 +28,7 @@ from appliance.api.replies import fingerprint
 from appliance.fields import Fields, invalid_value
 from appliance.models.names import HubName, a_model
 from appliance.protocol import iso_time
-from appliance.request import Appliance, Role
+from appliance.request import Role
 from appliance.wire import appliance_of, json_response
 from engine.errors import ConfigError, Unavailable
 

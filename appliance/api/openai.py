@@ -29,7 +29,7 @@ from appliance.fields import (
     unsupported,
 )
 from appliance.request import ModelInfo
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.admission import AdmissionTurns
+from appliance.api.appliance import Appliance
 from appliance.api.authority import peer_of
 from appliance.api.cache import cache_routes
 from appliance.api.control import control_routes
@@ -31,7 +32,6 @@ from appliance.api.response_store import ResponseStore
 from appliance.api.roles import switch_roles
 from appliance.api.tokenize import tokenize_routes
 from appliance.protocol import FRAME_VERSION
-from appliance.request import Appliance
 from appliance.wire import appliance_of, json_response
 from engine.errors import Unavailable
 

@@ -14,13 +14,15 @@ import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
 from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.output_parser import OutputParser
 from appliance.api.reading import CallDelta, Part, Thought, partial_match_chars
-from appliance.request import Appliance, Request, TokensEmitted
+from appliance.request import Request, TokensEmitted
 from engine.detokenizer import Detokenizer
-from engine.sequence import FinishReason, Sequence, TokenLogprob
+from engine.sampling import TokenLogprob
+from engine.sequence import FinishReason, Sequence
 
 _CONTEXT_TOKENS = 64
 """Before a text, that tell a decoder where it stands."""

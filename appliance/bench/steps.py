@@ -23,7 +23,7 @@ from appliance.latency import quantile
 from appliance.supervisor import Supervisor
 from engine.errors import ConfigError, WorkerFailed
 from engine.messages import Admit, Report, Setup, Stepped
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 
 class Case(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 
 def is_adjusted(params: SamplingParams) -> bool:

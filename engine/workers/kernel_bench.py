@@ -32,7 +32,7 @@ from engine.model.layers import rope_table
 from engine.model.linear import choose_linears
 from engine.model.sampler import draw_of
 from engine.model.weight import Weight
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 Sequences = list[tuple[int, int]]
 """Of a step: tokens before, and new ones."""

@@ -32,7 +32,7 @@ from engine.kernel_costs import step_values
 from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.units import size_text
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device

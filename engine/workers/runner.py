@@ -18,7 +18,7 @@ from engine.grammar import GrammarError
 from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
 from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
-from engine.sequence import TokenLogprob
+from engine.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars, Mask
 from engine.workers.graphs import DecodeGraphs

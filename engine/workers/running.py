@@ -14,7 +14,8 @@ import torch
 
 from engine.matcher import Matcher
 from engine.messages import Admit
-from engine.sequence import FinishReason, SamplingParams
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason
 
 _MAX_PROMPT_LOGPROBS = 128
 """Positions per step whose logits are kept: each is a float for every id of the vocabulary."""

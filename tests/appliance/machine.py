@@ -20,7 +20,8 @@ from appliance.worker_state import WorkerState
 from engine.blocks import Ledger
 from engine.queue import FairQueue
 from engine.router import Router
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 from engine.tokenizer import Tokenizer
 from tests.engine.fake_workers import FakeWorker
 

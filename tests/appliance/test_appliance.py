@@ -6,8 +6,8 @@ import contextlib
 import msgspec
 import pytest
 
+from appliance.api.appliance import Appliance
 from appliance.log.query import RowQuery
-from appliance.request import Appliance
 from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
 from engine.sequence import FinishReason

@@ -12,7 +12,8 @@ from appliance.energy import MAX_INTERVALS, WINDOW_S, Energy
 from appliance.protocol import DeviceFrame
 from appliance.request import Request
 from engine.messages import SequenceStep, Stepped
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 from tests.appliance.logs import request
 
 S = 1_000_000_000

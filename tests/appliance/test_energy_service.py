@@ -24,7 +24,8 @@ from engine.blocks import Ledger
 from engine.messages import Admit, SequenceStep, Stepped
 from engine.queue import FairQueue
 from engine.router import Router
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 from engine.tokenizer import Tokenizer
 
 MS = 1_000_000

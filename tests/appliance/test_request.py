@@ -7,7 +7,8 @@ import pytest
 from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
 from engine.prefix_hashes import PrefixHasher
-from engine.sequence import Leg, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Leg, Sequence, Stamps
 from tests.appliance.machine import make_machine
 
 

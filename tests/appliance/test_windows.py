@@ -12,7 +12,8 @@ from appliance.histograms import GAP_S, REQUEST_S, STAGE_S, Histogram, token_edg
 from appliance.latency import stages
 from appliance.windows import MIN_STALL_MS, WINDOW_S, Usual, Windows
 from engine.elastic import Slo
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, Sequence, Stamps
 
 MS = 1_000_000
 SECOND = 1_000_000_000

@@ -7,7 +7,7 @@ import threading
 from engine.channel import WorkerChannel
 from engine.errors import WorkerFailed
 from engine.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.loop import Worker
 from engine.workers.on_gpu import start

@@ -16,7 +16,7 @@ from engine.model import transformer as transformer_module
 from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner

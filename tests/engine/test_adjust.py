@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 VOCAB_SIZE = 24
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)

@@ -7,7 +7,7 @@ import pytest
 from engine.channel import DaemonChannel, WorkerChannel
 from engine.errors import ChannelClosed
 from engine.messages import Admit, Go, LoadingProgress, Release
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 
 @pytest.fixture

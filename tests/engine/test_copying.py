@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
 from engine.messages import Admit, Behind, Copy, Unmapped
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
 from engine.workers.running import Running

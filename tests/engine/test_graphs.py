@@ -14,7 +14,7 @@ from engine.messages import Admit, Release
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from engine.growth import Holder, victim
 from engine.journeys import MAX_PREEMPTIONS
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 from engine.whereabouts import age
 
 

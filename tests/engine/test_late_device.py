@@ -15,7 +15,8 @@ from engine.model.weights import load_weights
 from engine.places import make_places
 from engine.queue import FairQueue
 from engine.router import Router
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, Sequence, Stamps
 from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner

@@ -22,7 +22,7 @@ from engine.messages import (
     Stepped,
     UseCores,
 )
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.workers.runner import Sampled
 from tests.engine.worker_harness import Harness, reports_in
 

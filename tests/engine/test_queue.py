@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from engine.errors import QueueFull, RequestError
 from engine.plan import prefill_key
 from engine.queue import FairQueue
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 
 SECOND_NS = 1_000_000_000
 OWNERS = ("a", "b", "c", "d")

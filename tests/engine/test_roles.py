@@ -8,7 +8,8 @@ from engine.journeys import Pair
 from engine.messages import CoresUsed, SequenceStep, Stepped
 from engine.places import make_places
 from engine.roles import Roles
-from engine.sequence import Leg, On, Phase, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Leg, On, Phase, Sequence, Stamps
 
 PLACES = make_places(["prefill"], ["decode"], "alias")
 MOVE = Pair("prefill", "decode")

@@ -14,7 +14,8 @@ from engine.prefix_hashes import PrefixHasher
 from engine.queue import FairQueue
 from engine.roles import ROLES
 from engine.router import Router
-from engine.sequence import FinishReason, Phase, SamplingParams, Sequence, Stamps, Waiting
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, Phase, Sequence, Stamps, Waiting
 from engine.suspicion import MAX_SUSPICIONS
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 

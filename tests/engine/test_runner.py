@@ -16,7 +16,7 @@ from engine.matcher import GrammarTokenizer
 from engine.messages import Admit
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
 from engine.workers.grammars import Grammars
 from engine.workers.runner import Runner

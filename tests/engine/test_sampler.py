@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.model.sampler import logprobs, sample, uniform
-from engine.sequence import SamplingParams
+from engine.sampling import SamplingParams
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 

@@ -9,7 +9,8 @@ import pytest
 from engine.blocks import BlockPool
 from engine.cache_contents import CacheContents
 from engine.prefix_hashes import PrefixHasher
-from engine.sequence import SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import Sequence, Stamps
 from engine.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import BOB, client_of

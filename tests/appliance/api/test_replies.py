@@ -13,7 +13,8 @@ from appliance.api.replies import ReplyShape
 from appliance.api.stream import Delta
 from appliance.fields import Fields
 from appliance.request import ModelInfo, Peer, Request
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, Sequence, Stamps
 from engine.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level
 

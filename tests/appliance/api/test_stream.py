@@ -12,7 +12,8 @@ from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta, Reply, StopMatcher
 from appliance.fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps, TokenLogprob
+from engine.sampling import SamplingParams, TokenLogprob
+from engine.sequence import FinishReason, Sequence, Stamps
 from engine.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level
 

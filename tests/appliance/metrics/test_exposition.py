@@ -22,7 +22,8 @@ from appliance.protocol import (
     WayFrame,
 )
 from appliance.signals import RING
-from engine.sequence import FinishReason, SamplingParams, Sequence, Stamps
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, Sequence, Stamps
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
 QUERIES = Path(__file__).with_name("vllm_dashboards.promql")

@@ -1,0 +1,147 @@
+"""What the api calls in the daemon: one interface, so that its tests need no workers.
+
+Owns: the words of that interface.
+Invariant: whoever implements it runs on the daemon's loop.
+Never: does anything itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+from appliance.histograms import Histograms
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
+from appliance.protocol import Frame
+from appliance.request import ModelInfo, Request
+from appliance.roles import RolesChange
+from appliance.swaps import Swaps
+from engine.cache_contents import CacheContents
+from engine.prefix_hashes import PrefixChain
+from engine.sequence import Sequence
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What /metrics shows: one moment."""
+
+    frame: Frame
+    histograms: Histograms
+
+
+class Appliance(Protocol):
+    """What the api calls in the daemon, on its loop unless a call says that it blocks."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model being served."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of that model."""
+
+    @property
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring; the queue never takes more at once."""
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Prompt tokens that one of several sequences may bring; likewise."""
+
+    @property
+    def swaps(self) -> Swaps | None:
+        """Which models a request may name; None: one is served, and no other."""
+
+    @property
+    def cache_contents(self) -> CacheContents | None:
+        """What the prefix cache holds by tokens; None: there is no model yet."""
+
+    def check_available(self) -> None:
+        """Raise Unavailable while loading or draining."""
+
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
+
+    def not_ready_reason(self) -> str | None:
+        """None if /ready is 200, else why not."""
+
+    def degraded_reason(self) -> str | None:
+        """What is wrong while others serve on; None: nothing."""
+
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""
+
+    def next_seq_id(self) -> int:
+        """A new sequence id, never used before in this daemon."""
+
+    def submit(self, request: Request) -> None:
+        """Accept it whole or raise QueueFull, Unavailable or RequestError and keep nothing."""
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        """A stop string matched: end it with finish reason `stop`.
+
+        Only the first `num_kept_tokens` output tokens count. No TokensEmitted follows.
+        """
+
+    def queue_place(self, request: Request) -> int | None:
+        """How many will be taken until one of its own is; None if none of its waits."""
+
+    def owner_of(self, request_id: str) -> str | None:
+        """Name of the peer whose live request it is; None if the id is not live."""
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """Abort every unfinished sequence of it; False if the id is not live.
+
+        Each aborted sequence gets a last TokensEmitted with finish reason `abort`.
+        """
+
+    def drain(self, by: str) -> None:
+        """Take no new work; what is accepted goes on. Nothing happens if it drains already."""
+
+    def resume(self, by: str) -> None:
+        """Take work again; nothing happens if it does.
+
+        Raises:
+            RequestError: 409 `stopping`: the daemon was told to end, and its drain is final.
+        """
+
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        """Switch what the workers are for, now and for what comes; the roles and targets then.
+
+        Raises:
+            RequestError: 409 `one_worker`: the daemon has no second worker to give a role to.
+        """
+
+    def close(self, request: Request, http_status: int) -> None:
+        """The terminal reply has been sent, or its client is gone: write the log row."""
+
+    def request_frames(self) -> list[dict[str, object]]:
+        """Live requests, then the last finished ones, as RequestFrame dictionaries."""
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        """One of them by id; None if it is not among them."""
+
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        """A finished request by id, from the log; blocking, call in a thread."""
+
+    def frame_json(self) -> bytes:
+        """The newest frame, encoded."""
+
+    def readings(self) -> Readings:
+        """Everything as it is now, and what was counted since the start."""
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""
+
+    def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
+        """Finished requests from the log; blocking, call in a thread."""
+
+    def log_events(self, query: EventQuery) -> list[dict[str, object]]:
+        """Events from the log; blocking, call in a thread."""
+
+    def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
+        """Sums over the log; blocking, call in a thread."""
+
+    def log_recording(self, span: Span) -> IO[bytes]:
+        """A recording out of the log, for the reader to close; blocking, call in a thread."""
