@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from appliance.protocol import Frame
+from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
 from engine.units import size_text
 

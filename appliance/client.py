@@ -16,8 +16,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from appliance import paths
-from appliance.address import Address, Line, SshAddress, TcpAddress, UnixAddress
+from appliance.configuration import paths
+from appliance.configuration.address import Address, Line, SshAddress, TcpAddress, UnixAddress
 from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
@@ -66,7 +66,7 @@ class Client:
     """Talks to the daemon at one address. Connects anew for each call.
 
     Args:
-        address: as appliance.address.find() has it.
+        address: as appliance.configuration.address.find() has it.
         timeout_s: for replies to get() and post(); a stream may take its time.
     """
 

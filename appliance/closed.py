@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from appliance.frame.protocol import RequestFrame
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy
-from appliance.protocol import RequestFrame
 from appliance.request import Request
 
 MAX_FRAMES = 200

@@ -19,36 +19,36 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
-from appliance.address import TcpAddress
 from appliance.announcement import IS_OPEN, announcement
 from appliance.api.routes import build_app
-from appliance.boot import Plan, check_others, is_to_be_fetched, lock_state_dir, make_plan
-from appliance.config import ServeConfig, changes, take_over, unknown_variables
+from appliance.configuration.address import TcpAddress
+from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
+from appliance.configuration.folders import prepare_directories
+from appliance.doctor.stacks import wait_for_signal
 from appliance.fetching import Fetching
-from appliance.folders import prepare_directories
+from appliance.fleet.boot import Plan, check_others, is_to_be_fetched, lock_state_dir, make_plan
+from appliance.fleet.kv_caches import KvCaches
+from appliance.fleet.roles_change import RolesChange, change_roles
+from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
 from appliance.journal import Formatter, has_terminal
-from appliance.kv_caches import KvCaches
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.models.names import HubName
 from appliance.notify import notify, notify_watchdog
 from appliance.open_files import raise_limit
 from appliance.rehearsing import rehearsing_of
-from appliance.roles import RolesChange, change_roles
 from appliance.service import Service
-from appliance.stacks import wait_for_signal
-from appliance.supervisor import Supervisor
 from appliance.swapping import Swapping
-from appliance.watchdog import LOOK_INTERVAL_S
-from engine.blocks import Ledger
+from appliance.watch.watchdog import LOOK_INTERVAL_S
+from engine.cache.blocks import Ledger
 from engine.errors import PenstockError
-from engine.messages import Report
-from engine.queue import FairQueue
-from engine.router import Router
-from engine.tokenizer import Tokenizer
+from engine.schedule.queue import FairQueue
+from engine.schedule.router import Router
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import Report
 
 log = logging.getLogger("penstock")
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from appliance import config
-from appliance.address import UnixAddress
 from appliance.client import Client, ClientError
-from appliance.settings import SETTINGS
+from appliance.configuration import config
+from appliance.configuration.address import UnixAddress
+from appliance.configuration.settings import SETTINGS
 from engine.errors import PenstockError
 
 READY_S = 300.0

@@ -19,8 +19,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from appliance.address import find
 from appliance.client import Client
+from appliance.configuration.address import find
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
 from engine.starter.documents import Document, Turn, Writer

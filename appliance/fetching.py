@@ -20,12 +20,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from appliance.api.appliance import Readings
-from appliance.histograms import Histograms
-from appliance.log.request_log import RequestLog
-from appliance.log.row import frame_of_row
-from appliance.models.names import HubName
-from appliance.notify import notify
-from appliance.protocol import (
+from appliance.fleet.roles_change import RolesChange
+from appliance.frame.histograms import Histograms
+from appliance.frame.protocol import (
     FRAME_VERSION,
     EventFrame,
     Frame,
@@ -35,12 +32,15 @@ from appliance.protocol import (
     TotalsFrame,
     utc_now,
 )
+from appliance.log.request_log import RequestLog
+from appliance.log.row import frame_of_row
+from appliance.models.names import HubName
+from appliance.notify import notify
 from appliance.request import ModelInfo, Request
-from appliance.roles import RolesChange
+from engine.cache.prefix_hashes import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
-from engine.prefix_hashes import PrefixChain
-from engine.sequence import Sequence
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
 from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.paths import SOCKET_UNIT_NAME, UNIT_NAME
+from appliance.configuration.paths import SOCKET_UNIT_NAME, UNIT_NAME
 from engine.errors import ConfigError, PenstockError
 
 SOURCES = Path(str(files("appliance"))) / "systemd"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.boot import Plan
-from appliance.pairing import is_two_better, pair_times, programme
-from appliance.step_memory import StepMemory, key_of
-from engine.messages import Command, CoresUsed, Rehearsed, Report
-from engine.rehearsal import Rehearsal, steps
-from engine.router import Router
+from appliance.fleet.boot import Plan
+from appliance.fleet.pairing import is_two_better, pair_times, programme
+from appliance.fleet.step_memory import StepMemory, key_of
+from engine.schedule.rehearsal import Rehearsal, steps
+from engine.schedule.router import Router
+from engine.wire.messages import Command, CoresUsed, Rehearsed, Report
 
 TIMEOUT_S = 10.0
 """Twenty times what it should take; nobody waits longer for a worker that may hang."""

@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from engine.errors import RequestError
-from engine.sampling import TokenLogprob
-from engine.sequence import Sequence
+from engine.schedule.sequence import Sequence
+from engine.wire.sampling import TokenLogprob
 
 HUNG_UP = "client"
 """Who has cancelled a request whose client is gone."""
@@ -148,7 +148,8 @@ class Request:
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
     prefill_j: float | None = None
-    """Energy of its prompts so far, as appliance.energy has divided it; None: no power reading."""
+    """Energy of its prompts so far, as appliance.watch.energy has divided it; None: no power
+    reading."""
     decode_j: float | None = None
     """Energy of its outputs so far."""
 

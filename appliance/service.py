@@ -17,30 +17,30 @@ from functools import partial
 import msgspec
 
 from appliance.api.appliance import Readings
-from appliance.availability import Availability
-from appliance.boot import Plan, model_info
-from appliance.cache_identity import PromptHasher, make_hasher
 from appliance.closed import ClosedRequests
-from appliance.config import ServeConfig
-from appliance.deadlines import Deadlines
+from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
-from appliance.frames import Frames, Standing
-from appliance.kv_caches import KvCaches
+from appliance.fleet.boot import Plan, model_info
+from appliance.fleet.cache_identity import PromptHasher, make_hasher
+from appliance.fleet.kv_caches import KvCaches
+from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
+from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.swaps import Swaps
+from appliance.frame.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, frame_of_row
-from appliance.protocol import EventFrame, Frame, TotalsFrame, utc_now
 from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
-from appliance.roles import RolesChange, change_roles, roles_frame
-from appliance.supervisor import Supervisor
-from appliance.swaps import Swaps
-from appliance.telemetry import Telemetry
+from appliance.watch.availability import Availability
+from appliance.watch.deadlines import Deadlines
+from appliance.watch.frames import Frames, Standing
+from appliance.watch.telemetry import Telemetry
+from engine.cache.prefix_hashes import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, Unavailable
-from engine.messages import Copied, CoresUsed, PoolMade, Report, Stepped
-from engine.prefix_hashes import PrefixChain
-from engine.router import Router
-from engine.sampling import TokenLogprob
-from engine.sequence import FinishReason, Phase, Sequence
-from engine.tokenizer import Tokenizer
+from engine.schedule.router import Router
+from engine.schedule.sequence import FinishReason, Phase, Sequence
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped
+from engine.wire.sampling import TokenLogprob
 
 log = logging.getLogger("penstock")
 

@@ -12,17 +12,17 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from appliance.boot import Plan, check_files, is_to_be_fetched, make_plan
-from appliance.config import ServeConfig
+from appliance.configuration.config import ServeConfig
 from appliance.fetching import Fetching
+from appliance.fleet.boot import Plan, check_files, is_to_be_fetched, make_plan
+from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.swaps import Limits, Swaps
 from appliance.log.request_log import RequestLog
 from appliance.models.names import HubName
 from appliance.service import Service
-from appliance.supervisor import Supervisor
-from appliance.swaps import Limits, Swaps
 from engine.errors import PenstockError
-from engine.router import Router
-from engine.tokenizer import Tokenizer
+from engine.schedule.router import Router
+from engine.text.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 4
 """Of a body: what waits for another model has not been tokenized yet."""

@@ -7,11 +7,11 @@ import itertools
 import os
 import sys
 
-from appliance import boot, placing, spread, supervisor
 from appliance.cli.main import main
+from appliance.devices.gpu_listing import Gpu
 from appliance.devices.inventory import GpuLink, Inventory, read_nodes
-from appliance.devices.listing import Gpu
-from appliance.placement import available_cores, available_memory_bytes
+from appliance.fleet import boot, placing, spread, supervisor
+from appliance.fleet.placement import available_cores, available_memory_bytes
 from tests.daemons import Daemon
 
 NUM_GPUS, REACH = "ACCELERATED_GPUS", "ACCELERATED_REACH"

@@ -10,16 +10,16 @@ from typing import IO
 import msgspec
 
 from appliance.api.appliance import Readings
-from appliance.histograms import Histograms
+from appliance.fleet.roles_change import RolesChange
+from appliance.frame.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
-from appliance.roles import RolesChange
-from engine.cache_contents import CacheContents
+from engine.cache.prefix_hashes import PrefixChain, PrefixHasher
 from engine.errors import QueueFull, Unavailable
-from engine.prefix_hashes import PrefixChain, PrefixHasher
-from engine.sampling import TokenLogprob
-from engine.sequence import Ended, FinishReason, Leg, On, Sequence
-from engine.tokenizer import Tokenizer
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.sequence import Ended, FinishReason, Leg, On, Sequence
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import TokenLogprob
 from tests.tui.frames import busy
 
 

@@ -20,8 +20,8 @@ from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine.folder.panels import FORMS, panels_shape
 from engine.kernels.cpu import FORMS as NUMBERS
-from engine.panels import FORMS, panels_shape
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}

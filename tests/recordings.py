@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance.frame.protocol import Frame
+from appliance.frame.recording import gauges
 from appliance.log.extract import write_recording
 from appliance.log.query import Span, log_time
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow
-from appliance.protocol import Frame
-from appliance.recording import gauges
 from tests.appliance.logs import row, start
 from tests.tui import frames
 

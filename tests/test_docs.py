@@ -27,7 +27,7 @@ import pytest
 import typer
 
 from appliance.cli.main import build
-from appliance.settings import SETTINGS
+from appliance.configuration.settings import SETTINGS
 from tests.daemons import Daemon
 
 ROOT = Path(__file__).parent.parent

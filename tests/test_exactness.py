@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.checkpoint import Checkpoint
+from engine.folder.checkpoint import Checkpoint
 from tests.checkpoints import FAMILIES, load_oracle, make_checkpoint
 from tests.daemons import ARMS, MANY, Daemon
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.checkpoint import Checkpoint
-from engine.tokenizer import Tokenizer
+from engine.folder.checkpoint import Checkpoint
+from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ARMS, MANY, Daemon
 from tests.test_exactness import MAX_MARGIN, assert_same, make_served, prompts

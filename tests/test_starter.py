@@ -5,8 +5,8 @@ from importlib.resources import files
 
 import pytest
 
-from appliance.boot import STARTER_FOLDER
-from engine.checkpoint import Checkpoint
+from appliance.fleet.boot import STARTER_FOLDER
+from engine.folder.checkpoint import Checkpoint
 from engine.starter.words import SMALL_TALK
 from tests.daemons import ARMS, Daemon
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.config import ServeConfig
+from appliance.configuration.config import ServeConfig
+from appliance.configuration.paths import SYSTEM_SOCKET
 from appliance.http.listeners import SOCKET_MODE
-from appliance.paths import SYSTEM_SOCKET
-from appliance.watchdog import LOOK_INTERVAL_S
+from appliance.watch.watchdog import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
 UNITS = Path(__file__).parents[1] / "appliance" / "systemd"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.config import DEFAULT, explain, load
+from appliance.configuration.config import DEFAULT, explain, load
+from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.protocol import Frame
 from tests.appliance.logs import row, start
 from tui.replay import Replay
 

@@ -1,9 +1,9 @@
 """penstock on a machine that is said to have two NUMA nodes, each with some of its cores."""
 
-from appliance import boot
 from appliance.cli.main import main
 from appliance.devices.inventory import Inventory, Node
-from appliance.placement import available_cores, available_memory_bytes
+from appliance.fleet import boot
+from appliance.fleet.placement import available_cores, available_memory_bytes
 from tests.daemons import Daemon
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from appliance.protocol import Frame, RequestFrame
-from appliance.settings import ROLES
+from appliance.configuration.settings import ROLES
+from appliance.frame.protocol import Frame, RequestFrame
 from tui import feed
 from tui import format as fmt
 

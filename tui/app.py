@@ -17,12 +17,12 @@ from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from appliance.protocol import Frame, RequestFrame
+from appliance.frame.protocol import Frame, RequestFrame
 from tui import actions, feed, keys
 from tui import filter as filters
 from tui import format as fmt
-from tui.listing import Listing
-from tui.messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.feed_messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.request_listing import Listing
 from tui.view import READ_ONLY, WINDOWS_S, Caller, Link, View
 from tui.widgets.dialogs import YES, Ask, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.main_screen import MainScreen

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import h11
 import msgspec
 
-from appliance.protocol import Frame, RequestFrame
+from appliance.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
 from tui.view import Caller
 

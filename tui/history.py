@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from appliance.protocol import Frame
+from appliance.frame.protocol import Frame
 
 HISTORY_FRAMES = 300
 DROPPED_FRAMES = 10

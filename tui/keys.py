@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from textual.binding import Binding
 
-from appliance.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
 from tui.panels import pages
 from tui.view import READ_ONLY, REPLAY, View

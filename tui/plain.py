@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from appliance.protocol import EventFrame, Frame
+from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
 from tui import format as fmt
 from tui.lines import Line, fit, text_of, to_ascii

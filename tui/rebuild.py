@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.protocol import Frame, RequestFrame
+from appliance.frame.protocol import Frame, RequestFrame
 
 _STAGES = (
     ("tokenize_ms", "t_tokenized_us"),

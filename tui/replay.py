@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from appliance.protocol import (
+from appliance.frame.protocol import (
     FRAME_VERSION,
     MAX_FRAME_EVENTS,
     MAX_FRAME_REQUESTS,
@@ -25,7 +25,7 @@ from appliance.protocol import (
     Frame,
     RequestFrame,
 )
-from appliance.recording import FramePacker, RecordingError, open_recording
+from appliance.frame.recording import FramePacker, RecordingError, open_recording
 from tui.history import HISTORY_FRAMES
 from tui.rebuild import PastRequest, ended, request_at
 from tui.timeline import Playback, iso, parse_moment, unix_ms

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from appliance.recording import RecordingError
+from appliance.frame.recording import RecordingError
 from tui import format as fmt
 from tui.app import Console
 from tui.lines import Line

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from appliance.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
+from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
 from tui.history import History, Samples, spread
-from tui.listing import Listing
+from tui.request_listing import Listing
 
 WINDOWS_S = (60, 300)
 READ_ONLY = "read-only"

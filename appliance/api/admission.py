@@ -15,6 +15,7 @@ from typing import cast
 
 from starlette.requests import Request as HttpRequest
 
+from appliance.api.arrival import arrival_of, client_request_id
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.constraints import Constraint
@@ -22,15 +23,14 @@ from appliance.api.infill import infill_of
 from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.stream import Echo
 from appliance.api.turns import Turns
-from appliance.arrival import arrival_of, client_request_id
-from appliance.fields import Fields, invalid_value, unsupported
+from appliance.api.wire import appliance_of
+from appliance.json_fields import Fields, invalid_value, unsupported
 from appliance.request import ModelInfo, Request, Role
-from appliance.wire import appliance_of
-from engine.detokenizer import Detokenizer
+from engine.cache.prefix_hashes import PrefixChain
 from engine.errors import RequestError
-from engine.prefix_hashes import PrefixChain
-from engine.sequence import Sequence, Stamps
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import Sequence, Stamps
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
 
 MAX_INLINE_BYTES = 16 << 10
 """Larger bodies are read in a thread."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-from appliance.histograms import Histograms
+from appliance.fleet.roles_change import RolesChange
+from appliance.fleet.swaps import Swaps
+from appliance.frame.histograms import Histograms
+from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.protocol import Frame
 from appliance.request import ModelInfo, Request
-from appliance.roles import RolesChange
-from appliance.swaps import Swaps
-from engine.cache_contents import CacheContents
-from engine.prefix_hashes import PrefixChain
-from engine.sequence import Sequence
-from engine.tokenizer import Tokenizer
+from engine.cache.prefix_hashes import PrefixChain
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
+from appliance.api.chat_messages import Message
 from appliance.api.constraints import Constraint
-from appliance.api.messages import Message
 from appliance.api.output_format import OutputFormat
 from appliance.api.preamble import in_words, needs_words, without_system
 from appliance.api.tools import Tools
-from appliance.fields import INT64_MAX, invalid_value
+from appliance.json_fields import INT64_MAX, invalid_value
 from engine.errors import RequestError
-from engine.sampling import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 2048

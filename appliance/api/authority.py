@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from appliance.arrival import arrival_of
+from appliance.api.arrival import arrival_of
+from appliance.api.wire import appliance_of
 from appliance.request import Peer, Role
-from appliance.wire import appliance_of
 from engine.errors import Forbidden, RequestError
 
 

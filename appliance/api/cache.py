@@ -22,11 +22,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.authority import is_known, require
+from appliance.api.wire import appliance_of
 from appliance.request import Role
-from appliance.wire import appliance_of
-from engine.cache_contents import Block, CacheContents, Change
+from engine.cache.prefix_hashes import Hash
 from engine.errors import RequestError
-from engine.prefix_hashes import Hash
+from engine.schedule.cache_contents import Block, CacheContents, Change
 
 LOOK_INTERVAL_S = 0.05
 MAX_LINE_BLOCKS = 256

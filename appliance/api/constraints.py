@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
 from engine.errors import RequestError
-from engine.grammar import (
+from engine.text.grammar import (
     GrammarError,
     choice_grammar,
     json_grammar,

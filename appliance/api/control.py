@@ -22,9 +22,9 @@ from appliance.api.authority import (
     require,
     require_owner,
 )
+from appliance.api.wire import appliance_of, json_response
 from appliance.log.query import most_rows
 from appliance.request import Role
-from appliance.wire import appliance_of, json_response
 
 
 def control_routes() -> list[Route]:

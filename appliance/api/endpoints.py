@@ -24,7 +24,7 @@ from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.response_memory import earlier, keeper
 from appliance.api.response_shape import ResponseShape
 from appliance.api.responses import in_our_words, response_ask
-from appliance.wire import appliance_of
+from appliance.api.wire import appliance_of
 
 
 def _reply_shape(accepted: Accepted, http: Request) -> ReplyShape:

@@ -26,17 +26,17 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept
 from appliance.api.appliance import Appliance
+from appliance.api.arrival import arrival_of
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.stream import Delta, Reply
 from appliance.api.turns import hang_up
-from appliance.arrival import arrival_of
-from appliance.fields import Fields
+from appliance.api.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
+from appliance.fleet.swaps import Asker
+from appliance.json_fields import Fields
 from appliance.request import HUNG_UP, Role
-from appliance.swaps import Asker
-from appliance.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from engine.errors import RequestError, Unavailable
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
 
 KEEP_ALIVE_S = 10.0
 MAX_INLINE_LOGPROBS = 2048

@@ -17,9 +17,9 @@ from functools import cache, partial
 import msgspec
 
 from appliance.api.stream import Delta
-from engine.sampling import TokenLogprob
-from engine.sequence import Sequence
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import TokenLogprob
 
 Json = dict[str, object]
 

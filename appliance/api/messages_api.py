@@ -16,10 +16,10 @@ import re
 from typing import Any
 
 from appliance.api.ask import Ask
-from appliance.api.messages import MAX_MESSAGES, MAX_PARTS
+from appliance.api.chat_messages import MAX_MESSAGES, MAX_PARTS
 from appliance.api.openai import chat_ask
 from appliance.api.tools import MAX_TOOLS
-from appliance.fields import Fields, invalid_type, invalid_value, renamed, unsupported
+from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 

@@ -15,10 +15,10 @@ import msgspec
 from appliance.api.reading import CallDelta
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
-from appliance.dialects import Dialect, error_body
+from appliance.configuration.dialects import Dialect, error_body
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
 
 Json = dict[str, Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.api.wire import appliance_of
 from appliance.metrics.exposition import MEDIA_TYPE, exposition
-from appliance.metrics.family import Family, counter
-from appliance.wire import appliance_of
+from appliance.metrics.metric import Family, counter
 
 PROBES = ("/health", "/ready", "/metrics")
 _METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")

@@ -7,7 +7,7 @@ Never: swaps a model; a request that generates has waited for its own before it 
 
 from __future__ import annotations
 
-from appliance.fields import invalid_type
+from appliance.json_fields import invalid_type
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 

@@ -11,9 +11,9 @@ import dataclasses
 from typing import Any
 
 from appliance.api.ask import Ask
-from appliance.api.messages import MAX_MESSAGES
+from appliance.api.chat_messages import MAX_MESSAGES
 from appliance.api.openai import chat_ask, completion_ask
-from appliance.fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.request import ModelInfo
 
 Json = dict[str, Any]

@@ -25,11 +25,11 @@ from appliance.api.infill import infill_of
 from appliance.api.model_names import check_model
 from appliance.api.output_format import output_format_of
 from appliance.api.replies import fingerprint
-from appliance.fields import Fields, invalid_value
+from appliance.api.wire import appliance_of, json_response
+from appliance.frame.protocol import iso_time
+from appliance.json_fields import Fields, invalid_value
 from appliance.models.names import HubName, a_model
-from appliance.protocol import iso_time
 from appliance.request import Role
-from appliance.wire import appliance_of, json_response
 from engine.errors import ConfigError, Unavailable
 
 PULL = (sys.executable, "-P", "-m", "appliance.models.pull")

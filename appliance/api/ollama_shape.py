@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from appliance.api.stream import Delta
-from appliance.dialects import Dialect, error_body
-from appliance.protocol import utc_now
+from appliance.configuration.dialects import Dialect, error_body
+from appliance.frame.protocol import utc_now
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
 
 Json = dict[str, Any]
 

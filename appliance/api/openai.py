@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import Ask, Chat, checked_salt
+from appliance.api.chat_messages import read_messages
 from appliance.api.constraints import read_constraint
-from appliance.api.messages import read_messages
 from appliance.api.model_names import check_model
 from appliance.api.prompts import check_ids, read_output_offset, read_prompts
 from appliance.api.tools import read_tools
-from appliance.fields import (
+from appliance.json_fields import (
     INT64_MAX,
     Fields,
     integer,
@@ -29,7 +29,7 @@ from appliance.fields import (
     unsupported,
 )
 from appliance.request import ModelInfo
-from engine.sampling import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

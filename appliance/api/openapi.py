@@ -23,9 +23,9 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
-from appliance.dialects import Dialect, dialect_of
+from appliance.configuration.dialects import Dialect, dialect_of
+from appliance.frame.protocol import FRAME_VERSION
 from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
-from appliance.protocol import FRAME_VERSION
 
 EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
 TEXT = "text/plain"

@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 
 from appliance.api.tool_format import FORMATS, ToolFormat
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.fields import Fields, integer, invalid_type, invalid_value
+from appliance.json_fields import Fields, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 

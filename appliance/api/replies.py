@@ -18,12 +18,12 @@ from appliance.api.ask import Ask
 from appliance.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from appliance.api.reading import CallDelta
 from appliance.api.stream import Delta
-from appliance.protocol import iso_time
+from appliance.api.wire import error_object
+from appliance.frame.protocol import iso_time
 from appliance.request import ModelInfo, Request
-from appliance.wire import error_object
 from engine.errors import RequestError
-from engine.sequence import FinishReason, Sequence
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import FinishReason, Sequence
+from engine.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
 

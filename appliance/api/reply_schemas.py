@@ -24,8 +24,8 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
-from appliance.protocol import Frame
-from appliance.settings import ROLES
+from appliance.configuration.settings import ROLES
+from appliance.frame.protocol import Frame
 
 _USAGE: Json = shape(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},

@@ -18,7 +18,6 @@ from appliance.api.openai import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
-from appliance.api.roles import MAX_TARGET_MS
 from appliance.api.schemas import (
     BOOLEAN,
     COUNT,
@@ -32,9 +31,10 @@ from appliance.api.schemas import (
     whole,
     within,
 )
+from appliance.api.set_roles import MAX_TARGET_MS
 from appliance.api.tools import MAX_TOOLS
-from appliance.fields import INT64_MAX
-from appliance.settings import ROLES
+from appliance.configuration.settings import ROLES
+from appliance.json_fields import INT64_MAX
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOPS: Json = items(_STOP, maxItems=MAX_STOPS)

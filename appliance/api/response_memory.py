@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from appliance.api.authority import peer_of, require
 from appliance.api.response_store import ResponseStore
-from appliance.fields import Fields, invalid_value
+from appliance.api.wire import json_response
+from appliance.json_fields import Fields, invalid_value
 from appliance.request import Role
-from appliance.wire import json_response
 from engine.errors import RequestError
 
 Json = dict[str, Any]

@@ -15,10 +15,10 @@ from typing import Any
 from appliance.api.reading import CallDelta
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
 
 Json = dict[str, Any]
 

@@ -18,9 +18,9 @@ from appliance.api.appliance import Appliance
 from appliance.api.authority import peer_of
 from appliance.api.cache import cache_routes
 from appliance.api.control import control_routes
-from appliance.api.early import EarlyRefusals
-from appliance.api.edge import Edge
+from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.endpoints import ENDPOINTS, generating_routes
+from appliance.api.every_route import Edge
 from appliance.api.log import log_routes
 from appliance.api.metrics import metrics
 from appliance.api.model_names import model_not_found
@@ -29,10 +29,10 @@ from appliance.api.openapi import document
 from appliance.api.replies import model_object, other_model_object
 from appliance.api.response_memory import memory_routes
 from appliance.api.response_store import ResponseStore
-from appliance.api.roles import switch_roles
+from appliance.api.set_roles import switch_roles
 from appliance.api.tokenize import tokenize_routes
-from appliance.protocol import FRAME_VERSION
-from appliance.wire import appliance_of, json_response
+from appliance.api.wire import appliance_of, json_response
+from appliance.frame.protocol import FRAME_VERSION
 from engine.errors import Unavailable
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.fields import INT64_MAX
+from appliance.json_fields import INT64_MAX
 
 Json = dict[str, Any]
 

@@ -20,9 +20,9 @@ from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.output_parser import OutputParser
 from appliance.api.reading import CallDelta, Part, Thought, partial_match_chars
 from appliance.request import Request, TokensEmitted
-from engine.detokenizer import Detokenizer
-from engine.sampling import TokenLogprob
-from engine.sequence import FinishReason, Sequence
+from engine.schedule.sequence import FinishReason, Sequence
+from engine.text.detokenizer import Detokenizer
+from engine.wire.sampling import TokenLogprob
 
 _CONTEXT_TOKENS = 64
 """Before a text, that tell a decoder where it stands."""

@@ -19,11 +19,11 @@ from appliance.api.model_names import check_model
 from appliance.api.openai import read_chat
 from appliance.api.output_format import output_format_of
 from appliance.api.turns import Turns
-from appliance.fields import Fields, integer, invalid_type, invalid_value
+from appliance.api.wire import appliance_of, json_response
+from appliance.json_fields import Fields, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
-from appliance.wire import appliance_of, json_response
 from engine.errors import RequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 MAX_AT_ONCE = 2
 MAX_TEXT_CHARS = 1 << 20

@@ -28,7 +28,7 @@ from appliance.api.element_calls import (
     QWEN_ELEMENTS,
     read_elements,
 )
-from engine.call_grammar import CallSyntax
+from engine.text.call_grammar import CallSyntax
 
 
 @dataclass(frozen=True, slots=True)

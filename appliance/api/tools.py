@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.api.output_format import OutputFormat
-from appliance.fields import Fields, invalid_type, invalid_value, unsupported
-from engine.call_grammar import calls_grammar
-from engine.grammar import GrammarError
-from engine.tokenizer import Tokenizer
+from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
+from engine.text.call_grammar import calls_grammar
+from engine.text.grammar import GrammarError
+from engine.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
-from appliance import address, config
 from appliance.bench.exchange import exchange
-from appliance.bench.reply import Reply
+from appliance.bench.reply_events import Reply
 from appliance.bench.target import Target
+from appliance.configuration import address, config
 from appliance.ephemeral import daemon
 from engine.errors import ConfigError, PenstockError
 

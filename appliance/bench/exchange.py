@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.address import Address, TcpAddress, UnixAddress
-from appliance.bench.reply import Reply, ReplyReader
+from appliance.bench.reply_events import Reply, ReplyReader
+from appliance.configuration.address import Address, TcpAddress, UnixAddress
 from engine.errors import ConfigError
 
 

@@ -22,11 +22,11 @@ import msgspec
 from appliance.bench.arrivals import Lengths, regular
 from appliance.bench.exchange import exchange
 from appliance.bench.load import PATIENCE_S, Load, Tick, measure, offer
-from appliance.bench.reply import Reply
+from appliance.bench.reply_events import Reply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.statistics import Figures
 from appliance.bench.target import Target
-from appliance.latency import quantile
+from appliance.frame.latency import quantile
 from engine.errors import PenstockError
 
 STREAM_TOKENS = (32, 512)

@@ -18,7 +18,7 @@ import msgspec
 
 from appliance.bench.arrivals import Arrival, Lengths, drawn, reusable_tokens
 from appliance.bench.exchange import exchange
-from appliance.bench.reply import Reply
+from appliance.bench.reply_events import Reply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.target import Target
 

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from appliance.bench.reply import Reply
+from appliance.bench.reply_events import Reply
 
 REFUSALS = (429, 503)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from appliance.bench.samples import Sample
-from appliance.latency import quantile
+from appliance.frame.latency import quantile
 
 Figures = dict[str, float | None]
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance.boot import Plan, make_plan
-from appliance.config import ServeConfig
-from appliance.latency import quantile
-from appliance.supervisor import Supervisor
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import Plan, make_plan
+from appliance.fleet.supervisor import Supervisor
+from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
-from engine.messages import Admit, Report, Setup, Stepped
-from engine.sampling import SamplingParams
+from engine.wire.messages import Admit, Report, Setup, Stepped
+from engine.wire.sampling import SamplingParams
 
 
 class Case(NamedTuple):

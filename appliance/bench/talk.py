@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.bench.reply import Reply
+from appliance.bench.reply_events import Reply
 from appliance.bench.target import Target
 
 Json = dict[str, Any]

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.address import Address, TcpAddress
 from appliance.bench.arrivals import Arrival
 from appliance.client import Client, ClientError, ReplyError
+from appliance.configuration.address import Address, TcpAddress
 from engine.errors import PenstockError
 
 _STATE = "/v1/penstock/state"

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from appliance import config
 from appliance.bench import comparison, plot
 from appliance.bench.arms import ROLES, Arms
 from appliance.bench.conversing import Pace, converse
@@ -37,7 +36,8 @@ from appliance.cli.bench_pages import Bar
 from appliance.cli.tables import Format, Row
 from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
-from appliance.protocol import utc_now
+from appliance.configuration import config
+from appliance.frame.protocol import utc_now
 from engine.errors import ConfigError
 
 bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)

@@ -15,14 +15,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from appliance import config
 from appliance.cli import pages, terminal
 from appliance.cli.history import StateDir
 from appliance.cli.progress import ProgressLine
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import printable, size, things
-from appliance.protocol import iso_time
+from appliance.configuration import config
+from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, PenstockError
 
 # engine.tiers costs 20 ms, so it comes with the verbs.

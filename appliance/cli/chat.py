@@ -38,7 +38,7 @@ from appliance.cli.reply import (
 from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, ClientError
-from appliance.setting_kinds import nearest
+from appliance.configuration.setting_kinds import nearest
 
 HISTORY_LINES = 1000
 PROMPT, PROMPT_INSIDE = ">>> ", "... "
@@ -77,7 +77,7 @@ def chat(
         return
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from appliance.config import own_state_dir  # which no chat through a pipe needs
+    from appliance.configuration.config import own_state_dir  # which no chat through a pipe needs
 
     with _history(own_state_dir() / "chat_history"):
         _converse(session)

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from appliance.address import UnixAddress, find
 from appliance.cli import terminal
 from appliance.client import Client
+from appliance.configuration.address import UnixAddress, find
 from engine.errors import PenstockError
 
 DEADLINE_S = 0.15

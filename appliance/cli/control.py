@@ -19,16 +19,16 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance import config
-from appliance.address import UnixAddress, find
 from appliance.cli import short_ids, terminal
 from appliance.cli.completion import live_request_ids
 from appliance.cli.short_ids import AmbiguousId
 from appliance.cli.terminal import Host
 from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
-from appliance.setting_kinds import a_flag
-from appliance.settings import SETTINGS
+from appliance.configuration import config
+from appliance.configuration.address import UnixAddress, find
+from appliance.configuration.setting_kinds import a_flag
+from appliance.configuration.settings import SETTINGS
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -91,9 +91,9 @@ def serve(
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from appliance.boot import check_others, check_plan
+    from appliance.fleet.boot import check_others, check_plan
+    from appliance.fleet.ssd_room import ssd_problem
     from appliance.http.access import AccessPolicy
-    from appliance.ssd_room import ssd_problem
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
@@ -180,7 +180,7 @@ def new_key(
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key: its line for the file on stdout, the key itself on stderr, once."""
-    from appliance.http import keys as key_file
+    from appliance.http import api_keys as key_file
 
     key, line = key_file.new_key(name, role)
     terminal.write(line + "\n")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from appliance.setting_kinds import is_meant
+from appliance.configuration.setting_kinds import is_meant
 from engine.errors import PenstockError
 
 Message = dict[str, str]

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from appliance import config
 from appliance.cli import pages, terminal
 from appliance.cli.history import StateDir
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import printable, things
-from appliance.setting_kinds import parse_bytes
+from appliance.configuration import config
+from appliance.configuration.setting_kinds import parse_bytes
 
 # appliance.log.store costs 70 ms, so it comes with the verbs.
 

@@ -24,7 +24,7 @@ from appliance.cli import terminal
 from appliance.cli.text import ms, size
 from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
-from appliance.latency import quantile
+from appliance.frame.latency import quantile
 
 _MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
 """`amber-web-42`: how the runbook's machines are called."""

@@ -64,8 +64,8 @@ def devices(output: Output = Format.TABLE) -> None:
     import msgspec
 
     from appliance.devices.machine import Devices
-    from appliance.placing import this_inventory
-    from appliance.protocol import DeviceFrame
+    from appliance.fleet.placing import this_inventory
+    from appliance.frame.protocol import DeviceFrame
 
     machine, inventory = Devices.of_machine(), this_inventory()
     machine.read(time.monotonic_ns())
@@ -81,7 +81,7 @@ def devices(output: Output = Format.TABLE) -> None:
 
 def drawing(inventory: Inventory) -> Iterator[str]:
     """NUMA nodes with what is near them; the links between GPUs, as a matrix with its legend."""
-    from appliance.placement import cpu_names
+    from appliance.fleet.placement import cpu_names
 
     for node in inventory.nodes:
         near = [gpu.name for gpu in inventory.gpus if gpu.node == node.number]

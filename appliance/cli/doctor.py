@@ -43,12 +43,12 @@ def doctor(
 
     Ends with 8 if something is bad, and with 0 if it serves.
     """
-    from appliance.doctor import examine
+    from appliance.doctor.checks import examine
 
     settings = {"model": model, "config": config_file}
     findings = list(examine(settings, lambda: terminal.client(host)))
     if bundle is not None:
-        from appliance.bundle import write_bundle
+        from appliance.doctor.bundle import write_bundle
 
         parts = write_bundle(bundle, settings, findings, lambda: terminal.client(host))
         terminal.note(f"wrote {bundle}; it has {', '.join(parts)}")

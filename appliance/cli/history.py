@@ -16,13 +16,13 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from appliance import config
-from appliance.address import UnixAddress
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.tables import Column, Format, Listing
 from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.configuration import config
+from appliance.configuration.address import UnixAddress
 from engine.errors import RequestError
 
 POLL_S = 1.0

@@ -15,13 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.address import SshAddress, UnixAddress, find
 from appliance.cli import history, listings, pages, short_ids, terminal, waterfall
 from appliance.cli.completion import request_ids
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
 from appliance.client import ClientError, DaemonUnreachable
+from appliance.configuration.address import SshAddress, UnixAddress, find
 from engine.errors import ConfigError
 
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from appliance.api.output_format import output_format_of
 from appliance.models import cache, fits
-from engine.checkpoint import Checkpoint, choose_dtype
-from engine.config import DTYPE_BYTES, ModelConfig
 from engine.errors import CheckpointError
-from engine.gguf_header import models_in
+from engine.folder.checkpoint import Checkpoint, choose_dtype
+from engine.folder.gguf_header import models_in
+from engine.folder.model_config import DTYPE_BYTES, ModelConfig
+from engine.folder.panels_layout import panels_layout
 from engine.kernels.cpu import has_kernels
-from engine.panels_layout import panels_layout
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 SUMS_FILE = "SHA256SUMS"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -107,7 +107,7 @@ def need_of(found: Found) -> fits.Need:
 
 
 def _as_stored(checkpoint: Checkpoint) -> ModelConfig:
-    from appliance.boot import STARTER_FOLDER  # only where it is needed
+    from appliance.fleet.boot import STARTER_FOLDER  # only where it is needed
 
     # the starter is served in float32 everywhere
     dtype = "float32" if checkpoint.folder == STARTER_FOLDER else checkpoint.stored_dtype

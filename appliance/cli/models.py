@@ -17,18 +17,19 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance import config
 from appliance.cli import listings, pages, terminal
 from appliance.cli.progress import ProgressLine
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import printable, size
+from appliance.configuration import config
+from appliance.configuration.setting_kinds import parse_bytes
 from appliance.models import cache
 from appliance.models.names import HubName, a_model
-from appliance.setting_kinds import parse_bytes
 from engine.errors import CheckpointError, ConfigError, PenstockError
 
-# engine.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the verbs.
+# engine.folder.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the
+# verbs.
 
 LEAST_VOCABULARY = 0.5
 
@@ -121,7 +122,8 @@ def show_model(
 ) -> None:
     """Show a model's shape, what it needs, and where it fits; also before it is downloaded."""
     from appliance.cli import model_folders
-    from appliance.models import fits, remote
+    from appliance.doctor import remote
+    from appliance.models import fits
 
     where = remote.places([_gpus(text) for text in gpu or ()])
     asked = a_model(model)
@@ -232,8 +234,8 @@ def _hub_name(text: str) -> HubName:
 
 def _found(dirs: list[Path] | None) -> list[Any]:
     """Every model folder there is to see, each once."""
-    from appliance.boot import STARTER_FOLDER
     from appliance.cli import model_folders
+    from appliance.fleet.boot import STARTER_FOLDER
 
     settings = config.load_asked({})
     named = settings.model
@@ -251,8 +253,8 @@ def _found(dirs: list[Path] | None) -> list[Any]:
 
 def _configured(settings: config.ServeConfig) -> Iterator[Any]:
     """Those of the tables [models.NAME] that are on this machine, by the names of the tables."""
-    from appliance.boot import model_folder
     from appliance.cli import model_folders
+    from appliance.fleet.boot import model_folder
 
     for name, own in settings.models.items():
         with suppress(ConfigError):  # it is yet to be pulled: serve does that when it is asked for

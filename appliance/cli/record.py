@@ -67,7 +67,7 @@ def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
 
 def _summary(path: Path) -> str:
     """What is in it, by opening it as the console will."""
-    from appliance.recording import open_recording
+    from appliance.frame.recording import open_recording
 
     with closing(open_recording(path)) as db:
         first, last, num_frames = db.execute(

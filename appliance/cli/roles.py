@@ -14,7 +14,7 @@ import typer
 from appliance.cli import pages, terminal
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output
-from appliance.settings import ROLES
+from appliance.configuration.settings import ROLES
 
 
 def roles(

@@ -16,9 +16,15 @@ from appliance.cli import terminal
 from appliance.cli.tables import Column, Format
 from appliance.cli.terminal import Output
 from appliance.cli.text import yes_or_no
-from appliance.config import Found, explain
-from appliance.setting_kinds import a_duration, on_or_off, parse_bytes, size_setting, some_weights
-from appliance.settings import SETTINGS, Setting
+from appliance.configuration.config import Found, explain
+from appliance.configuration.setting_kinds import (
+    a_duration,
+    on_or_off,
+    parse_bytes,
+    size_setting,
+    some_weights,
+)
+from appliance.configuration.settings import SETTINGS, Setting
 
 config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
 

@@ -19,11 +19,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from appliance.address import find
 from appliance.cli import tables
 from appliance.cli.tables import Column, Format, Listing, Row
 from appliance.cli.text import printable
 from appliance.client import Client
+from appliance.configuration.address import find
 from engine.errors import PenstockError, SeveralWrong
 
 BROKEN_PIPE = 141

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from appliance.cli.tables import Row
 from appliance.cli.text import count, joules, ms, size, word
-from appliance.restored import restored_from
+from appliance.frame.restored import restored_from
 
 STAGES = (
     *("tokenize", "queue", "restore", "prefill"),

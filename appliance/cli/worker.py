@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from appliance.address import UnixAddress, find
 from appliance.cli import terminal
 from appliance.cli.terminal import Host
+from appliance.configuration.address import UnixAddress, find
 from engine.errors import ConfigError, PenstockError
 
 FILE_VARIABLE = "DYN_FILE_KV"

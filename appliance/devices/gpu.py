@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from appliance.devices import nvml as api
-from appliance.devices.counters import Counter, EnergyMeter, EnergyReading
+from appliance.devices.counter_gains import Counter, EnergyMeter, EnergyReading
 from appliance.devices.gpm import Gpm
 from appliance.devices.nvml import Field, Nvml
-from appliance.protocol import DeviceFrame
+from appliance.frame.protocol import DeviceFrame
 
 LOOK_INTERVAL_NS = 10_000_000_000
 """Between two looks at what seldom changes: limits, MIG instances, a GPU that was lost."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.devices.listing import Gpu, list_gpus
+from appliance.devices.gpu_listing import Gpu, list_gpus
 from appliance.devices.nvml import NvLinks, Nvml, open_nvml
 from engine.units import size_text
 

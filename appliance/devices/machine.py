@@ -10,7 +10,7 @@ from __future__ import annotations
 from appliance.devices.gpu import Gpu
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.devices.rapl import Package, find_packages
-from appliance.protocol import DeviceFrame
+from appliance.frame.protocol import DeviceFrame
 
 MIN_INTERVAL_NS = 200_000_000
 """Energy counters move every 20 to 100 ms; sooner than this the last reading is given again."""

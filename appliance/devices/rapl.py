@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.devices.counters import EnergyMeter
-from appliance.protocol import DeviceFrame
+from appliance.devices.counter_gains import EnergyMeter
+from appliance.frame.protocol import DeviceFrame
 
 ROOT = Path("/sys/class/powercap")
 

@@ -14,7 +14,7 @@ from typing import Any
 from appliance.api.output_format import THOUGHTS, output_format_of
 from appliance.api.tool_format import FORMATS
 from engine.errors import ConfigError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TOOL_PARSERS = {
     "hermes": "hermes",

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.config import DEFAULT_OPERATORS, ServeConfig
-from appliance.http.keys import ApiKey, find_key, read_keys
+from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
+from appliance.http.api_keys import ApiKey, find_key, read_keys
 from appliance.http.tls import tls_context
 from appliance.request import Peer, Role
 from engine.errors import ConfigError

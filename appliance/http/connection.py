@@ -27,10 +27,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from appliance.api.wire import error_object
 from appliance.http.access import Credentials
 from appliance.http.gate import Line, headers_too_large
 from appliance.http.turned_away import too_many_connections
-from appliance.wire import error_object
 from engine.errors import RequestError
 
 log = logging.getLogger("penstock.http")

@@ -25,11 +25,11 @@ from typing import cast
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.arrival import Arrival
+from appliance.api.arrival import Arrival
+from appliance.api.wire import error_response
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.cors import allowed_origin, is_preflight, preflight, readable
 from appliance.request import Peer, Role
-from appliance.wire import error_response
 from engine.errors import Forbidden, RequestError, Unavailable
 
 MAX_HEADERS = 100

@@ -20,7 +20,7 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from appliance.api.early import EarlyRefusals
+from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientProtocol, Limits
 from appliance.http.gate import MAX_HEAD_BYTES, Gate

@@ -17,7 +17,7 @@ from collections import Counter
 
 import msgspec
 
-from appliance.wire import error_object
+from appliance.api.wire import error_object
 from engine.errors import Unavailable
 
 LINGER_S = 5.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
+from appliance.frame.protocol import MAX_FRAME_EVENTS
+from appliance.frame.recording import APPLICATION_ID, RECORDING_VERSION
 from appliance.log.query import Span, log_time
 from appliance.log.reader import reading
-from appliance.protocol import MAX_FRAME_EVENTS
-from appliance.recording import APPLICATION_ID, RECORDING_VERSION
 from engine.errors import RequestError
 
 _PREFIX = ".recording-"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, cast
 
-from appliance.fields import invalid_type, invalid_value
+from appliance.json_fields import invalid_type, invalid_value
 
 MAX_ROWS = 10_000
 DEFAULT_ROWS = 20

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 
-from appliance.protocol import Frame
-from appliance.recording import FramePacker, template_of
+from appliance.frame.protocol import Frame
+from appliance.frame.recording import FramePacker, template_of
 
 TEMPLATE_FRAMES = 600
 """So many share one at most: ten minutes."""

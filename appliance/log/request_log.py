@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
+from appliance.frame.protocol import Frame, utc_now
+from appliance.frame.recording import gauges
 from appliance.log.extract import remove_unfinished, temporary_recording
 from appliance.log.file import abandon, file_id, open_log, remove_backups
 from appliance.log.insert import (
@@ -37,8 +39,6 @@ from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.log.recorder import Recorder
 from appliance.log.retention import Limits, Upkeep
 from appliance.log.row import LogRow, RowEnergy
-from appliance.protocol import Frame, utc_now
-from appliance.recording import gauges
 from engine.errors import ConfigError, PenstockError, RequestError, Unavailable
 
 _LOG = logging.getLogger("penstock.request_log")

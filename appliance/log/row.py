@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from appliance.latency import in_order
-from appliance.protocol import RequestFrame
+from appliance.frame.latency import in_order
+from appliance.frame.protocol import RequestFrame
 from appliance.request import Request
-from engine.sequence import FinishReason, Sequence
+from engine.schedule.sequence import FinishReason, Sequence
 
 MAX_CLIENT_RID_CHARS = 128
 _WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)

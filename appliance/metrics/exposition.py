@@ -14,10 +14,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from appliance.histograms import Histograms
+from appliance.frame.histograms import Histograms
+from appliance.frame.protocol import Frame
 from appliance.metrics import own, vllm
-from appliance.metrics.family import Family
-from appliance.protocol import Frame
+from appliance.metrics.metric import Family
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from appliance.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
-from appliance.metrics.family import Family, counter, gauge, histogram
-from appliance.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
-from appliance.tier_frame import TierFrame
+from appliance.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
+from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
+from appliance.frame.tier_frame import TierFrame
+from appliance.metrics.metric import Family, counter, gauge, histogram
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")

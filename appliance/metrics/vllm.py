@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.histograms import (
+from appliance.frame.histograms import (
     GAP_S,
     NUM_SEQUENCES,
     REQUEST_S,
@@ -20,9 +20,9 @@ from appliance.histograms import (
     Histogram,
     Histograms,
 )
-from appliance.metrics.family import Family, counter, gauge, histogram
-from appliance.protocol import Frame
-from appliance.signals import RING, used_ratio
+from appliance.frame.protocol import Frame
+from appliance.metrics.metric import Family, counter, gauge, histogram
+from appliance.watch.signals import RING, used_ratio
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:

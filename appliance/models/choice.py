@@ -15,7 +15,7 @@ from pathlib import Path
 from appliance.models.cache import INDEX, SINGLE
 from appliance.models.names import HubName, is_quantised_as
 from engine.errors import CheckpointError
-from engine.gguf_header import parts_of
+from engine.folder.gguf_header import parts_of
 from engine.units import size_text
 
 SMALL = (

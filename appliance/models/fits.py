@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.models.names import is_quantised_as
-from engine.checkpoint import expected_shapes
-from engine.config import DTYPE_BYTES, ModelConfig
+from engine.folder.checkpoint import expected_shapes
+from engine.folder.model_config import DTYPE_BYTES, ModelConfig
 from engine.units import size_text
 
 GPU_OVERHEAD_BYTES = 2 << 30

@@ -24,8 +24,8 @@ from pathlib import Path
 from appliance.models import cache, hub
 from appliance.models.choice import RemoteFile, Repository, small_files, weight_files
 from appliance.models.names import HubName, a_model
-from engine.config import ModelConfig
 from engine.errors import ConfigError, PenstockError
+from engine.folder.model_config import ModelConfig
 from engine.units import size_text
 
 NUM_THREADS = 4

@@ -19,7 +19,7 @@ FORMS = {
     "q4_0": 4, "q4_1": 5, "q4_k": 6, "q8_0": 7, "q5_1": 8, "q5_k": 9, "q6_k": 10,
     "mxfp4": 11, "int4_32": 12, "int4_128": 13, "int8_128": 14, "fp8_128": 15,
 }  # fmt: skip
-"""Of quantised matrices in panels, by their names in engine.panels."""
+"""Of quantised matrices in panels, by their names in engine.folder.panels."""
 WIDENED, DOTS, TILES = range(3)
 """Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
 WAY_NAMES = ("widened", "dots", "tiles")

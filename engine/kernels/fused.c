@@ -97,7 +97,7 @@ KERNEL(rms_norm, "ppppiiiiiiiiff")
     return 0;
 }
 
-/* Activations, as engine/config.py numbers them. */
+/* Activations, as engine/folder/model_config.py numbers them. */
 enum { SILU, GELU, CLAMPED_SWIGLU };
 static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/model/layers.py */
 

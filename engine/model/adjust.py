@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from engine.sampling import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 
 def is_adjusted(params: SamplingParams) -> bool:

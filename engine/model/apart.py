@@ -2,7 +2,7 @@
 
 Owns: how each way of storing them lays them out.
 Invariant: the parts' values are the format's in float32: (code - zero) * scale.
-Never: reads a file, checks a shape (engine.quantisation does).
+Never: reads a file, checks a shape (engine.folder.quantisation does).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from engine.errors import CheckpointError
-from engine.model.blocks import Parts
-from engine.panels import FORMS
-from engine.tensor_info import TensorInfo
+from engine.folder.panels import FORMS
+from engine.folder.tensor_info import TensorInfo
+from engine.model.quantised_blocks import Parts
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INTEGERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.attention_backends import Needs, choose_attention, this_machine
-from engine.config import ModelConfig
+from engine.folder.model_config import ModelConfig
+from engine.kernels.attention_backends import Needs, choose_attention, this_machine
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import ACTIVATIONS
+from engine.folder.model_config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.buffers import Take, fresh

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.config import ExpertsConfig, ModelConfig
+from engine.folder.model_config import ExpertsConfig, ModelConfig
 from engine.model.backend import Backend
 from engine.model.linear import Linears
 from engine.model.weight import Weight

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FORMS, Kernels
-from engine.kernels.ways import EXACT, Ways
+from engine.kernels.product_ways import EXACT, Ways
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
 from engine.model.weight import Weight

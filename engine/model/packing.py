@@ -2,7 +2,7 @@
 
 Owns: filling the arena, a share by each worker.
 Invariant: a packed matrix is the stored one rounded to bfloat16, and nothing else.
-Never: decides whether to pack, or where (boot and engine.checkpoint do).
+Never: decides whether to pack, or where (boot and engine.folder.checkpoint do).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.checkpoint import WeightsLayout
+from engine.folder.checkpoint import WeightsLayout
+from engine.folder.pairs import PANEL_ROWS, packed_shape
 from engine.kernels.cpu import load_kernels
 from engine.model.weight import Weight
-from engine.pairs import PANEL_ROWS, packed_shape
 
 _PIECE_VALUES = 4 << 20  # packed between two reports: some milliseconds
 

@@ -3,14 +3,14 @@
 Owns: how codes are chosen.
 Invariant: no value is further from its code's than half a step of its group, but for those at the
 ends of a group whose range was drawn in so that the others come nearer.
-Never: decides which matrices, or to what form (engine.panels_layout does).
+Never: decides which matrices, or to what form (engine.folder.panels_layout does).
 """
 
 from __future__ import annotations
 
 import torch
 
-from engine.model.blocks import Parts
+from engine.model.quantised_blocks import Parts
 
 GROUP = 32
 _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
@@ -22,7 +22,7 @@ def quantised(values: torch.Tensor, form: str) -> Parts:
 
     Args:
         values: float32 [num_rows, depth], in whole groups.
-        form: of engine.panels.
+        form: of engine.folder.panels.
     """
     groups = values.view(len(values), -1, GROUP)
     return _q8(groups) if form == "q8_0" else _q4(groups)

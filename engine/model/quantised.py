@@ -2,7 +2,7 @@
 
 Owns: turning blocks into panels, a share by each worker.
 Invariant: a packed matrix has the values of its blocks, to the last bit.
-Never: decides what is packed, or where (engine.checkpoint does).
+Never: decides what is packed, or where (engine.folder.checkpoint does).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.model.blocks import Parts, parts_of
+from engine.folder.panels import BLOCK_VALUES, FORMS, PANEL_ROWS, Form, panels_shape
+from engine.folder.panels_layout import PanelsLayout
 from engine.model.packing import fill, memory_of
+from engine.model.quantised_blocks import Parts, parts_of
 from engine.model.stored import Stored
 from engine.model.weight import PLAIN, Weight
-from engine.panels import BLOCK_VALUES, FORMS, PANEL_ROWS, Form, panels_shape
-from engine.panels_layout import PanelsLayout
 
 
 def packed_weights(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.model.adjust import is_adjusted
-from engine.sampling import SamplingParams, TokenLogprob
+from engine.wire.sampling import SamplingParams, TokenLogprob
 
 _GREEDY_BELOW = 1e-5
 _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's number for "never"

@@ -13,10 +13,10 @@ from math import prod
 
 import torch
 
+from engine.folder.tensor_info import TensorInfo
 from engine.model.apart import ApartMatrix
-from engine.model.blocks import Parts, parts_of
 from engine.model.quantise import quantised
-from engine.tensor_info import TensorInfo
+from engine.model.quantised_blocks import Parts, parts_of
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes, what they are moved as."""

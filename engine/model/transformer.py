@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.config import ModelConfig
-from engine.kernels.ways import Ways
-from engine.layer_heads import LayerHeads
+from engine.folder.layer_heads import LayerHeads
+from engine.folder.model_config import ModelConfig
+from engine.folder.rope import RopeConfig
+from engine.kernels.product_ways import Ways
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
@@ -30,7 +31,6 @@ from engine.model.linear import Linears, choose_linears
 from engine.model.quantised import embedded
 from engine.model.tape import MAX_TOKENS, Tapes
 from engine.model.weight import Weight
-from engine.rope import RopeConfig
 
 __all__ = ["StepBatch", "Transformer"]
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.config import ACTIVATIONS
+from engine.folder.model_config import ACTIVATIONS
 from engine.model.tiling import next_power_of_2
 
 _OVERFLOWN = tl.constexpr(6e4)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import CheckpointError
-from engine.panels import FORMS
-from engine.tensor_info import BLOCKS
+from engine.folder.panels import FORMS
+from engine.folder.tensor_info import BLOCKS
 
 SCHEMES = {
     "float32": torch.float32,

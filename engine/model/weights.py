@@ -2,7 +2,8 @@
 
 Owns: turning a Checkpoint into named weights without a second copy in memory.
 Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint.
-Never: decides the dtype or the layout (engine.checkpoint does), makes the arena (the daemon does).
+Never: decides the dtype or the layout (engine.folder.checkpoint does), makes the arena (the daemon
+does).
 """
 
 from __future__ import annotations
@@ -16,19 +17,14 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import (
-    Checkpoint,
-    WeightsLayout,
-    arena_layout,
-    packed_layout,
-)
-from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
+from engine.folder.checkpoint import Checkpoint, WeightsLayout, arena_layout, packed_layout
+from engine.folder.model_config import DTYPE_BYTES
+from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
 from engine.model.packing import pack_weights
 from engine.model.quantised import packed_weights
 from engine.model.stored import Stored
 from engine.model.weight import Weight
-from engine.panels_layout import AS_STORED, PanelsLayout, panels_layout
 
 Progress = Callable[[int, int], None]
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from engine.messages import Command, Copied, Copy
-from engine.places import DRAM
+from engine.cache.places import DRAM
 from engine.tiers.context import Later
 from engine.tiers.jobs import CopyJob, GrowJob, Job, SweepJob
 from engine.tiers.records import SlabHead
+from engine.wire.messages import Command, Copied, Copy
 
 
 class Arena:

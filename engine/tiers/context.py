@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from engine.blocks import BlockPool, Ledger
-from engine.places import SSD
+from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.places import SSD
 from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import CopyJob, Job
 

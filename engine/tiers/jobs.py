@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import Copy
 from engine.tiers.index import Entry, Place
 from engine.tiers.records import SlabHead
+from engine.wire.messages import Copy
 
 
 @dataclass(slots=True, eq=False)

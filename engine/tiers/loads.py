@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.messages import Copy
-from engine.prefix_hashes import Hash, PrefixChain
+from engine.cache.prefix_hashes import Hash, PrefixChain
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
 from engine.tiers.jobs import CopyJob
+from engine.wire.messages import Copy
 
 POOL_SHARE = 8
 """A pool has at most this part of its blocks waiting for loads."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-from engine.messages import Copy
-from engine.prefix_hashes import Hash
+from engine.cache.prefix_hashes import Hash
 from engine.tiers.context import Context
 from engine.tiers.index import Entry
 from engine.tiers.jobs import CopyJob, GrowJob
+from engine.wire.messages import Copy
 
 STORED_AT_ONCE = 4
 """Blocks under way to the disk: those cannot be evicted meanwhile."""

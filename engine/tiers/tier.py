@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from engine.prefix_hashes import Hash
+from engine.cache.prefix_hashes import Hash
 from engine.tiers.context import Context, Counts
 from engine.tiers.costs import Costs
 from engine.tiers.index import SlabIndex

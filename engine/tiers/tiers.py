@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.prefix_hashes import Hash
+from engine.cache.prefix_hashes import Hash
 from engine.tiers.loads import Restored, Wanted, joined
 from engine.tiers.tier import Tier
 

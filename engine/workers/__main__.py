@@ -21,13 +21,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed, PenstockError
-from engine.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, WeightsLoaded
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, WeightsLoaded
 
 if TYPE_CHECKING:
-    from engine.checkpoint import Checkpoint
-    from engine.kernels.ways import Ways
+    from engine.folder.checkpoint import Checkpoint
+    from engine.kernels.product_ways import Ways
     from engine.model.weight import Weight
     from engine.workers.grammars import Grammars
     from engine.workers.numa import Near
@@ -74,12 +74,12 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
-    from engine.checkpoint import Checkpoint
-    from engine.matcher import GrammarTokenizer
+    from engine.folder.checkpoint import Checkpoint
     from engine.model.transformer import Transformer
-    from engine.tokenizer import Tokenizer
+    from engine.text.matcher import GrammarTokenizer
+    from engine.text.tokenizer import Tokenizer
+    from engine.workers.affinity import use_cores
     from engine.workers.copying import probe
-    from engine.workers.cores import use_cores
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import Worker
@@ -128,9 +128,9 @@ def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: Near, progress: _Progress
 ) -> tuple[dict[str, Weight], Ways | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
-    from engine.kernels.ways import Ways
+    from engine.folder.panels_layout import AS_STORED
+    from engine.kernels.product_ways import Ways
     from engine.model.weights import load_weights
-    from engine.panels_layout import AS_STORED
 
     spec = setup.weights
     if spec is None:

@@ -30,7 +30,7 @@ from threading import Thread
 import torch
 
 from engine.errors import ChannelClosed, WorkerFailed
-from engine.messages import Copied, Copy, Unmapped
+from engine.wire.messages import Copied, Copy, Unmapped
 from engine.workers.device import Device
 from engine.workers.running import Running
 

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.grammar import GrammarError
-from engine.matcher import GrammarTokenizer, Matcher
+from engine.text.grammar import GrammarError
+from engine.text.matcher import GrammarTokenizer, Matcher
 from engine.workers.running import Running
 
 _MAX_COMPILED = 16

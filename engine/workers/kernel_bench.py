@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from engine.config import ModelConfig
-from engine.kernel_costs import (
+from engine.folder.model_config import ModelConfig
+from engine.kernels.kernel_costs import (
     Cost,
     Heads,
     attention_cost,
@@ -32,7 +32,7 @@ from engine.model.layers import rope_table
 from engine.model.linear import choose_linears
 from engine.model.sampler import draw_of
 from engine.model.weight import Weight
-from engine.sampling import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 Sequences = list[tuple[int, int]]
 """Of a step: tokens before, and new ones."""

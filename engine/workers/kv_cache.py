@@ -12,8 +12,8 @@ import mmap
 
 import torch
 
-from engine.config import ModelConfig
-from engine.messages import PoolSpec
+from engine.folder.model_config import ModelConfig
+from engine.wire.messages import PoolSpec
 
 TORCH_DTYPES = {
     "float32": torch.float32,

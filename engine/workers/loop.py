@@ -20,8 +20,10 @@ from typing import NoReturn
 
 import torch
 
-from engine.channel import WorkerChannel
-from engine.messages import (
+from engine.schedule.plan import plan
+from engine.schedule.sequence import FinishReason
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import (
     Admit,
     Command,
     Copy,
@@ -36,14 +38,12 @@ from engine.messages import (
     Stepped,
     UseCores,
 )
-from engine.plan import plan
-from engine.sequence import FinishReason
+from engine.workers.affinity import use_cores
 from engine.workers.copying import Copier
-from engine.workers.cores import use_cores
 from engine.workers.device import Device
-from engine.workers.rehearsal import rehearse
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
+from engine.workers.timed_steps import rehearse
 
 MIN_COPYING_NS = 5_000_000
 """Between two steps, however short they are, if there is so much to copy in the host's memory."""

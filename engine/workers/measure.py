@@ -24,16 +24,16 @@ from pathlib import Path
 
 import torch
 
-from engine.attention_backends import Needs, choose_attention, this_machine
-from engine.checkpoint import expected_shapes, layout_of
-from engine.config import ModelConfig
 from engine.errors import PenstockError, WorkerFailed
-from engine.kernel_costs import step_values
+from engine.folder.checkpoint import expected_shapes, layout_of
+from engine.folder.model_config import ModelConfig
+from engine.kernels.attention_backends import Needs, choose_attention, this_machine
+from engine.kernels.kernel_costs import step_values
 from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
-from engine.sampling import SamplingParams
 from engine.units import size_text
+from engine.wire.sampling import SamplingParams
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
 from engine.workers.grammars import Grammars

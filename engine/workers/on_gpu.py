@@ -21,11 +21,14 @@ from functools import partial
 
 import torch
 
-from engine.channel import WorkerChannel
-from engine.checkpoint import Checkpoint, arena_layout
-from engine.config import DTYPE_BYTES, ModelConfig
 from engine.errors import WorkerFailed
-from engine.messages import (
+from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.folder.model_config import DTYPE_BYTES, ModelConfig
+from engine.model.transformer import Transformer
+from engine.model.weight import Weight
+from engine.model.weights import convert_weights
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import (
     Go,
     GpuSpec,
     MapPool,
@@ -37,9 +40,6 @@ from engine.messages import (
     Unmapped,
     WeightsLoaded,
 )
-from engine.model.transformer import Transformer
-from engine.model.weight import Weight
-from engine.model.weights import convert_weights
 from engine.workers.copying import probe
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.grammar import GrammarError
 from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
 from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
-from engine.sampling import TokenLogprob
+from engine.text.grammar import GrammarError
+from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.grammars import Grammars, Mask
 from engine.workers.graphs import DecodeGraphs

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.matcher import Matcher
-from engine.messages import Admit
-from engine.sampling import SamplingParams
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
+from engine.text.matcher import Matcher
+from engine.wire.messages import Admit
+from engine.wire.sampling import SamplingParams
 
 _MAX_PROMPT_LOGPROBS = 128
 """Positions per step whose logits are kept: each is a float for every id of the vocabulary."""

@@ -8,7 +8,7 @@ into memory of the host that all inherit, and copies everything from there in th
 Owns: the buffers and threads, while it runs.
 Invariant: the pages of the files are mapped nowhere; no byte of a file is read by two workers that
 have shares; beside what they share the host holds no more than the buffers.
-Never: chooses the dtype or the layout (engine.checkpoint does).
+Never: chooses the dtype or the layout (engine.folder.checkpoint does).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint import Checkpoint, WeightsLayout, arena_layout
-from engine.config import DTYPE_BYTES
 from engine.errors import CheckpointError
+from engine.folder.checkpoint import Checkpoint, WeightsLayout, arena_layout
+from engine.folder.model_config import DTYPE_BYTES
 from engine.model.weights import convert_weights
 from engine.workers.device import Device
 

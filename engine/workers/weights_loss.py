@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.checkpoint import Checkpoint, arena_layout
-from engine.messages import WeightsLoss
+from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weight import Weight
 from engine.model.weights import convert_weights, layout_views, load_weights
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import WeightsLoss
 
 TEXTS = (
     "The river rises in the hills above the town and runs for ninety miles to the sea. In spring "

@@ -8,17 +8,9 @@ import contextlib
 import os
 import socket
 
-from engine.channel import WorkerChannel
 from engine.errors import ChannelClosed
-from engine.messages import (
-    Go,
-    MapShared,
-    PoolMade,
-    Ready,
-    Setup,
-    SharedMemory,
-    WeightsLoaded,
-)
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import Go, MapShared, PoolMade, Ready, Setup, SharedMemory, WeightsLoaded
 
 NUM_BLOCKS = 40
 

@@ -15,8 +15,8 @@ from appliance.log.request_log import RequestLog
 from appliance.log.retention import Limits
 from appliance.log.row import LogRow
 from appliance.request import Peer, Request
-from engine.sampling import SamplingParams
-from engine.sequence import FinishReason, Sequence, Stamps
+from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.wire.sampling import SamplingParams
 
 US = 1_000
 

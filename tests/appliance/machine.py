@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import msgspec
 
-from appliance.boot import make_plan
-from appliance.config import ServeConfig
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import make_plan
+from appliance.fleet.worker_state import WorkerState
 from appliance.log.query import RowQuery
 from appliance.log.request_log import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
-from appliance.worker_state import WorkerState
-from engine.blocks import Ledger
-from engine.queue import FairQueue
-from engine.router import Router
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence, Stamps
-from engine.tokenizer import Tokenizer
+from engine.cache.blocks import Ledger
+from engine.schedule.queue import FairQueue
+from engine.schedule.router import Router
+from engine.schedule.sequence import Sequence, Stamps
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import FakeWorker
 
 

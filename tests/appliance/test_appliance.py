@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from appliance.api.appliance import Appliance
+from appliance.fleet.roles_change import RolesChange
 from appliance.log.query import RowQuery
-from appliance.roles import RolesChange
 from engine.errors import QueueFull, Unavailable
-from engine.sequence import FinishReason
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import FinishReason
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.machine import a_request, make_machine
 from tests.engine import fake_workers
 from tests.fakes import FakeAppliance, until

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from appliance.address import UnixAddress
 from appliance.client import (
     Client,
     ClientError,
@@ -18,6 +17,7 @@ from appliance.client import (
     PermissionRefused,
     ReplyError,
 )
+from appliance.configuration.address import UnixAddress
 from tests.appliance.fake_daemon import RID, FakeDaemon, text_event
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from engine.errors import RequestError
 
 

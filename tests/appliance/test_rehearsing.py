@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from appliance.fleet.step_memory import Measured, StepMemory
 from appliance.rehearsing import Rehearsing
-from appliance.step_memory import Measured, StepMemory
-from engine.blocks import Ledger
-from engine.messages import Rehearse, Rehearsed, RehearsedStep
-from engine.places import DECODE, PREFILL, make_places
-from engine.queue import FairQueue
-from engine.router import Router
+from engine.cache.blocks import Ledger
+from engine.cache.places import DECODE, PREFILL, make_places
+from engine.schedule.queue import FairQueue
+from engine.schedule.router import Router
+from engine.wire.messages import Rehearse, Rehearsed, RehearsedStep
 
 PROMPT_MS, DECODE_MS = 200.0, 10.0
 

@@ -4,8 +4,8 @@ import pytest
 
 from appliance.request import HUNG_UP
 from engine.errors import QueueFull, RequestError, Unavailable
-from engine.messages import PoolMade
-from engine.sequence import FinishReason
+from engine.schedule.sequence import FinishReason
+from engine.wire.messages import PoolMade
 from tests.appliance.machine import make_machine
 
 

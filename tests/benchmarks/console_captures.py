@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.protocol import Frame, RequestFrame
+from appliance.frame.protocol import Frame, RequestFrame
 from tests.tui import frames
 from tests.tui.screen import console_at, grid
 from tui.panels import pages

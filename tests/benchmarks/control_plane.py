@@ -32,11 +32,12 @@ from pathlib import Path
 
 import psutil
 
-from appliance.boot import STARTER_FOLDER
 from appliance.cli import main as penstock
-from engine.channel import WorkerChannel
+from appliance.fleet.boot import STARTER_FOLDER
 from engine.errors import ChannelClosed
-from engine.messages import (
+from engine.text.tokenizer import Tokenizer
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import (
     Admit,
     Go,
     Ready,
@@ -48,7 +49,6 @@ from engine.messages import (
     Stepped,
     WeightsLoaded,
 )
-from engine.tokenizer import Tokenizer
 
 NUM_WARM_UP_STEPS = 10
 POLL_S = 0.02
@@ -60,7 +60,7 @@ FOLDER_VARIABLE = "CONTROL_PLANE_FOLDER"
 
 
 class FakeWorker:
-    """Speaks engine.messages; its output is TEXT, over and over."""
+    """Speaks engine.wire.messages; its output is TEXT, over and over."""
 
     def __init__(self, channel: WorkerChannel, folder: Path) -> None:
         self._channel = channel

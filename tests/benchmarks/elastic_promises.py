@@ -29,8 +29,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from appliance.address import UnixAddress
 from appliance.client import Client, ClientError
+from appliance.configuration.address import UnixAddress
 
 QUIET_S = 2.0
 QUESTIONS = (

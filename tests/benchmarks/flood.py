@@ -20,8 +20,8 @@ from pathlib import Path
 
 import httpx
 
-from appliance.placement import BLOCK_SIZE
-from engine.checkpoint import Checkpoint
+from appliance.fleet.placement import BLOCK_SIZE
+from engine.folder.checkpoint import Checkpoint
 from tests.daemons import Daemon, make_keys
 
 

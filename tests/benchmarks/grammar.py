@@ -3,8 +3,8 @@
 usage: python -m tests.benchmarks.grammar TOKENIZER.json [--library xgrammar] [--rounds 5]
 
 The texts below are said token by token, with a mask before each; by default as workers do it,
-through engine.matcher, or by another library if it is installed. Printed for each grammar, in CPU
-time: the median to compile it anew, and of the masks the median, p99 and maximum of all rounds.
+through engine.text.matcher, or by another library if it is installed. Printed for each grammar, in
+CPU time: the median to compile it anew, and of the masks the median, p99 and maximum of all rounds.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ CASES = {
 
 
 def ours(path: str):
-    """compile(schema) -> (mask, consume), through engine.grammar."""
+    """compile(schema) -> (mask, consume), through engine.text.grammar."""
     from tokenizers import Tokenizer as Backend
 
-    from engine.grammar import json_grammar
-    from engine.matcher import GrammarTokenizer, Matcher
-    from engine.tokenizer import Tokenizer
+    from engine.text.grammar import json_grammar
+    from engine.text.matcher import GrammarTokenizer, Matcher
+    from engine.text.tokenizer import Tokenizer
 
     backend = Backend.from_file(path)
     tokens = GrammarTokenizer(Tokenizer(backend), backend.get_vocab_size(), [1])

@@ -25,9 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from appliance.latency import quantile
-from appliance.placement import BLOCK_SIZE
-from engine.checkpoint import Checkpoint
+from appliance.fleet.placement import BLOCK_SIZE
+from appliance.frame.latency import quantile
+from engine.folder.checkpoint import Checkpoint
 
 START_S = 90.0
 

@@ -26,8 +26,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engine.schedule.suspicion import MAX_SUSPICIONS
 from engine.starter.documents import Writer
-from engine.suspicion import MAX_SUSPICIONS
 from tests.daemons import Daemon
 
 MAX_TOKENS = 64

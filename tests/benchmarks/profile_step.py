@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint import Checkpoint
+from engine.folder.checkpoint import Checkpoint
 from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from tests.engine.test_attention import batch_of
+from tests.engine.model.test_attention import batch_of
 
 BLOCK_SIZE = 16
 CASES = {  # name: sequences, tokens before, new tokens of each

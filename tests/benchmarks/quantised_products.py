@@ -13,10 +13,10 @@ import time
 
 import torch
 
+from engine.folder.panels import FORMS, panels_shape
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.weight import Weight
-from engine.panels import FORMS, panels_shape
 
 DEPTH = 2048
 NAMES = ("q4_0", "q4_1", "q4_k", "mxfp4", "int4_128", "q8_0", "int8_128", "fp8_128")

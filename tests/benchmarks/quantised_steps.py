@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint, weights_layout
+from engine.folder.checkpoint import Checkpoint, weights_layout
+from engine.folder.panels_layout import panels_layout
 from engine.model.attention import StepBatch
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.panels_layout import panels_layout
 
 BLOCK = 64
 CASES = ((1, 512, 1, 24), (1, 2048, 1, 24), (8, 128, 1, 24), (1, 0, 512, 3), (1, 0, 2048, 2))

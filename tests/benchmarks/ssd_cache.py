@@ -44,12 +44,11 @@ import time
 from pathlib import Path
 from queue import Queue
 
-from appliance.boot import STARTER_FOLDER
-from engine.blocks import BlockPool, Ledger
-from engine.checkpoint import Checkpoint
-from engine.messages import Copy
-from engine.places import SSD
-from engine.prefix_hashes import PrefixHasher
+from appliance.fleet.boot import STARTER_FOLDER
+from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.places import SSD
+from engine.cache.prefix_hashes import PrefixHasher
+from engine.folder.checkpoint import Checkpoint
 from engine.tiers import disk as disk_module
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
@@ -59,6 +58,7 @@ from engine.tiers.jobs import CopyJob, GrowJob
 from engine.tiers.loads import Wanted
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 from engine.tiers.tier import Tier
+from engine.wire.messages import Copy
 from tests.daemons import Daemon
 
 BLOCK_SIZE = 64

@@ -1,7 +1,7 @@
 """Workers without a model, over the router's own messages: small, honest, and killable.
 
-A fake worker computes nothing, but it follows the contract of engine.messages: it plans its steps,
-reports progress, copies some time later, and releases. Its "KV" is a dictionary from (pool,
+A fake worker computes nothing, but it follows the contract of engine.wire.messages: it plans its
+steps, reports progress, copies some time later, and releases. Its "KV" is a dictionary from (pool,
 block_id, offset) to the token at that place, so that a block that is lost, swapped or reused under
 somebody is noticed as a wrong token.
 """
@@ -10,7 +10,8 @@ from collections import deque
 
 import msgspec
 
-from engine.messages import (
+from engine.schedule.plan import plan
+from engine.wire.messages import (
     Admit,
     Copied,
     Copy,
@@ -21,7 +22,6 @@ from engine.messages import (
     Stepped,
     UseCores,
 )
-from engine.plan import plan
 from engine.workers.running import Running
 
 BLOCK_SIZE = 4

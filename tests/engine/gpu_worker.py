@@ -4,10 +4,10 @@ import contextlib
 import socket
 import threading
 
-from engine.channel import WorkerChannel
 from engine.errors import WorkerFailed
-from engine.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
-from engine.sampling import SamplingParams
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
+from engine.wire.sampling import SamplingParams
 from engine.workers.grammars import Grammars
 from engine.workers.loop import Worker
 from engine.workers.on_gpu import start

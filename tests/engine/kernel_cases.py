@@ -12,7 +12,7 @@ from engine.model.sampler import NO_DRAW, draw_of, sample
 from engine.model.tiling import Tiling
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampler import sample_rows
-from engine.sampling import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCES = {

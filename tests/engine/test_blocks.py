@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockPool, BlockState, Ledger
+from engine.cache.blocks import BlockPool, BlockState, Ledger
+from engine.cache.prefix_hashes import PrefixHasher
 from engine.errors import InvariantViolated
-from engine.prefix_hashes import PrefixHasher
 
 HASHER = PrefixHasher(bytes(32), b"", 4)
 

@@ -4,8 +4,8 @@ import socket
 
 import msgspec
 
-from engine.channel import WorkerChannel
-from engine.messages import Report
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import Report
 from engine.workers.loop import Worker
 
 

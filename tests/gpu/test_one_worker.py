@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from engine.checkpoint import Checkpoint
-from engine.messages import GpuSpec, PoolMade
+from engine.folder.checkpoint import Checkpoint
 from engine.starter import export
+from engine.wire.messages import GpuSpec, PoolMade
 from engine.workers.device import CudaDevice
 from tests.checkpoints import load_oracle
 from tests.engine.gpu_worker import admit, start_alone

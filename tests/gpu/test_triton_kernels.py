@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.config import ACTIVATIONS
+from engine.folder.model_config import ACTIVATIONS
 from engine.model.cuda import DeviceLimits
 from engine.model.tiling import several_queries_tiling, single_query_tiling
 from tests.engine.kernel_cases import (

@@ -6,19 +6,11 @@ import signal
 
 import pytest
 
-from appliance.devices.listing import Gpu
-from appliance.placement import WorkerPlan
-from appliance.spread import GPU_STEP_TOKENS
-from appliance.supervisor import Supervisor
-from engine.messages import (
-    Copied,
-    Copy,
-    GpuSpec,
-    PoolMade,
-    PoolSpec,
-    Setup,
-    Stepped,
-)
+from appliance.devices.gpu_listing import Gpu
+from appliance.fleet.placement import WorkerPlan
+from appliance.fleet.spread import GPU_STEP_TOKENS
+from appliance.fleet.supervisor import Supervisor
+from engine.wire.messages import Copied, Copy, GpuSpec, PoolMade, PoolSpec, Setup, Stepped
 from tests.checkpoints import load_oracle
 from tests.engine.gpu_worker import BLOCK_SIZE, PROMPT, admit
 from tests.gpu.test_one_worker import MAX_MARGIN, assert_like_the_oracle

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.protocol import Frame, RequestFrame
+from appliance.frame.protocol import Frame, RequestFrame
 
 
 class FakeDaemon:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import (
+from appliance.frame.protocol import (
     FRAME_VERSION,
     AlertFrame,
     DeviceFrame,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
-from appliance.tier_frame import TierFrame
+from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
+from appliance.frame.tier_frame import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.tui import frames
 from tui.filter import NUMBERS, WORDS, Filter, FilterError, parse
-from tui.listing import SORTS, Listing
+from tui.request_listing import SORTS, Listing
 
 REQUESTS = [
     *(frames.request(number) for number in range(1, 9)),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
+from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of, width_of
-from tui.listing import Listing
 from tui.panels import gauges, handoff, header, lanes, latency, log, pages, requests, waterfall
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary
+from tui.request_listing import Listing
 from tui.view import Link, View
 
 MAKERS = [

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.latency import stages
+from appliance.frame.latency import stages
 from appliance.log.row import LogRow, frame_of_row
-from engine.sequence import Stamps
+from engine.schedule.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import request_row, write_log
 from tests.tui import frames

@@ -7,7 +7,7 @@ Never: shows 0 for what is not reported.
 
 from __future__ import annotations
 
-from appliance.protocol import DeviceFrame, Frame, PoolFrame
+from appliance.frame.protocol import DeviceFrame, Frame, PoolFrame
 from tui import format as fmt
 from tui.history import total_power_w
 from tui.lines import STATE_CELLS, Line, Span, Tone, gauge, pairs, state_bar, width_of

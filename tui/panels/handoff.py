@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from appliance.protocol import Frame, HandoffFrame, LinkFrame, PoolFrame, RequestFrame, WayFrame
+from appliance.frame.protocol import (
+    Frame,
+    HandoffFrame,
+    LinkFrame,
+    PoolFrame,
+    RequestFrame,
+    WayFrame,
+)
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar

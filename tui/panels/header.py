@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from appliance.protocol import FRAME_VERSION, AlertFrame, Frame
+from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, width_of
 from tui.view import REPLAY, View

@@ -7,7 +7,7 @@ Never: shows a tier or a cache that this appliance does not have.
 
 from __future__ import annotations
 
-from appliance.protocol import Frame, PoolFrame
+from appliance.frame.protocol import Frame, PoolFrame
 from tui import format as fmt
 from tui.lines import (
     STATE_CELLS,

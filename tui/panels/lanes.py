@@ -8,7 +8,7 @@ Never: shows a number that the frame does not report.
 
 from __future__ import annotations
 
-from appliance.protocol import Frame, WorkerFrame
+from appliance.frame.protocol import Frame, WorkerFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, gauge, marked, pairs, sparkline, width_of

@@ -7,7 +7,7 @@ Never: computes a quantile; the daemon's are exact.
 
 from __future__ import annotations
 
-from appliance.protocol import Frame, LatencyFrame
+from appliance.frame.protocol import Frame, LatencyFrame
 from tui import format as fmt
 from tui.history import Samples
 from tui.lines import Line, Span, Tone, sparkline, wrap

@@ -7,7 +7,7 @@ Never: drops an event that the frame has.
 
 from __future__ import annotations
 
-from appliance.protocol import AlertFrame, EventFrame
+from appliance.frame.protocol import AlertFrame, EventFrame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, rule
 from tui.panels.header import SEVERITIES, own_alerts

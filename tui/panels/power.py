@@ -7,7 +7,7 @@ Never: shows 0 for what is not reported; a MIG slice stands under its GPU, whose
 
 from __future__ import annotations
 
-from appliance.protocol import DeviceFrame, EnergyFrame, Frame
+from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, facts, gauge, rule, sparkline
 from tui.panels.gauges import device_row, per_token

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from appliance.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
 from tui.filter import energy_j
 from tui.lines import Line, Span, Tone
-from tui.listing import Listing
 from tui.rebuild import PastRequest
+from tui.request_listing import Listing
 from tui.view import REPLAY, View
 
 _MARGIN = 2

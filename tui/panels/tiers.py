@@ -7,8 +7,8 @@ Never: shows a cache that the daemon has not reported.
 
 from __future__ import annotations
 
-from appliance.protocol import Frame
-from appliance.tier_frame import TierFrame
+from appliance.frame.protocol import Frame
+from appliance.frame.tier_frame import TierFrame
 from tui import format as fmt
 from tui.lines import Line, Span, Tone, facts, rule
 

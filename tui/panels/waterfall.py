@@ -8,8 +8,8 @@ Never: invents a stage that is not reported.
 
 from __future__ import annotations
 
-from appliance.protocol import RequestFrame
-from appliance.restored import restored_from
+from appliance.frame.protocol import RequestFrame
+from appliance.frame.restored import restored_from
 from tui import format as fmt
 from tui.filter import energy_j
 from tui.lines import Line, Span, Tone, pairs, wrap

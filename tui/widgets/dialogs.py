@@ -16,10 +16,10 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from appliance.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
+from tui.feed_messages import KeyUnderDialog
 from tui.lines import Line, Span, Tone, wrap
-from tui.messages import KeyUnderDialog
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.waterfall import detail
 from tui.widgets.panel import Page, Panel, entitle

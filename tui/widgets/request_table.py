@@ -19,9 +19,9 @@ from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from appliance.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame
+from tui.feed_messages import WindowMoved
 from tui.lines import Line
-from tui.messages import WindowMoved
 from tui.panels import requests as rows
 from tui.panels.waterfall import detail
 from tui.view import View

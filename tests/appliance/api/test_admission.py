@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from appliance.api import admission
-from appliance.fields import MAX_MARKS
-from engine.tokenizer import Tokenizer
+from appliance.json_fields import MAX_MARKS
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import CHATML, byte_level

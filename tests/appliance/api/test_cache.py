@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from engine.blocks import BlockPool
-from engine.cache_contents import CacheContents
-from engine.prefix_hashes import PrefixHasher
-from engine.sampling import SamplingParams
-from engine.sequence import Sequence, Stamps
-from engine.tokenizer import Tokenizer
+from engine.cache.blocks import BlockPool
+from engine.cache.prefix_hashes import PrefixHasher
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.sequence import Sequence, Stamps
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import SamplingParams
 from tests.appliance.api_server import serving
 from tests.appliance.peers import BOB, client_of
 from tests.fakes import FakeAppliance

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from appliance.api.constraints import read_constraint
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from engine.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from appliance.fleet.roles_change import RolesChange
 from appliance.request import Peer
-from appliance.roles import RolesChange
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, BOB, OPERATOR, VIEWER, client_of
 from tests.fakes import FakeAppliance, until

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from appliance.api import replies
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, fill, says, serving
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import CHATML, byte_level

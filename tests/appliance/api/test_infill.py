@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken
 
 from appliance.api.infill import MARKS, infill_of
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import Unavailable
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import VIEWER, client_of
 from tests.fakes import FakeAppliance

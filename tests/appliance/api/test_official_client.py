@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engine.errors import Unavailable
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, KEY_NAME, fill, says, serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level

@@ -20,7 +20,7 @@ import pytest
 
 from appliance.api import authority
 from appliance.request import Peer, Role
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, events, says, serving
 from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES

@@ -10,7 +10,7 @@ import httpx
 import ollama
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, OPERATOR, client_of
 from tests.byte_tokenizer import CHAT_TEMPLATE

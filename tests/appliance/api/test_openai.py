@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.api.ask import Ask
 from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 

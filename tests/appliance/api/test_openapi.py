@@ -17,13 +17,13 @@ from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, com
 from appliance.api.openapi import OPERATIONS, document
 from appliance.api.responses import NEUTRAL, response_ask
 from appliance.api.routes import build_app
-from appliance.fields import Fields
 from appliance.http.access import AccessPolicy
-from appliance.http.keys import new_key, read_keys
+from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
+from appliance.json_fields import Fields
 from appliance.log.reader import read_events, read_rows, read_usage
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
 from tests.appliance.peers import ALICE, BOB, client_of
 from tests.fakes import FakeAppliance

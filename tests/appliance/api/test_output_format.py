@@ -4,8 +4,8 @@ import pytest
 
 from appliance.api.output_format import THOUGHTS, output_format_of
 from appliance.api.tool_format import FORMATS
-from appliance.settings import REASONING_PARSERS, TOOL_PARSERS
-from engine.tokenizer import Tokenizer
+from appliance.configuration.settings import REASONING_PARSERS, TOOL_PARSERS
+from engine.text.tokenizer import Tokenizer
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import CHATML, byte_level
 

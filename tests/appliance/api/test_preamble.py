@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.api.preamble import in_words, without_system
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level

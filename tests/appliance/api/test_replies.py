@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape
 from appliance.api.stream import Delta
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request
-from engine.sampling import SamplingParams
-from engine.sequence import FinishReason, Sequence, Stamps
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_level
 
 MODEL = ModelInfo("m", 100, 300, (), None, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.api.response_store import ResponseStore
 from engine.errors import RequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, BOB, client_of
 from tests.byte_tokenizer import CHAT_TEMPLATE

@@ -8,9 +8,9 @@ import pydantic
 import pytest
 
 from appliance.api.responses import response_ask
-from appliance.fields import Fields
-from engine.prefix_hashes import PrefixHasher
-from engine.tokenizer import Tokenizer
+from appliance.json_fields import Fields
+from engine.cache.prefix_hashes import PrefixHasher
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level

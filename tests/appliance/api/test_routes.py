@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import Unavailable
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level

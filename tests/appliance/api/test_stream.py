@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta, Reply, StopMatcher
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
-from engine.sampling import SamplingParams, TokenLogprob
-from engine.sequence import FinishReason, Sequence, Stamps
-from engine.tokenizer import Tokenizer
+from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling import SamplingParams, TokenLogprob
 from tests.tiny_tokenizers import byte_level
 
 

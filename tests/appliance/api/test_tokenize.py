@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.api import tokenize as tokenize_api
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.peers import VIEWER, client_of
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level

@@ -5,10 +5,10 @@ import pytest
 from appliance.api.output_format import OutputFormat
 from appliance.api.tool_format import FORMATS
 from appliance.api.tools import read_tools
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from engine.errors import RequestError
-from engine.grammar import validate
-from engine.tokenizer import Tokenizer
+from engine.text.grammar import validate
+from engine.text.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

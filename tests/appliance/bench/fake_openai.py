@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from appliance.address import TcpAddress, UnixAddress
+from appliance.configuration.address import TcpAddress, UnixAddress
 
 HEAD = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\nConnection: close\r\n"
 

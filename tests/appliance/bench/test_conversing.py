@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.address import UnixAddress
 from appliance.bench.conversing import Pace, converse
 from appliance.bench.load import Measured
 from appliance.bench.statistics import Slo, by_turn, summarize
 from appliance.bench.talk import APIS
 from appliance.bench.target import Target
 from appliance.bench.workloads import Conversation, Turn
-from engine.tokenizer import Tokenizer
+from appliance.configuration.address import UnixAddress
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import says, serving
 from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES

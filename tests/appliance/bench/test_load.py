@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.address import SshAddress, UnixAddress
 from appliance.bench.arrivals import Arrival, Lengths
 from appliance.bench.load import Load, Measured, measure, offer
 from appliance.bench.samples import Sample
 from appliance.bench.target import Target
+from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.bench.reply import Event, Reply
+from appliance.bench.reply_events import Event, Reply
 from appliance.bench.samples import Sample, sample_of
 
 MS = 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.bench.steps import Case, Kind, StepTimes, kind_of
-from engine.messages import SequenceStep, Stepped
+from engine.wire.messages import SequenceStep, Stepped
 
 
 def entry(num_scheduled: int, num_computed: int = 100) -> SequenceStep:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from appliance.boot import STARTER_FOLDER
+from appliance.fleet.boot import STARTER_FOLDER
 from tests.appliance.cli_process import penstock, user_environ
 
 

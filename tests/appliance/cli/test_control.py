@@ -86,7 +86,7 @@ def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) 
 def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    from appliance.http.keys import find_key, read_keys
+    from appliance.http.api_keys import find_key, read_keys
 
     ended = penstock(environ, "keys", "new", "ann", "--role", "viewer")
     key = ended.stderr.split()[-1]
@@ -114,7 +114,7 @@ def test_serve_takes_its_settings_from_a_file_that_is_named(
 
 
 def test_serve_has_a_flag_for_every_setting_that_says_what_it_is(environ: dict[str, str]) -> None:
-    from appliance.settings import SETTINGS
+    from appliance.configuration.settings import SETTINGS
 
     shown = " ".join(penstock(environ, "serve", "--help").stdout.split())
     for name, setting in SETTINGS.items():

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance import config, doctor
+from appliance.configuration import config
 from appliance.devices.machine import Devices
 from appliance.devices.rapl import find_packages
+from appliance.doctor import checks as doctor
 from tests.appliance.cli_process import penstock, user_environ
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot import STARTER_FOLDER
+from appliance.fleet.boot import STARTER_FOLDER
 from tests.appliance.cli_data import (
     ENDED,
     EVENTS,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot import lock_state_dir
 from appliance.cli import text
+from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
-from engine.sequence import Phase
+from engine.schedule.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
 from tests.appliance.cli_process import ROOT, penstock, run_on_terminal, user_environ
 from tests.appliance.fake_daemon import FakeDaemon

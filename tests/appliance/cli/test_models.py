@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from appliance.boot import STARTER_FOLDER
+from appliance.fleet.boot import STARTER_FOLDER
 from appliance.models import cache
-from engine.checkpoint import Checkpoint, choose_dtype
+from engine.folder.checkpoint import Checkpoint, choose_dtype
+from engine.folder.panels_layout import panels_layout
 from engine.kernels.cpu import has_kernels
-from engine.panels_layout import panels_layout
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from appliance import doctor
+from appliance.doctor import checks as doctor
 from appliance.dynamo import plane
 from tests.appliance.cli_process import ROOT, penstock, user_environ
 

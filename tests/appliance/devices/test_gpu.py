@@ -12,7 +12,7 @@ from appliance.devices import nvml as api
 from appliance.devices.gpm import MAX_WINDOW_NS
 from appliance.devices.machine import Devices, find_gpus
 from appliance.devices.nvml import Nvml, open_nvml
-from appliance.protocol import DeviceFrame
+from appliance.frame.protocol import DeviceFrame
 from tests.appliance.fake_nvml import (
     GIB,
     RX,

@@ -13,7 +13,7 @@ from appliance.dynamo import asked as asked_module
 from appliance.dynamo.asked import Prompts, Refused, asked_of
 from appliance.dynamo.served import Served
 from appliance.dynamo.told import LostError, output_of, raise_error
-from appliance.fields import Fields
+from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 
 SERVED = Served("tiny", Path("/models/tiny"), 100, 16, 50)

@@ -14,7 +14,7 @@ from appliance.dynamo.asked import Refused
 from appliance.dynamo.told import LostError
 from appliance.dynamo.worker import Adapter
 from engine.errors import PenstockError, Unavailable
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level

@@ -7,10 +7,10 @@ import pytest
 
 from appliance.api.routes import build_app
 from appliance.http.access import AccessPolicy
-from appliance.http.keys import new_key, read_keys
+from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
 

@@ -17,12 +17,12 @@ from appliance import open_files
 from appliance.api.routes import build_app
 from appliance.http import connection, gate, listeners, server, turned_away
 from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import ApiKey, new_key, read_keys
 from appliance.http.connection import Limits
-from appliance.http.keys import ApiKey, new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from appliance.request import Role
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
 

@@ -11,7 +11,7 @@ import pytest
 from appliance.api.routes import build_app
 from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level

@@ -14,16 +14,16 @@ import httpx
 import openai
 import pytest
 
-from appliance.address import TcpAddress
 from appliance.api.routes import build_app
 from appliance.client import Client
+from appliance.configuration.address import TcpAddress
 from appliance.http.access import AccessPolicy
-from appliance.http.keys import new_key, read_keys
+from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from appliance.http.tls import tls_context
 from engine.errors import ConfigError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
 

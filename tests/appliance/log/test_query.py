@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.frame.protocol import utc_now
 from appliance.log.query import (
     EventQuery,
     RowQuery,
@@ -18,7 +19,6 @@ from appliance.log.query import (
     row_query,
     usage_query,
 )
-from appliance.protocol import utc_now
 from engine.errors import RequestError
 
 NOW = datetime(2026, 3, 4, 12, 0, 0, 500_000, tzinfo=UTC)

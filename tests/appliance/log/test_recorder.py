@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
+from appliance.frame.protocol import Frame
+from appliance.frame.recording import FramePacker
 from appliance.log import recorder, request_log
 from appliance.log.extract import write_recording
 from appliance.log.file import open_log
 from appliance.log.query import Span
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import KEEP_FRAMES, Limits, Pruned, estimate, prune_steps
-from appliance.protocol import Frame
-from appliance.recording import FramePacker
 from engine.errors import PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, row, start

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlite_utils import Database
 
-from appliance.latency import Stages, stages
+from appliance.frame.latency import Stages, stages
 from appliance.log import file as log_file
 from appliance.log import request_log
 from appliance.log.insert import insert_row
@@ -21,7 +21,7 @@ from appliance.log.query import RowQuery
 from appliance.log.reader import read_rows
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy
-from engine.sequence import Stamps
+from engine.schedule.sequence import Stamps
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
 

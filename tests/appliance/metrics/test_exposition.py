@@ -10,10 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.api.metrics import HttpCounts
-from appliance.histograms import Histograms
-from appliance.latency import stages
-from appliance.metrics.exposition import exposition
-from appliance.protocol import (
+from appliance.frame.histograms import Histograms
+from appliance.frame.latency import stages
+from appliance.frame.protocol import (
     AlertFrame,
     DeviceFrame,
     EnergyFrame,
@@ -21,9 +20,10 @@ from appliance.protocol import (
     LatencyFrame,
     WayFrame,
 )
-from appliance.signals import RING
-from engine.sampling import SamplingParams
-from engine.sequence import FinishReason, Sequence, Stamps
+from appliance.metrics.exposition import exposition
+from appliance.watch.signals import RING
+from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.wire.sampling import SamplingParams
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
 QUERIES = Path(__file__).with_name("vllm_dashboards.promql")

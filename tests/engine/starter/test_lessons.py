@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from engine.chat_template import ChatTemplate
 from engine.starter.lessons import (
     ASSISTANT,
     BEGIN,
@@ -15,6 +14,7 @@ from engine.starter.lessons import (
     train_tokenizer,
 )
 from engine.starter.words import FIRST_NAMES, LAST_NAMES, NOUNS
+from engine.text.chat_template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

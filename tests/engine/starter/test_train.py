@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.checkpoint import Checkpoint
+from engine.folder.checkpoint import Checkpoint
 from engine.starter import train
 from engine.starter.export import export
 from engine.starter.lessons import Teacher

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from engine.blocks import BlockPool, Ledger
-from engine.places import SSD
-from engine.prefix_hashes import PrefixHasher
+from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.places import SSD
+from engine.cache.prefix_hashes import PrefixHasher
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
 from engine.tiers.index import SlabIndex

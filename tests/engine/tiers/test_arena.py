@@ -5,8 +5,7 @@ from collections import deque
 
 import pytest
 
-from engine.messages import Copied, Copy
-from engine.places import DRAM
+from engine.cache.places import DRAM
 from engine.tiers.arena import Arena
 from engine.tiers.context import Context, Patience
 from engine.tiers.costs import Costs
@@ -14,7 +13,8 @@ from engine.tiers.index import Entry, Place, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.records import SlabHead
 from engine.tiers.tier import Tier
-from tests.engine.test_router import walk
+from engine.wire.messages import Copied, Copy
+from tests.engine.schedule.test_router import walk
 from tests.engine.tiers.test_router import ARMS, TieredWorld, finish
 
 NUM_BLOCKS = 40

@@ -9,11 +9,11 @@ from queue import Queue
 
 import pytest
 
-from engine.messages import Copy
 from engine.tiers.disk import NUM_READERS, NUM_WRITERS, Disk
 from engine.tiers.index import Place, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.slabs import Slabs
+from engine.wire.messages import Copy
 
 BLOCK_BYTES = 10_000
 ROOT = Path(__file__).parents[3]
@@ -153,7 +153,7 @@ WRITER = """
 import hashlib, itertools, os, sys
 from pathlib import Path
 from queue import Queue
-from engine.messages import Copy
+from engine.wire.messages import Copy
 from engine.tiers.disk import CopyJob, Disk, GrowJob
 from engine.tiers.index import SlabIndex
 from engine.tiers.slabs import Slabs

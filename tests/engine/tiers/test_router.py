@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from engine.places import SSD
+from engine.cache.places import SSD
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
 from engine.tiers.index import SlabIndex
@@ -16,7 +16,7 @@ from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.records import SlabHead
 from engine.tiers.tier import Tier
 from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.test_router import World, expected_tokens, walk
+from tests.engine.schedule.test_router import World, expected_tokens, walk
 
 ARMS = ["colocated", "alias", "elastic", "peer", "shm"]
 SLAB_RECORDS, NUM_SLABS = 16, 8

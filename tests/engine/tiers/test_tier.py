@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.blocks import BlockState
+from engine.cache.blocks import BlockState
 from engine.tiers.context import Patience
 from engine.tiers.costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE

@@ -1,0 +1,1 @@
+"""Settings, where files lie, and how values are read."""

@@ -1,0 +1,217 @@
+"""Where a daemon is, and how to reach it: a Unix socket, TCP, or ssh to its machine.
+
+Owns: the forms of PENSTOCK_HOST and --host, and their order.
+Invariant: whatever the way, a dialled line carries plain HTTP to one daemon.
+Never: speaks HTTP, or keeps a line open by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from appliance.configuration import paths
+from appliance.configuration.setting_kinds import a_path
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import subprocess
+
+DEFAULT_PORT = 8000
+HTTPS_PORT = 443
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+SSH_PATIENCE_S = 30.0
+"""Logging in takes longer than any daemon needs for an answer."""
+
+
+class Line(NamedTuple):
+    """An open connection, and the process that carries it if there is one."""
+
+    socket: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+
+    def hang_up(self) -> None:
+        """End both; the process ends by itself when its input does."""
+        self.socket.close()
+        if self.process is not None:
+            import subprocess  # most lines need none, and every client verb passes here
+
+            try:
+                self.process.wait(1)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A daemon on this machine, by its socket."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix://{self.path}"
+
+    def dial(self, timeout_s: float | None) -> Line:
+        """Connect.
+
+        Raises:
+            OSError: there is no way through; dial() of the other addresses likewise.
+        """
+        line = Line(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        line.socket.settimeout(timeout_s)
+        try:
+            line.socket.connect(str(self.path))
+        except BaseException:
+            line.hang_up()
+            raise
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A daemon that listens on TCP, which asks for a key."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+
+    def __str__(self) -> str:
+        scheme = "https" if self.is_tls else "http"
+        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def dial(self, timeout_s: float | None) -> Line:
+        """Connect to it; raises OSError."""
+        connection = socket.create_connection((self.host, self.port), timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.is_tls:
+            import ssl  # few need it, and it takes a moment
+
+            # roots are this machine's, and those that SSL_CERT_FILE names
+            context = ssl.create_default_context()
+            connection = context.wrap_socket(connection, server_hostname=self.host)
+        return Line(connection)
+
+
+@dataclass(frozen=True, slots=True)
+class SshAddress:
+    """A daemon on another machine: ssh runs `penstock dial-stdio` there."""
+
+    destination: str
+    """As ssh takes it: a host of ~/.ssh/config, with the user's name if need be."""
+    port: int | None = None
+    path: str = ""
+    """Of the socket there; empty leaves it to that machine's configuration."""
+
+    def __str__(self) -> str:
+        port = "" if self.port is None else f":{self.port}"
+        return f"ssh://{self.destination}{port}{self.path}"
+
+    def command(self, *verb: str, options: tuple[str, ...] = ()) -> list[str]:
+        """The ssh command that runs a verb there, on that machine's socket."""
+        import shlex
+
+        port = [] if self.port is None else ["-p", str(self.port)]
+        there = [*verb, *(["--host", self.path] if self.path else [])]
+        quoted = [shlex.quote(word) for word in there]  # ssh hands them to a shell
+        return ["ssh", *port, *options, "--", self.destination, "penstock", *quoted]
+
+    def dial(self, timeout_s: float | None) -> Line:
+        """Start ssh with one end of a socket pair as its input and output."""
+        import subprocess
+
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                command = self.command("dial-stdio", options=("-T",))
+                process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise ConnectionError(f"cannot run ssh: {error.strerror}") from error
+        ours.settimeout(None if timeout_s is None else max(timeout_s, SSH_PATIENCE_S))
+        return Line(ours, process)
+
+
+Address = UnixAddress | TcpAddress | SshAddress
+
+
+def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
+    """The daemon that a client verb speaks to.
+
+    --host, PENSTOCK_HOST, and then as socket_path() finds it. What is no URL is the path of a
+    socket, or `host:port`.
+
+    Raises:
+        ConfigError: it cannot be an address, or the configuration file is wrong.
+    """
+    text = host or environ.get("PENSTOCK_HOST")
+    if text is not None and _HOST_AND_PORT.fullmatch(text):
+        text = f"http://{text}"
+    if text is None or "://" not in text:
+        return UnixAddress(socket_path(text, environ))
+    return parse(text, where="--host" if host else "PENSTOCK_HOST")
+
+
+def socket_path(given: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where clients look for the daemon's socket.
+
+    --host, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is not
+    read unless needed.
+
+    Raises:
+        ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
+    """
+    if given or environ.get("PENSTOCK_SOCKET"):
+        return a_path(given or environ["PENSTOCK_SOCKET"])
+    configured = None
+    if environ.get("PENSTOCK_CONFIG") or paths.config_file(environ) is not None:
+        from appliance.configuration import (
+            config,  # all settings, where most client verbs need none
+        )
+
+        configured = config.configured_socket(environ)
+    return configured or paths.client_socket(environ)
+
+
+def parse(text: str, *, where: str) -> Address:
+    """An address from its URL.
+
+    Args:
+        text: `unix:///path`, `http://host:port`, `https://host:port` or
+            `ssh://[user@]host[:port][/path]`. The second and third may end with `/v1`, as the base
+            of OpenAI's API does.
+        where: what set it, for the error.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        url = urlsplit(text)
+        port, path = url.port, unquote(url.path)
+    except ValueError as error:
+        raise _wrong(text, where) from error
+    if url.scheme == "unix" and not url.netloc and path:
+        return UnixAddress(Path(path))
+    if url.scheme in ("http", "https") and url.hostname and path.rstrip("/") in ("", "/v1"):
+        is_tls = url.scheme == "https"
+        default = HTTPS_PORT if is_tls else DEFAULT_PORT
+        return TcpAddress(url.hostname, default if port is None else port, is_tls)
+    if url.scheme == "ssh" and url.hostname:
+        user = f"{unquote(url.username)}@" if url.username else ""
+        return SshAddress(f"{user}{url.hostname}", port, path.rstrip("/"))
+    raise _wrong(text, where)
+
+
+def _wrong(text: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"{text!r} is not an address",
+        where=where,
+        hint="give unix:///path, http://127.0.0.1:8000 or ssh://user@host",
+    )

@@ -1,0 +1,400 @@
+"""Settings of the daemon: flag, environment, TOML file, default.
+
+Owns: what the settings of the table in settings are by default, and who sets them. The only file
+that knows TOML.
+Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
+allowed and where it was set, to the line.
+Never: imports anything slow: each `penstock status` pays for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from appliance.configuration import paths
+from appliance.configuration.setting_kinds import a_path, is_loopback, is_meant
+from appliance.configuration.settings import SETTINGS
+from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
+from appliance.models.model_tables import MODEL_SETTINGS, MODELS, read_tables
+from appliance.models.names import HubName
+from engine.errors import ConfigError, refuse
+
+DEFAULT = "default"
+PREFIX = "PENSTOCK_"
+DEFAULT_OPERATORS = ("@penstock-admin",)
+"""The unit's group; most machines have none of its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything the daemon is told; built by load(), or by hand in tests. See SETTINGS."""
+
+    socket: Path
+    state_dir: Path
+    model: Path | HubName | None = None
+    dtype: str = "auto"
+    weights: str = "stored"
+    transport: str = "auto"
+    roles: str = "auto"
+    place: WantedWorkers = ONE_OF_EACH
+    devices: str = "auto"
+    eager: bool = False
+    slo_ttft_ms: int = 0
+    slo_itl_ms: int = 0
+    max_model_len: int | None = None
+    kv_memory_bytes: int | None = None
+    prefix_cache: bool = True
+    cache_isolation: str = "none"
+    dram_cache: int | str = "off"
+    ssd_cache: int | str = "auto"
+    ssd_dir: Path | None = None
+    listen: tuple[str, int] | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    open_metrics: bool = False
+    api_keys: Path | None = None
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
+    viewers: tuple[str, ...] = ()
+    max_queued: int = 512
+    max_queued_tokens: int = 1 << 20
+    max_connections: int = 1024
+    max_body_bytes: int = 8 << 20
+    model_aliases: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    max_queue_wait_s: float = 60.0
+    priorities: tuple[tuple[str, float], ...] = ()
+    max_drain_s: float = 90.0
+    log_text: bool = False
+    log_keep_days: int = 30
+    log_max_bytes: int = 2 << 30
+    min_stay_s: float = 10.0
+    models: Mapping[str, ServeConfig] = field(default_factory=dict)
+    """Others that a request may name, by the name that it gives; each as it would be served."""
+
+    def __post_init__(self) -> None:
+        if self.place != ONE_OF_EACH and self.roles == "colocated":
+            raise ConfigError(
+                "colocated roles have one worker, with all cores",
+                where="place",
+                hint="leave out --place, or --roles",
+            )
+        if self.transport in ("peer", "shm") and self.roles == "colocated":
+            raise ConfigError(
+                f"{self.transport!r} needs two workers: colocated roles have nothing to hand over",
+                where="transport",
+                hint="leave out --transport, or --roles",
+            )
+
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError(
+                "a certificate and its key go together",
+                where="tls_cert" if self.tls_key is None else "tls_key",
+                hint="name both: --tls-cert CHAIN.pem --tls-key KEY.pem",
+            )
+        if self.listen is not None and self.tls is None and not is_loopback(self.listen[0]):
+            raise ConfigError(
+                f"{self.listen[0]} is reached from beyond this machine, which needs TLS",
+                where="listen",
+                hint="add --tls-cert CHAIN.pem --tls-key KEY.pem, or listen on 127.0.0.1",
+            )
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The certificate and its key that TCP is spoken with."""
+        both = self.tls_cert, self.tls_key
+        return None if both[0] is None or both[1] is None else (both[0], both[1])
+
+    @property
+    def is_open_to_network(self) -> bool:
+        """Whether others than this machine can reach it."""
+        return self.listen is not None and not is_loopback(self.listen[0])
+
+    @property
+    def ssd_folder(self) -> Path:
+        """Where blocks are kept on disk."""
+        return self.ssd_dir or self.state_dir / "kv"
+
+    @property
+    def log_path(self) -> Path:
+        """The request log's file."""
+        return log_path(self.state_dir)
+
+
+OTHER_VARIABLES = ("PENSTOCK_CONFIG", "PENSTOCK_HOST", "PENSTOCK_API_KEY")
+"""The file of settings, and what clients read."""
+
+
+class Found(NamedTuple):
+    """A setting as it stands, and the place that set it: a flag, a variable, a line, `default`."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+class _Sources(NamedTuple):
+    """Where settings come from, in order."""
+
+    flags: Mapping[str, str | None]
+    environ: Mapping[str, str]
+    file: Path | None
+    table: Mapping[str, object]
+    text: str
+    unknown: ConfigError | None = None  # of keys that are no settings
+
+    def lookup(self, name: str) -> Found | None:
+        """The first source that sets it, unparsed; None leaves the default."""
+        if (flag := self.flags.get(name)) is not None:
+            return Found(name, flag, f"--{name.replace('_', '-')}")
+        if value := self.environ.get(variable(name)):
+            return Found(name, value, variable(name))
+        if name in self.table:
+            return Found(name, self.table[name], f"{self.file}:{_line_of(self.text, name)}: {name}")
+        return None
+
+    def parsed(self, name: str) -> Found | None:
+        """The same with its value checked, out of a file that has no unknown keys."""
+        if self.unknown is not None:
+            raise self.unknown
+        return self.checked(name)
+
+    def checked(self, name: str) -> Found | None:
+        """The same whatever else is in the file."""
+        if (found := self.lookup(name)) is None:
+            return None
+        try:
+            return found._replace(value=SETTINGS[name].parse(found.value))
+        except ValueError as error:
+            raise ConfigError(
+                f"{found.value!r} is not allowed; give {error}", where=found.origin
+            ) from error
+
+
+def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> ServeConfig:
+    """Build the daemon's configuration.
+
+    Args:
+        flags: from the command line, by setting name, and `config`, the file; None is not given.
+        environ: PENSTOCK_* settings, XDG and systemd directories.
+
+    Raises:
+        ConfigError: a value or file is wrong.
+    """
+    sources = _read(flags, environ)
+    given = _all_parsed(sources)
+    values = {SETTINGS[name].field or name: value for name, value, _ in given}
+    values.setdefault("socket", _socket(sources).value)
+    values.setdefault("state_dir", paths.default_state_dir(environ))
+    config = ServeConfig(**values)
+    return replace(config, models=_models(sources, config))
+
+
+def _all_parsed(sources: _Sources) -> list[Found]:
+    """Every setting that is set; all that is wrong is told at once, tables of models too."""
+    given, wrong = list[Found](), [] if sources.unknown is None else [sources.unknown]
+    for name in SETTINGS:
+        try:
+            if (found := sources.checked(name)) is not None:
+                given.append(found)
+        except ConfigError as error:
+            wrong.append(error)
+    try:
+        _model_tables(sources)
+    except ConfigError as error:
+        wrong.append(error)
+    refuse(wrong)
+    return given
+
+
+def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
+    """The tables [models.NAME], each over the settings that all share."""
+    return {
+        name: replace(config, **{SETTINGS[key].field or key: value for key, value in own.items()})
+        for name, own in _model_tables(sources).items()
+    }
+
+
+def _model_tables(sources: _Sources) -> dict[str, dict[str, Any]]:
+    """What the tables [models.NAME] say themselves."""
+    parsers = {name: setting.parse for name, setting in SETTINGS.items()}
+    return read_tables(sources.table.get(MODELS, {}), parsers, lambda key: _where(sources, key))
+
+
+def _where(sources: _Sources, key: str) -> str:
+    return f"{sources.file}:{_line_of(sources.text, key)}: {key}"
+
+
+def explain(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> list[Found]:
+    """Every setting as load() would have it, with its origin; then those of the models' tables.
+
+    Where the daemon that a client would ask is the unit's, its folders are what is shown.
+
+    Raises:
+        ConfigError: as load().
+    """
+    environ = _environ_of_asked(flags, environ)
+    config, sources = load(flags, environ), _read(flags, environ)
+    everybodys = [
+        Found(name, getattr(config, setting.field or name), found.origin if found else DEFAULT)
+        for name, setting in SETTINGS.items()
+        for found in (sources.lookup(name),)
+    ]
+    of_models = [
+        Found(f"{MODELS}.{name}.{key}", value, _where(sources, f"{MODELS}.{name}"))
+        for name, own in _model_tables(sources).items()
+        for key, value in own.items()
+    ]
+    return everybodys + of_models
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt.
+
+    They are no reason not to start, as a misspelt key of the file is: others set such variables,
+    too. A service of this name on Kubernetes gives every container a PENSTOCK_PORT.
+    """
+    known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    about = "is set, and is no setting; "
+    return [f"{name} {about}{is_meant(name, known)}".rstrip("; ") for name in unknown]
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{name.upper()}"
+
+
+def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
+    """Settings that differ: those that a running daemon can take over, and those it cannot."""
+    changed = [
+        name
+        for name, setting in SETTINGS.items()
+        if getattr(old, setting.field or name) != getattr(new, setting.field or name)
+    ]
+    can = [name for name in changed if SETTINGS[name].is_reloadable]
+    fixed = [name for name in changed if name not in can]
+    return can, [*fixed, *([MODELS] if _tables(old) != _tables(new) else [])]
+
+
+def _tables(config: ServeConfig) -> dict[str, list[object]]:
+    """What the tables [models.NAME] come to."""
+    own = [SETTINGS[key].field or key for key in MODEL_SETTINGS]
+    return {name: [getattr(each, f) for f in own] for name, each in config.models.items()}
+
+
+def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
+    """The new configuration as far as a running daemon can have it."""
+    kept = {field.name: getattr(old, field.name) for field in fields(old)}
+    for name in changes(old, new)[0]:
+        field_name = SETTINGS[name].field or name
+        kept[field_name] = getattr(new, field_name)
+    return ServeConfig(**kept)
+
+
+def load_asked(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> ServeConfig:
+    """load(), of the daemon that a client here would ask: the unit's, or one's own."""
+    return load(flags, _environ_of_asked(flags, environ))
+
+
+def _environ_of_asked(
+    flags: Mapping[str, str | None], environ: Mapping[str, str]
+) -> Mapping[str, str]:
+    found = _read(flags, environ).parsed("socket")
+    asked = paths.client_socket(environ) if found is None else found.value
+    if asked != paths.SYSTEM_SOCKET or "STATE_DIRECTORY" in environ:
+        return environ
+    state, run = str(paths.SYSTEM_STATE_DIR), str(paths.SYSTEM_SOCKET.parent)
+    return {**environ, "STATE_DIRECTORY": state, "RUNTIME_DIRECTORY": run}
+
+
+def state_dir(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the request log is of the daemon that a client here would ask."""
+    environ = _environ_of_asked({}, environ)
+    found = _read({"state_dir": flag}, environ).parsed("state_dir")
+    return paths.default_state_dir(environ) if found is None else Path(found.value)
+
+
+def own_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what this user alone keeps goes: the state folder, where that may be written.
+
+    The settings of a machine name a folder that is the service's.
+    """
+    found = _read({}, environ).parsed("state_dir")
+    folder = paths.default_state_dir(environ) if found is None else Path(found.value)
+    if folder.exists() and not os.access(folder, os.W_OK):
+        return paths.default_state_dir(environ)
+    return folder
+
+
+def log_path(folder: Path) -> Path:
+    """The request log's file in a state folder."""
+    return folder / "requests.db"
+
+
+def configured_socket(environ: Mapping[str, str]) -> Path | None:
+    """The socket that the config file names; None if it names none.
+
+    Raises:
+        ConfigError: the config file is wrong.
+    """
+    found = _read({}, environ).parsed("socket")
+    return None if found is None else Path(found.value)
+
+
+def _socket(sources: _Sources) -> Found:
+    found = sources.parsed("socket")
+    return found or Found("socket", paths.default_socket(sources.environ), DEFAULT)
+
+
+def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sources:
+    """The sources, with the config file that applies; no file is an empty table."""
+    named = flags.get("config") or environ.get("PENSTOCK_CONFIG")
+    path = a_path(named) if named else paths.config_file(environ)
+    if path is None:
+        return _Sources(flags, environ, None, {}, "")
+    import tomllib  # most machines have no file, and every client verb passes here
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+    except OSError as error:
+        hint = (
+            "--config, PENSTOCK_CONFIG or its usual place names it: correct that, or leave it out"
+        )
+        raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
+    except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
+        raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
+    return _Sources(flags, environ, path, table, text, _unknown(path, table, text))
+
+
+def _unknown(path: Path, table: Mapping[str, object], text: str) -> ConfigError | None:
+    """What to say of the keys of a file that are no settings."""
+    unknown = [key for key in table if key not in SETTINGS and key != MODELS]
+    if not unknown:
+        return None
+    first, *others = unknown
+    more = "".join(f", {key!r} in line {_line_of(text, key)}" for key in others)
+    return ConfigError(
+        f"unknown setting{'s' if others else ''} {first!r}{more}",
+        where=f"{path}:{_line_of(text, first)}",
+        hint=f"{is_meant(first, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
+    )
+
+
+def _line_of(text: str, key: str) -> int:
+    """The line on which a key of the file's one flat table begins."""
+    name = re.escape(key)
+    start = re.compile(rf"""\s*\[*\s*["']?{name}["']?\s*[\].=]""")
+    numbered = enumerate(text.splitlines(), start=1)
+    return next((number for number, line in numbered if start.match(line)), 1)

@@ -1,0 +1,188 @@
+"""The kinds of values that settings have: text, or TOML's own types, to a value.
+
+Owns: what is allowed, in words, and what was probably meant.
+Invariant: a value of the right type, or a ValueError whose text says what is allowed.
+Never: knows which settings there are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from appliance.configuration.wanted_workers import GPU_NAME
+
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
+_SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
+MIN_BYTES = 1 << 20
+_GONE = {
+    "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
+}
+"""Settings of earlier releases, and what to write in their place."""
+
+
+def parse_bytes(text: object) -> int:
+    """`2GiB`, `512MiB`, `4G` and plain bytes; K M G T are powers of 1024, KB MB GB TB of 1000."""
+    match = _BYTES.fullmatch(str(text).strip())
+    if match is None or isinstance(text, bool):
+        raise ValueError("a size such as 2GiB, 512MiB or 4G")
+    number, unit, suffix = match.groups()
+    base = 1000 if (suffix or "").lower() == "b" else 1024
+    num_bytes = int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+    if num_bytes < MIN_BYTES:
+        raise ValueError("a size of 1MiB or more")
+    return num_bytes
+
+
+def size_setting(num_bytes: int) -> str:
+    """As parse_bytes() takes it, rounded up: 1.25GiB, 300MiB; who gives so much gives enough."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return f"{math.ceil(100 * num_bytes / factor) / 100:g}{unit}"
+    return f"{num_bytes}B"
+
+
+def a_size_or(*words: str) -> Callable[[object], int | str]:
+    """A size, or one of some words."""
+
+    def parse(value: object) -> int | str:
+        if value in words:
+            return str(value)
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {' or '.join(words)}") from error
+
+    return parse
+
+
+def a_duration(value: object) -> float:
+    """`90s`, `2m`, `1h`, `500ms` or plain seconds, in seconds."""
+    match = _DURATION.fullmatch(str(value).strip())
+    if match is None or isinstance(value, bool):
+        raise ValueError("a time such as 90s, 2m or 1h")
+    return float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
+
+
+def one_of(*allowed: str) -> Callable[[object], str]:
+    """A setting that is one of these words."""
+
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def at_least(low: int, what: str) -> Callable[[object], int]:
+    """A whole number; `what` names the things that it counts."""
+
+    def parse(value: object) -> int:
+        text = str(value)
+        is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
+        if not is_number or len(text) > 12 or int(text) < low:
+            raise ValueError(f"a whole number of {what}, {low} or more")
+        return int(text)
+
+    return parse
+
+
+def a_path(value: object) -> Path:
+    """A path, made absolute; ~ is home."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("a path")
+    return Path(value).expanduser().absolute()
+
+
+def an_address(value: object) -> tuple[str, int]:
+    """An address of this machine and a port."""
+    host, colon, port = str(value).rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not is_port or not (host == "localhost" or _is_address(bare, host != bare)):
+        raise ValueError("an IP address and a port up to 65535, such as 127.0.0.1:8000")
+    return bare, int(port)
+
+
+def _is_address(text: str, is_in_brackets: bool) -> bool:
+    try:
+        return (ipaddress.ip_address(text).version == 6) == is_in_brackets
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; `host` as an_address() has it."""
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def names(value: object) -> tuple[str, ...]:
+    """User names and @groups: a list, or text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
+        raise ValueError("a list of user names and @groups")
+    return tuple(name.strip() for name in parts if name.strip())
+
+
+def some_devices(value: object) -> str:
+    """auto, cpu, or GPUs by their names."""
+    text = str(value).replace(" ", "")
+    if text not in {"auto", "cpu"} and not all(map(GPU_NAME.fullmatch, text.split(","))):
+        raise ValueError("auto, cpu, or GPUs by name, such as gpu0, cuda:1 or MIG-...")
+    return text
+
+
+def a_flag(value: object) -> bool:
+    """A setting that is true or false, also as 1, yes, 0, no."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError("true or false")
+    return words[str(value).lower()]
+
+
+def some_weights(value: object) -> tuple[tuple[str, float], ...]:
+    """Users and keys with their share of the turns: `ann=4,key:batch=0.5`, or a list of such."""
+    parts = value.split(",") if isinstance(value, str) else value
+    found: dict[str, float] = {}
+    for part in parts if isinstance(parts, list) else [None]:
+        name, _, weight = str(part).strip().rpartition("=")
+        is_number = bool(name.strip()) and _WEIGHT.fullmatch(weight.strip())
+        if not is_number or not 0.01 <= float(weight) <= 100:
+            raise ValueError("users and keys with weights of 0.01 to 100, as ann=4,key:batch=0.5")
+        found[name.strip()] = float(weight)
+    return tuple(found.items())
+
+
+def on_or_off(value: object) -> bool:
+    """A flag that reads better so; TOML's own booleans go, too."""
+    words = {"on": True, "true": True, "off": False, "false": False}
+    if str(value).lower() not in words:
+        raise ValueError("on or off")
+    return words[str(value).lower()]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one that was probably meant; empty if none is near."""
+    from difflib import get_close_matches  # for mistakes only
+
+    by_lower = {each.lower(): each for each in names}
+    found = get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[found[0]] if found else ""
+
+
+def is_meant(name: str, names: Iterable[str]) -> str:
+    """`is kv_memory meant? `, to stand before all the names; empty if none is near.
+
+    Of a setting of an earlier release: what there is in its place.
+    """
+    gone = _GONE.get(name.lower().removeprefix("penstock_"))
+    if gone is not None:
+        return f"{gone}; "
+    near = nearest(name, names)
+    return f"is {near} meant? " if near else ""

@@ -1,0 +1,288 @@
+"""What keeps this machine from serving well, each with what it means and what to do.
+
+Owns: the checks.
+Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
+is said, never taken for good.
+Never: starts a worker, imports torch, or raises.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from appliance.announcement import sampling_advice, sampling_text
+from appliance.client import Client
+from appliance.configuration import config
+from appliance.configuration.address import TcpAddress
+from appliance.devices.machine import Devices
+from appliance.doctor.finding import Finding
+from appliance.doctor.gpu_checks import GpuHost, gpu_findings
+from appliance.dynamo import plane
+from appliance.fleet import cgroups
+from appliance.fleet.placement import available_cores, available_memory_bytes
+from appliance.http.access import AccessPolicy
+from appliance.models.names import HubName
+from appliance.open_files import max_connections
+from engine.errors import PenstockError
+from engine.folder.checkpoint import Checkpoint
+from engine.folder.model_config import ModelConfig
+from engine.kernels.cpu import load_kernels
+from engine.kernels.product_ways import find_ways
+from engine.units import part_text, size_text
+
+MIN_FREE_BYTES = 1 << 30
+
+
+def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
+    """Every finding, in the order in which one would set the machine up.
+
+    Args:
+        settings: as the flags of serve.
+        client: of the daemon that the command would ask.
+    """
+    state = _state(client)
+    yield _packages()
+    yield _kernels()
+    yield _cores()
+    yield from _devices(Devices.of_machine())
+    yield _dynamo()
+    try:
+        found = config.load_asked(settings)
+    except PenstockError as error:
+        yield from gpu_findings(GpuHost.of_machine())
+        yield _bad("configuration", error)
+    else:
+        yield _open_files(found.max_connections)
+        if found.devices != "cpu":
+            yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(found))
+        if found.listen is not None:
+            yield _looked_at("network", lambda: _network(found))
+        yield _looked_at("model", lambda: _model(found))
+        yield _looked_at("state", lambda: _state_dir(found.state_dir))
+        yield _looked_at("log", lambda: _log(found.log_path))
+        yield _looked_at("ssd", lambda: _ssd(found, state))
+    yield _daemon(state)
+    yield from _links_down(state)
+
+
+def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
+    """What a check finds, also where it may not look."""
+    try:
+        return look()
+    except PenstockError as error:
+        return _bad(check, error)
+    except OSError as error:
+        hint = "run it as the user who serves, or let this one read it"
+        return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
+
+
+def _model_bytes(found: config.ServeConfig) -> tuple[int | None, int | None]:
+    """Of weights and of a position's KV; None where it cannot be read, which its own check says."""
+    from appliance.fleet.boot import model_folder  # half of a second
+
+    try:
+        checkpoint = Checkpoint.open(model_folder(found.model))
+    except (PenstockError, OSError):
+        return None, None
+    return checkpoint.num_bytes, checkpoint.config.kv_block_bytes(1, "bfloat16")
+
+
+def _bad(check: str, error: PenstockError) -> Finding:
+    return Finding(check, "bad", str(error), error.hint)
+
+
+def _packages() -> Finding:
+    try:
+        versions = [f"{name} {metadata.version(name)}" for name in ("penstock", "torch")]
+    except metadata.PackageNotFoundError as error:
+        hint = "install it: pip install -e ."
+        return Finding("packages", "bad", f"{error.name} is not installed", hint)
+    return Finding("packages", "ok", ", ".join(versions))
+
+
+def _dynamo() -> Finding:
+    """What `penstock worker --dynamo` lacks here, which most machines do not need."""
+    what = plane.missing()
+    if what is None:
+        return Finding("dynamo", "ok", f"{plane.PACKAGE} {plane.VERSION}")
+    about = f"{what}: for `penstock worker --dynamo` alone"
+    if what.endswith("not installed"):
+        return Finding("dynamo", "ok", f"{about}, {plane.INSTALL}")
+    return Finding("dynamo", "note", about, plane.INSTALL)
+
+
+def _kernels() -> Finding:
+    try:
+        kernels, level = load_kernels()
+    except ImportError as error:
+        return Finding(
+            "kernels", "note", f"torch does their work, several times slower: {error}",
+            "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
+        )  # fmt: skip
+    products = find_ways(kernels, level).why
+    return Finding("kernels", "ok", f"compiled, for {level}; weights in bfloat16 are {products}")
+
+
+def _cores() -> Finding:
+    cores, quota = available_cores(), cgroups.cpu_quota()
+    memory = f"{size_text(available_memory_bytes())} of memory free"
+    limited = "" if quota is None else f", a quota of {quota:g}"
+    found = f"{len(cores)} physical cores{limited}; {memory}"
+    if len(cores) < 2:
+        hint = "give it two cores, or serve with --roles colocated"
+        return Finding("cores", "note", f"{found}: prefill and decode share one", hint)
+    return Finding("cores", "ok", found)
+
+
+def _devices(devices: Devices) -> Iterator[Finding]:
+    frames = devices.read(time.monotonic_ns())
+    if any(frame.kind == "cpu" and frame.energy_j is not None for frame in frames):
+        yield Finding("power", "ok", "CPU packages report energy")
+    else:
+        yield Finding(
+            "power", "note", "no CPU package reports energy: what requests use is not shown",
+            "where /sys/class/powercap exists it may be for root only; virtual machines have none",
+        )  # fmt: skip
+
+
+def _open_files(wanted: int) -> Finding:
+    """The daemon raises the soft limit itself, so that the hard one counts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found, fit = f"{hard} open files allowed", max_connections(wanted, hard)
+    if fit < wanted:
+        about = f"{found}: {fit} of {wanted} connections (max_connections) fit"
+        return Finding("limits", "note", about, "raise the hard limit: ulimit -Hn, LimitNOFILE=")
+    return Finding("limits", "ok", found)
+
+
+def _network(found: config.ServeConfig) -> Finding:
+    """Who can reach it on TCP, and what they must show."""
+    policy = AccessPolicy.from_config(found)
+    assert found.listen is not None
+    where = TcpAddress(*found.listen, is_tls=policy.tls is not None)
+    about = f"{where}, {len(policy.keys)} API keys"
+    about += "; /metrics without a key" if policy.has_open_metrics else ""
+    if not found.is_open_to_network:
+        return Finding("network", "ok", about)
+    hint = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
+    return Finding("network", "note", f"{about}: open to the network", hint)
+
+
+def _model(found: config.ServeConfig) -> Finding:
+    from appliance.fleet.boot import check_plan, is_to_be_fetched, model_folder  # half of a second
+
+    if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
+        from appliance.doctor.remote import in_a_sentence
+
+        hint = "serve downloads it first, or penstock models pull does"
+        return Finding("model", "note", in_a_sentence(found.model), hint)
+    (about, _), folder = check_plan(found), model_folder(found.model)
+    sampling = ModelConfig.from_folder(folder).sampling
+    if advice := sampling_advice(sampling, folder):
+        return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)
+    return Finding("model", "ok", about)
+
+
+def _state_dir(folder: Path) -> Finding:
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    hint = "name another with --state-dir, or make it yours"
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return Finding("state", "bad", f"{folder}: {parent} takes no new files", hint)
+    if parent == folder:
+        tempfile.TemporaryFile(dir=folder).close()
+    free = shutil.disk_usage(parent).free
+    found = f"{folder}: {size_text(free)} free"
+    if free < MIN_FREE_BYTES:
+        return Finding("state", "note", found, "the request log stops when the disk is full")
+    return Finding("state", "ok", found)
+
+
+def _log(path: Path) -> Finding:
+    from appliance.log import store
+
+    if not path.exists():
+        return Finding("log", "ok", f"{path} is not there yet")
+    problem = store.problem(path)
+    rows: Any = store.stats(path)["rows"]
+    if problem is not None:
+        hint = (
+            "penstock db export saves what can be read; move the file away, serve makes a new one"
+        )
+        return Finding("log", "bad", f"{path}: {problem}", hint)
+    return Finding("log", "ok", f"{path}: sound, {rows['requests']:,} requests")
+
+
+def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
+    """Of the daemon that runs, or as these settings would have it."""
+    from appliance.fleet.ssd_room import HINT, allowance
+    from engine.tiers.files import slab_bytes
+
+    served = None if isinstance(state, PenstockError) else state.get("ssd")
+    if served is not None:
+        return _ssd_of_daemon(served)
+    folder = found.ssd_folder
+    allowed = allowance(folder, found.ssd_cache)
+    if isinstance(allowed, str):
+        if found.ssd_cache == "off":
+            return Finding("ssd", "ok", "no SSD cache, as the settings say")
+        return Finding("ssd", "note", f"no SSD cache: {allowed}", HINT)
+    used = f"{part_text(slab_bytes(folder), allowed.cap_bytes)} used"
+    if allowed.words:
+        hint = "ask for less with --ssd-cache, or name another disk: --ssd-dir"
+        return Finding("ssd", "note", f"{folder}: {used}; {allowed.words}", hint)
+    return Finding("ssd", "ok", f"{folder}: {used}")
+
+
+def _ssd_of_daemon(ssd: dict[str, Any]) -> Finding:
+    about = f"{ssd['folder']}: the daemon's SSD cache is {ssd['state']}"
+    match ssd["state"]:
+        case "on":
+            used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} used"
+            return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon")
+        case "down":
+            hint = "the disk is slow or fails; see the kernel log"
+            return Finding("ssd", "note", f"{about}: {ssd['reason']}", hint)
+        case "failed":
+            about = f"{about}: {ssd['reason']}"
+            return Finding("ssd", "note", about, "mend that, and start the daemon again")
+        case _:
+            return Finding("ssd", "ok", f"{about}: {ssd['reason']}")
+
+
+def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
+    """The daemon's frame, or why there is none."""
+    try:
+        state: dict[str, Any] = client().get("/v1/penstock/state")
+    except PenstockError as error:
+        return error
+    return state
+
+
+def _links_down(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
+    """Links between devices that do not do what was placed."""
+    for link in [] if isinstance(state, PenstockError) else state.get("links", []):
+        if link["down"]:
+            found = (
+                f"{link['from_pool']} to {link['to_pool']} by {link['transport']}: {link['down']}"
+            )
+            hint = "it is tried again when its first worker starts; the kernel log may say more"
+            yield Finding("link", "bad", found, hint)
+
+
+def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
+    if isinstance(state, PenstockError):
+        return Finding("daemon", "note", str(state), state.hint)
+    workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
+    found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
+    if state["state"] != "ready":
+        found = f"{found}; {state['state_reason']}"
+        return Finding("daemon", "note", found, "penstock events says more")
+    return Finding("daemon", "ok", found)

@@ -1,0 +1,261 @@
+"""What would go wrong at the first run on a GPU, each with cause, consequence and command.
+
+Owns: the record of a machine with GPUs, how it is taken, and the checks over it.
+Invariant: checks look at the record alone, so that any machine can be looked at anywhere; what the
+driver does not say is not taken for bad.
+Never: makes a CUDA context, changes anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from appliance.devices.gpu_listing import Gpu, list_gpus
+from appliance.devices.inventory import mps_runs
+from appliance.devices.nvml import Nvml, open_nvml
+from appliance.doctor.finding import Finding
+from appliance.doctor.mig_layouts import layouts, memory_to_divide
+from appliance.fleet.gpu_placement import (
+    PREFILL_PERCENT,
+    WORKER_BYTES,
+    choose_gpus,
+    installed_torch,
+)
+from engine.kernels.installed import flash_attn_fault, triton_fault
+from engine.units import part_text, size_text
+
+_RING_BYTES = 1 << 30
+"""Locked by the shm transport, about."""
+_UVM = Path("/dev/nvidia-uvm")
+_P2P_READ, _P2P_WRITE = 0, 1
+"""Of nvmlGpuP2PCapsIndex_t."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHost:
+    """A machine with GPUs, as far as a first run depends on it."""
+
+    gpus: list[Gpu]
+    torch: str | None
+    torch_cuda: tuple[int, int] | None = None
+    """CUDA that torch is built for; None: it is not known."""
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver knows."""
+    triton_fault: str | None = None
+    flash_attn_fault: str | None = None
+    has_uvm: bool = True
+    memlock_bytes: int | None = None
+    """None: unlimited."""
+    has_mps: bool = False
+    parted: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs of GPUs that cannot reach each other's memory."""
+
+    @classmethod
+    def of_machine(cls) -> GpuHost:
+        """What this machine's GPUs, driver and libraries are."""
+        nvml = open_nvml()
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        cuda = None if nvml is None else nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
+        gpus = list_gpus(nvml)
+        return cls(
+            gpus,
+            installed_torch(),
+            torch_cuda=_torch_cuda(),
+            driver=None if nvml is None else nvml.ask("nvmlSystemGetDriverVersion"),
+            driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+            triton_fault=triton_fault(),
+            flash_attn_fault=flash_attn_fault() if gpus else None,
+            has_uvm=_UVM.exists(),
+            memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+            has_mps=mps_runs(),
+            parted=[] if nvml is None else _parted(nvml),
+        )
+
+
+def _torch_cuda() -> tuple[int, int] | None:
+    """By torch's own version, or by the runtime that was installed with it."""
+    for name in ("torch", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if name != "torch":
+            major, minor, *_ = version.split(".")
+            return int(major), int(minor)
+        local = version.partition("+cu")[2]
+        if local.isdigit():
+            return int(local[:-1]), int(local[-1])
+    return None
+
+
+def _parted(nvml: Nvml) -> list[tuple[str, str]]:
+    handles = {
+        f"gpu{index}": nvml.ask("nvmlDeviceGetHandleByIndex", index)
+        for index in range(nvml.ask("nvmlDeviceGetCount") or 0)
+    }
+    return [
+        (one, other)
+        for one, other in itertools.combinations(handles, 2)
+        if any(
+            nvml.ask("nvmlDeviceGetP2PStatus", handles[one], handles[other], caps) not in (0, None)
+            for caps in (_P2P_READ, _P2P_WRITE)
+        )
+    ]
+
+
+def gpu_findings(
+    host: GpuHost, weights_bytes: int | None = None, kv_token_bytes: int | None = None
+) -> Iterator[Finding]:
+    """Everything about GPUs, in the order in which a first run would meet it.
+
+    Args:
+        host: the machine.
+        weights_bytes: of the model to be served, as stored; None: it is not known.
+        kv_token_bytes: of its KV, likewise.
+    """
+    if not host.gpus:
+        yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
+        return
+    used, about = choose_gpus("auto", host.gpus, host.torch)
+    if not used:
+        is_hidden = all(gpu.obstacle for gpu in host.gpus)
+        hint = "unset CUDA_VISIBLE_DEVICES, or make an instance: nvidia-smi mig -cgi 0 -C"
+        yield Finding(
+            "gpu", "note", f"{about}; it serves on CPU cores",
+            hint if is_hidden else "install torch for CUDA to serve on a GPU",
+        )  # fmt: skip
+        return
+    gpu = used[0]
+    serves = f"serves on {gpu.name}, {gpu.model}, {size_text(gpu.memory_bytes)}"
+    yield Finding("gpu", "ok", serves if about is None else f"{serves}; {about}")
+    yield _driver(host)
+    yield _uvm(host)
+    yield from _kernels(host, gpu)
+    yield from _memory(gpu, weights_bytes)
+    yield _memlock(host)
+    yield from _sharing(host, gpu)
+    yield from _layouts(host, weights_bytes, kv_token_bytes)
+
+
+def _layouts(
+    host: GpuHost, weights_bytes: int | None, kv_token_bytes: int | None
+) -> Iterator[Finding]:
+    """What MIG could make of a GPU here, for this model."""
+    memory = memory_to_divide(host.gpus)
+    if memory is None or not weights_bytes or not kv_token_bytes:
+        return
+    found = list(layouts(memory, weights_bytes, kv_token_bytes))
+    fitting = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if is_of_use)
+    others = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if not is_of_use)
+    suits = f"this model suits {fitting}" if fitting else "no two instances would hold this model"
+    yield Finding("mig layouts", "ok", f"{suits}{f' (not {others})' if others else ''}")
+
+
+def _driver(host: GpuHost) -> Finding:
+    driver, built = f"driver {host.driver or 'unknown'}", host.torch_cuda
+    if host.driver_cuda is None or built is None:
+        return Finding("driver", "ok", f"{driver}; whether it fits torch is not known")
+    knows = f"{driver} knows CUDA {'.'.join(map(str, host.driver_cuda))}"
+    needs = f"torch {host.torch} is built for {'.'.join(map(str, built))}"
+    if host.driver_cuda[0] < built[0]:  # within a major version any driver runs any build
+        return Finding(
+            "driver", "bad", f"{knows}, {needs}: torch finds no GPU, and no worker starts",
+            f"apt install a driver for CUDA {built[0]}, or install torch for CUDA "
+            f"{host.driver_cuda[0]}: pip install torch --index-url "
+            f"https://download.pytorch.org/whl/cu{host.driver_cuda[0]}{6 if built[0] == 13 else 8}",
+        )  # fmt: skip
+    return Finding("driver", "ok", f"{knows}, {needs}")
+
+
+def _uvm(host: GpuHost) -> Finding:
+    if host.has_uvm:
+        return Finding("uvm", "ok", f"{_UVM} is there")
+    return Finding(
+        "uvm", "bad", f"{_UVM} is not there: a worker without privileges cannot start CUDA",
+        "sudo nvidia-modprobe -u -c 0 (the unit does so; a container needs the device)",
+    )  # fmt: skip
+
+
+def _kernels(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
+    if gpu.capability is not None and gpu.capability < (8, 0):
+        yield Finding(
+            "attention", "note", f"{gpu.name} is older than compute capability 8.0: torch computes "
+            "attention, several times slower, in float16", "serve on a newer GPU with --devices",
+        )  # fmt: skip
+    if host.triton_fault is not None:
+        hint = {
+            "no triton": "pip install triton",
+            "no C compiler for triton": "apt install gcc",
+            "no Python.h for triton": "apt install python3-dev",
+        }[host.triton_fault]
+        yield Finding(
+            "triton", "note",
+            f"{host.triton_fault}: torch does its kernels' work, several times slower", hint,
+        )  # fmt: skip
+    else:
+        yield Finding("triton", "ok", "triton has a C compiler and Python's headers")
+    fault = host.flash_attn_fault
+    if fault is None:
+        yield Finding("flash-attn", "ok", "flash-attn imports")
+    elif fault.startswith("no "):
+        yield Finding("flash-attn", "ok", f"{fault}; torch or triton computes attention")
+    else:
+        yield Finding(
+            "flash-attn", "note", f"flash-attn is {fault}; torch or triton computes attention",
+            "pip install --force-reinstall --no-build-isolation --no-deps flash-attn",
+        )  # fmt: skip
+
+
+def _memory(gpu: Gpu, weights_bytes: int | None) -> Iterator[Finding]:
+    if weights_bytes is None or gpu.free_bytes is None:
+        return
+    free, needed = gpu.free_bytes, weights_bytes + WORKER_BYTES
+    found = f"{part_text(free, gpu.memory_bytes)} free, weights {size_text(weights_bytes)}"
+    if weights_bytes >= free:
+        end = "end what else uses it: nvidia-smi --query-compute-apps=pid,used_memory --format=csv"
+        hint = end if needed < gpu.memory_bytes else "serve a smaller model, or with --devices cpu"
+        yield Finding("gpu memory", "bad", f"{found}: they do not fit, and the worker ends", hint)
+    elif needed >= free:
+        yield Finding(
+            "gpu memory", "note", f"{found}: little or no room is left for KV",
+            "serve a smaller model; nvidia-smi shows what else uses the GPU",
+        )  # fmt: skip
+    else:
+        yield Finding("gpu memory", "ok", found)
+
+
+def _memlock(host: GpuHost) -> Finding:
+    if host.memlock_bytes is None or host.memlock_bytes >= _RING_BYTES:
+        return Finding("memlock", "ok", "enough memory may be locked")
+    return Finding(
+        "memlock", "note", f"{size_text(host.memlock_bytes)} may be locked: a ring for "
+        "--transport shm may be refused", "ulimit -l unlimited (in a unit: LimitMEMLOCK=infinity)",
+    )  # fmt: skip
+
+
+def _sharing(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
+    if host.has_mps:
+        found = (
+            "MPS runs: two workers on a GPU compute at the same time, the one that prefills on "
+            f"{PREFILL_PERCENT} % of its processors"
+        )
+        yield Finding("mps", "ok", found)
+    else:
+        yield Finding(
+            "mps", "ok", "MPS does not run: with --roles static two workers on a GPU take turns",
+            "nvidia-cuda-mps-control -d, as the user who serves",
+        )  # fmt: skip
+    if gpu.uuid.startswith("MIG-"):
+        yield Finding("mig", "ok", f"{gpu.name} is an instance; power and clocks are its GPU's")
+    if host.parted:
+        pairs = ", ".join(f"{one} and {other}" for one, other in host.parted)
+        yield Finding(
+            "p2p", "note", f"{pairs} cannot reach each other's memory: blocks would go by way of "
+            "the host", "nvidia-smi topo -p2p r; virtual machines and IOMMUs are the usual cause",
+        )  # fmt: skip

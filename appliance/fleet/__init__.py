@@ -1,0 +1,1 @@
+"""Workers: where each is put, started, watched over and replaced."""

@@ -1,0 +1,389 @@
+"""Everything that is decided before the first worker starts.
+
+Owns: the lock on the state directory, the memfds of pools and weights.
+Invariant: whatever is wrong with the options or the checkpoint is an error here, before a worker
+or a socket exists.
+Never: serves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.gpu_placement import attention_for, installed_torch
+from appliance.fleet.placement import MIN_BLOCKS, Placement, WorkerPlan, available_memory_bytes
+from appliance.fleet.placement_text import placement_lines
+from appliance.fleet.placing import Placing, this_inventory
+from appliance.fleet.weights_plan import WeightsPlan, plan_weights
+from appliance.models import cache
+from appliance.models.names import HubName
+from appliance.request import ModelInfo
+from engine.cache.places import DRAM
+from engine.errors import AlreadyRunning, ConfigError
+from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.kernels.attention_backends import this_machine
+from engine.units import size_text
+from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
+
+log = logging.getLogger("penstock")
+
+STARTER_FOLDER = Path(str(files("engine.starter"))) / "penstock-starter-1"
+STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothing else"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the daemon will serve, with what, where."""
+
+    model_id: str
+    """The hub's name of the model, or its folder's."""
+    checkpoint: Checkpoint
+    model_note: str | None
+    dtype: str
+    placement: Placement
+    roles: str
+    """Those to start with."""
+    workers: list[tuple[WorkerPlan, Setup]]
+    inherited_fds: list[int]
+    arena: PoolSpec | None = None
+    """Below the pools, in the host's memory; None: there is none."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the model."""
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    """How the model writes calls and reasoning, as the settings say."""
+    others: tuple[str, ...] = ()
+    """Models that a request may name, which are swapped in then."""
+    weights: str = "stored"
+    """What matrices are quantised to at start; `stored`: nothing."""
+    weights_words: str = ""
+    """What the weights are in memory, where that is not what the files have."""
+
+
+def lock_state_dir(state_dir: Path, socket: Path) -> int:
+    """Take the state directory for this daemon; the lock lives as long as the returned fd.
+
+    Args:
+        state_dir: what is taken.
+        socket: where this daemon will be found; for whoever comes second.
+
+    Raises:
+        AlreadyRunning: another daemon has it.
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+        fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the state directory: {error.strerror}",
+            where=str(state_dir),
+            hint="choose another with --state-dir",
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid, _, path = os.pread(fd, 4096, 0).decode(errors="replace").strip().partition(" ")
+        os.close(fd)
+        who = f", pid {pid}, on {path}" if path else ""
+        raise AlreadyRunning(
+            f"a daemon runs already{who}",
+            where=str(state_dir),
+            hint="penstock status shows it; one beside it needs its own --state-dir and --socket",
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()} {socket}\n".encode(), 0)
+    return fd
+
+
+def make_plan(config: ServeConfig) -> Plan:
+    """Check options and checkpoint against each other and this machine.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    checkpoint, dtype, placement = _placed(config)
+    note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
+    weights = plan_weights(checkpoint, dtype, config.weights, placement)
+    arena = _arena(config, placement)
+    workers, fds = _setups(
+        checkpoint, dtype, placement, weights, arena, has_graphs=not config.eager
+    )
+    roles = config.roles if config.roles != "auto" else "elastic"
+    if placement.places.is_colocated:
+        roles = "colocated"
+    if isinstance(config.model, HubName):
+        model_id = config.model.repository
+    elif checkpoint.folder.suffix == ".gguf":
+        model_id = checkpoint.folder.stem
+    else:
+        model_id = checkpoint.folder.resolve().name
+    if model_id in config.models:
+        what = "the model that is served first has this name, too"
+        raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
+    return Plan(
+        model_id,
+        checkpoint,
+        note,
+        dtype,
+        placement,
+        roles,
+        workers,
+        fds,
+        arena,
+        aliases=config.model_aliases,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+        others=tuple(config.models),
+        weights=config.weights,
+        weights_words=weights.words,
+    )
+
+
+def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
+    """The same without making anything; says what would be served, and where.
+
+    Raises:
+        ConfigError: as make_plan().
+    """
+    checkpoint, dtype, placement = _placed(config)
+    gpu, attention = placement.workers[0].gpu, ""
+    if gpu is not None:
+        choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
+        attention = f"; attention on {gpu.name} by {choice.title}"
+    _num_arena_blocks(config, placement)
+    weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
+    about = f"; {weights.words}" if weights.words else ""
+    return (
+        f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
+        f"up to {placement.max_model_len} tokens per request{attention}{about}"
+    ), placement_lines(placement)
+
+
+class NotPulled(ConfigError):
+    """The model is named rightly, and has yet to come from the hub."""
+
+    exit_code = 3  # as without a hub: it can be mended elsewhere than in the configuration
+
+
+def model_folder(model: Path | HubName | None) -> Path:
+    """Where the model lies, its folder or its GGUF file: nowhere else than on this machine.
+
+    Raises:
+        NotPulled: it has to be pulled first.
+        ConfigError: it is of a kind that is not served.
+    """
+    if model is None:
+        return STARTER_FOLDER
+    if isinstance(model, Path):
+        return model
+    root = cache.hub_cache(os.environ)
+    folder = cache.resolve(root, model)
+    if folder is None:
+        what, hint = "not on this machine", f"penstock models pull {model}; {cache.in_words(root)}"
+        raise NotPulled(what, where=str(model), hint=hint)
+    return folder if model.file is None else cache.gguf_file(folder, model.file)
+
+
+def is_to_be_fetched(model: Path | HubName | None) -> bool:
+    """True of a name whose files are not all on this machine."""
+    if not isinstance(model, HubName):
+        return False
+    return cache.resolve(cache.hub_cache(os.environ), model) is None
+
+
+def check_others(config: ServeConfig) -> None:
+    """Look at the models that a request may name, as far as they are on this machine.
+
+    Raises:
+        ConfigError: as make_plan(), of the first that cannot be served.
+    """
+    for each in config.models.values():
+        if not is_to_be_fetched(each.model):
+            check_plan(each)
+
+
+def check_files(config: ServeConfig) -> None:
+    """Look at a model's files alone: memory is another's as long as that one is served.
+
+    Raises:
+        ConfigError: it cannot be served.
+    """
+    Checkpoint.open(model_folder(config.model))
+
+
+def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
+    """The checkpoint, the dtype to serve it in, and where everything goes."""
+    checkpoint = Checkpoint.open(model_folder(config.model))
+    is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
+    placing = Placing(config, checkpoint, this_inventory(), installed_torch(), this_machine())
+    # the starter's greedy output is exactly reproducible in float32
+    placed = placing.place("float32" if is_starter else None)
+    dtype, placement = placed.dtype, placed.placement
+    if placed.about is not None:
+        log.warning("%s", placed.about)
+    wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
+    if placement.max_model_len < wanted_len:
+        log.warning(
+            "model length lowered from %d to %d tokens: that is what the %s hold",
+            wanted_len,
+            placement.max_model_len,
+            "positions of the model"
+            if placement.max_model_len == checkpoint.config.max_position_embeddings
+            else "KV pools",
+        )
+    return checkpoint, dtype, placement
+
+
+def _setups(
+    checkpoint: Checkpoint,
+    dtype: str,
+    placement: Placement,
+    weights: WeightsPlan,
+    arena: PoolSpec | None,
+    *,
+    has_graphs: bool,
+) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
+    """One Setup per worker, and the memfds that all of them inherit."""
+    places = placement.places
+    specs: dict[str, PoolSpec] = {}
+    fds = [] if arena is None or arena.fd is None else [arena.fd]
+    for pool in places.pools:
+        fd = None
+        if pool.home is None:
+            fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
+            fds.append(fd)
+        specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
+    specs_by_worker = _arenas(weights, placement) | _staged(checkpoint, dtype, placement)
+    fds += {spec.fd for spec in specs_by_worker.values()}
+    workers = []
+    for plan in placement.workers:
+        setup = Setup(
+            worker=plan.name,
+            model_dir=str(checkpoint.folder),
+            dtype=dtype,
+            block_size=placement.block_size,
+            pool=specs[plan.pool],
+            weights=specs_by_worker.get(plan.name),
+            cpus=list(plan.cpus),
+            max_step_tokens=placement.max_step_tokens,
+            max_model_len=placement.max_model_len,
+            gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
+            node=plan.node,
+            other_pools=[
+                *(specs[name] for name in places.copied_by(plan.name)),
+                *(() if arena is None else (arena,)),
+            ],
+        )
+        workers.append((plan, setup))
+    return workers, fds
+
+
+def _arena(config: ServeConfig, placement: Placement) -> PoolSpec | None:
+    """Memory for a tier below the pools, with a block of padding as they have."""
+    num_blocks = _num_arena_blocks(config, placement)
+    if not num_blocks:
+        return None
+    fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * placement.block_bytes)
+    return PoolSpec(DRAM, fd, num_blocks + 1)
+
+
+def _num_arena_blocks(config: ServeConfig, placement: Placement) -> int:
+    """How many blocks an arena holds; 0: there is none.
+
+    Raises:
+        ConfigError: there is less memory than was asked for.
+    """
+    asked, free_bytes = config.dram_cache, available_memory_bytes()
+    if not isinstance(asked, int) or not config.prefix_cache:
+        return 0
+    if asked > free_bytes:
+        what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"
+        raise ConfigError(what, where="dram_cache", hint="ask for less, or for off")
+    return asked // placement.block_bytes
+
+
+def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:
+    """Converted weights for the workers on cores; none: files are mapped.
+
+    Those of one NUMA node share an arena; where there are several nodes each has one.
+    """
+    if weights.layout is None:
+        return {}
+    by_node: dict[int | None, list[str]] = {}
+    for plan in placement.workers:
+        if plan.gpu is None:
+            by_node.setdefault(plan.node, []).append(plan.name)
+    found = {}
+    for node, names in by_node.items():
+        at = "" if node is None else f"-node{node}"
+        fd = _memfd(f"penstock-weights{at}", weights.layout.num_bytes)
+        for index, name in enumerate(names):
+            found[name] = weights.spec(fd, index, len(names))
+    return found
+
+
+def _staged(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
+    """Memory of the host through which several devices get weights that are read from disk once.
+
+    It stays, so that a worker that starts again reads nothing either. None: one device alone, or
+    the host has no room for it, and each worker reads all files.
+    """
+    names = [p.name for p in placement.workers if p.gpu is not None and p.shares != "maps"]
+    num_bytes, room_bytes = arena_layout(checkpoint, dtype).num_bytes, available_memory_bytes() // 2
+    if len(names) < 2:
+        return {}
+    if num_bytes > room_bytes:
+        log.warning(
+            "each of %d workers reads all weights: sharing them takes %s of the host, "
+            "and half of what is free is %s",
+            len(names), size_text(num_bytes), size_text(room_bytes),
+        )  # fmt: skip
+        return {}
+    log.info("weights are read once, by %d workers, into memory of the host", len(names))
+    fd = _memfd("penstock-weights-staged", num_bytes)
+    return {
+        name: WeightsSpec(fd, num_bytes, index, len(names), is_filled=False)
+        for index, name in enumerate(names)
+    }
+
+
+def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:
+    if plan.gpu is None:
+        return None
+    is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
+    hops = [hop for link in placement.places.links for hop in link.hops]
+    exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
+    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool)
+
+
+def _memfd(name: str, num_bytes: int) -> int:
+    """Anonymous shared memory; pages are taken as they are touched and leave no residue."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def model_info(plan: Plan) -> ModelInfo:
+    """What the api must know of the model that the plan serves."""
+    config = plan.checkpoint.config
+    return ModelInfo(
+        model_id=plan.model_id,
+        max_model_len=plan.placement.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        note=plan.model_note,
+        created=int(min(t.file.stat().st_mtime for t in plan.checkpoint.tensors.values())),
+        sampling=config.sampling,
+        aliases=plan.aliases,
+        tool_parser=plan.tool_parser,
+        reasoning_parser=plan.reasoning_parser,
+        folder=str(plan.checkpoint.folder),
+        others=plan.others,
+    )

@@ -1,0 +1,209 @@
+"""What the hashes of a daemon's KV blocks are made with beside tokens: a key, and what model it is.
+
+Two blocks of the same tokens are alike only where weights, rotation, dtype and layout are. Weights
+are known by their bytes: a file's name or time says nothing of what is in it. Reading them all
+takes a while, so what a file was found to hold is remembered as long as it is the same file, of the
+same size and time.
+Owns: `prefix.key` and `weights.json` in the state folder.
+Invariant: the key is read by nobody but this user; a file that has changed is read again.
+Never: tells a key to anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import Plan
+from engine.cache.prefix_hashes import KEY_BYTES, PrefixChain, PrefixHasher
+from engine.errors import ConfigError
+
+log = logging.getLogger("penstock")
+
+KEY_NAME = "prefix.key"
+WEIGHTS_NAME = "weights.json"
+LAYOUT_VERSION = 1
+"""Grows whenever the bytes of a block come to mean something else."""
+MAX_REMEMBERED = 1024
+_PART_BYTES = 64 << 20
+_NUM_THREADS = 2
+
+
+class PromptHasher:
+    """Makes the hashes of prompts' blocks; who may share them is in them.
+
+    Args:
+        hasher: of this model's blocks, served like this.
+        isolates_users: no user finds what another has left.
+    """
+
+    def __init__(self, hasher: PrefixHasher, *, isolates_users: bool) -> None:
+        self._hasher = hasher
+        self._isolates_users = isolates_users
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the key and the model: 32 bytes, by which blocks on disk are known as its own."""
+        return self._hasher.fingerprint
+
+    def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
+        """Of a prompt, which only such find that have the same salt; from any thread."""
+        chain = self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
+        chain.is_secret = bool(salt)
+        return chain
+
+
+def make_hasher(config: ServeConfig, plan: Plan) -> PromptHasher | None:
+    """What the prefix cache of a model is kept by; None: it is off.
+
+    Raises:
+        ConfigError: the state folder or the weights cannot be read.
+    """
+    if not config.prefix_cache:
+        return None
+    try:
+        key, extra = load_key(config.state_dir), identity(plan, config.state_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"no prefix cache can be kept: {error.strerror}",
+            where=str(error.filename or config.state_dir),
+            hint="it needs the state folder and the weights; --prefix-cache off does without",
+        ) from error
+    hasher = PrefixHasher(key, extra, plan.placement.block_size)
+    return PromptHasher(hasher, isolates_users=config.cache_isolation == "user")
+
+
+def identity(plan: Plan, state_dir: Path) -> bytes:
+    """All that the bytes of a block depend on beside tokens.
+
+    Raises:
+        OSError: the weights cannot be read.
+    """
+    checkpoint, placement = plan.checkpoint, plan.placement
+    ropes = {rope for rope in checkpoint.config.ropes if rope is not None}
+    parts = {
+        "layout": LAYOUT_VERSION,
+        "config": _config_sum(checkpoint.folder),
+        "weights": fingerprint(checkpoint.files, state_dir),
+        "dtype": plan.dtype,
+        "quantised_at_start": plan.weights,
+        "rope": sorted(rope.factors(placement.max_model_len) for rope in ropes),
+        "block_size": placement.block_size,
+    }
+    return json.dumps(parts, sort_keys=True).encode()
+
+
+def _config_sum(folder: Path) -> str:
+    """Of what describes the model beside its weights; a GGUF file has that in itself."""
+    path = folder / "config.json"
+    return blake2b(path.read_bytes()).hexdigest() if folder.is_dir() else ""
+
+
+def load_key(state_dir: Path) -> bytes:
+    """The daemon's key, made where there is none, or none that is only ours.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = state_dir / KEY_NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return _make_key(path)
+    with open(fd, "rb") as file:
+        status, key = os.fstat(fd), file.read(KEY_BYTES + 1)
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    if is_ours and not status.st_mode & 0o077 and len(key) == KEY_BYTES:
+        return key
+    log.warning("%s is not a key that only this user can read; a new one is made", path)
+    path.unlink()
+    return _make_key(path)
+
+
+def _make_key(path: Path) -> bytes:
+    key = secrets.token_bytes(KEY_BYTES)
+    _write_private(path, key)
+    return key
+
+
+def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
+    """A digest of the bytes of weight files, in order of their names.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = state_dir / WEIGHTS_NAME
+    known = _remembered(path)
+    digests, is_new = [], False
+    for file in sorted(files, key=lambda each: each.name):
+        key, about = str(file.resolve()), _about(file)
+        found = known.pop(key, None)
+        if found is None or found[:-1] != about:
+            found, is_new = [*about, _digest(file, about[2])], True
+        known[key] = found  # to the end: what is used last is forgotten last
+        digests.append(found[-1])
+    if is_new:
+        newest = dict(list(known.items())[-MAX_REMEMBERED:])
+        _write_private(path, json.dumps(newest, indent=1).encode())
+    return blake2b(json.dumps(digests).encode(), digest_size=32).hexdigest()
+
+
+def _about(file: Path) -> list[int]:
+    """Device, inode, size and time: while all are the same, so are the bytes."""
+    status = file.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _digest(file: Path, num_bytes: int) -> str:
+    """Of a file's bytes: of the digests of its parts, so that several are read at once."""
+
+    def digest_part(start: int) -> bytes:
+        digest = blake2b(digest_size=32)
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(start)
+            left = min(_PART_BYTES, num_bytes - start)
+            while left and (data := opened.read(min(left, 1 << 20))):
+                digest.update(data)
+                left -= len(data)
+        return digest.digest()
+
+    whole = blake2b(num_bytes.to_bytes(8, "little"), digest_size=32)
+    with ThreadPoolExecutor(_NUM_THREADS, "weights-digest") as threads:
+        for part in threads.map(digest_part, range(0, num_bytes, _PART_BYTES)):
+            whole.update(part)
+    return whole.hexdigest()
+
+
+def _remembered(path: Path) -> dict[str, list[object]]:
+    """What was found before; nothing where that cannot be read."""
+    try:
+        known = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {
+        name: found
+        for name, found in known.items()
+        if isinstance(found, list) and len(found) == 5 and isinstance(found[-1], str)
+    }
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read: whole, or not at all."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+    new.rename(path)

@@ -1,0 +1,229 @@
+"""Which GPUs serve, and what each worker does on one.
+
+On one GPU it is measured whether two processes gain more by not waiting for each other's steps
+than they lose by taking turns: a model's first start tries two, and what it finds holds after that.
+Two share weights and pool, or, if that is asked for, copy blocks by way of the host.
+Owns: nothing; pure.
+Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
+Never: asks a driver (devices does), allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+from appliance.devices.gpu_listing import Gpu
+from appliance.fleet.placement import (
+    MIN_BLOCKS,
+    MIN_COPIED_BLOCKS,
+    Placement,
+    WorkerPlan,
+    pool_counts,
+    split_cores,
+)
+from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
+from appliance.models.fits import GPU_OVERHEAD_BYTES
+from engine.cache.places import COLOCATED, DECODE, PREFILL, Places, make_places
+from engine.errors import ConfigError
+from engine.folder.checkpoint import Checkpoint
+from engine.kernels.attention_backends import Choice, Machine, Needs, choose_attention
+
+PREFILL_PERCENT = 70
+"""Of a GPU's processors for the worker that prefills, where MPS lets two compute at once: its
+products gain little from the rest, and the short kernels of decoding find room at any time."""
+WORKER_BYTES = 4 << 30
+"""That a worker may need beside weights and pool: its context, libraries, steps and graphs."""
+
+
+def choose_gpus(
+    asked: str, found: list[Gpu], torch_version: str | None
+) -> tuple[list[Gpu], str | None]:
+    """The GPUs to serve on, none for the CPU, and what the operator should be told.
+
+    Without being told, all that are like the largest: pools of one daemon have one layout.
+
+    Args:
+        asked: `auto`, `cpu`, or GPUs by name with commas.
+        found: by the driver.
+        torch_version: as installed; None if it is not.
+
+    Raises:
+        ConfigError: a GPU is asked for that is not there, or that torch could not use.
+    """
+    if asked == "cpu" or (asked == "auto" and not found):
+        return [], None
+    if asked != "auto":
+        return name_gpus(asked.split(","), found, torch_version, where="devices"), None
+    if _is_for_cpu(torch_version):
+        names = ", ".join(gpu.name for gpu in found)
+        return [], f"{names} not used: torch {torch_version} is built for the CPU"
+    free = [gpu for gpu in found if gpu.obstacle is None]
+    reasons = [f"{gpu.name} not used: {gpu.obstacle}" for gpu in found if gpu.obstacle]
+    if free:
+        best = max(free, key=lambda gpu: gpu.memory_bytes)
+        others = [gpu for gpu in free if gpu.model != best.model]
+        reasons += [f"{gpu.name} not used: it is no {best.model}" for gpu in others]
+        free = [gpu for gpu in free if gpu.model == best.model]
+    return free, "; ".join(reasons) or None
+
+
+def name_gpus(
+    names: Sequence[str], found: list[Gpu], torch_version: str | None, where: str
+) -> list[Gpu]:
+    """Those that an operator names, as often as they are named differently.
+
+    Args:
+        names: as readings have them, by CUDA's number (`cuda:0`), or by the beginning of a UUID.
+        found: by the driver.
+        torch_version: as installed; None if it is not.
+        where: the setting that names them.
+
+    Raises:
+        ConfigError: one is not there, or torch could not use it.
+    """
+    there = ", ".join(gpu.name for gpu in found) or "no GPU with a driver"
+    chosen = []
+    for name in dict.fromkeys(names):
+        matching = [gpu for gpu in found if _is_called(gpu, name)]
+        if len(matching) != 1:
+            what = "several are called" if matching else "there is no"
+            hint = f"there is {there}; penstock devices"
+            raise ConfigError(f"{what} {name}", where=where, hint=hint)
+        chosen += matching
+    if _is_for_cpu(torch_version):
+        raise ConfigError(
+            f"torch {torch_version} is built for the CPU",
+            where=where,
+            hint="install torch for CUDA, or serve with --devices cpu",
+        )
+    for gpu in chosen:
+        if gpu.obstacle is not None:
+            about = f"{gpu.name}: {gpu.obstacle}"
+            raise ConfigError(about, where=where, hint="name another; penstock devices")
+    return chosen
+
+
+def _is_called(gpu: Gpu, name: str) -> bool:
+    if name.startswith("cuda:"):
+        return gpu.cuda_index == int(name.removeprefix("cuda:"))
+    return gpu.name == name or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
+
+
+def _is_for_cpu(torch_version: str | None) -> bool:
+    return torch_version is None or torch_version.endswith("+cpu")
+
+
+def installed_torch() -> str | None:
+    """Torch's version without importing it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> Choice:
+    """What computes attention, with blocks as large as it likes them."""
+    return choose_attention(Needs.of(checkpoint.config, dtype), machine)
+
+
+def _room_of_one(checkpoint: Checkpoint, gpu: Gpu) -> int:
+    """Bytes that a pool has beside the weights, at most; it is made when steps have been run."""
+    return gpu.memory_bytes - checkpoint.num_bytes - GPU_OVERHEAD_BYTES
+
+
+def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
+    """Bytes for pools where each of two workers has weights of its own; each checks it again."""
+    return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
+
+
+def _places(*, has_two: bool, is_copied: bool) -> Places:
+    if not has_two:
+        return make_places([COLOCATED], [COLOCATED], "alias", home=COLOCATED)
+    if is_copied:
+        return make_places([PREFILL], [DECODE], "shm", in_workers=(PREFILL, DECODE))
+    return make_places([PREFILL], [DECODE], "alias", home=DECODE)
+
+
+def place_on_gpu(
+    checkpoint: Checkpoint,
+    gpu: Gpu,
+    *,
+    machine: Machine,
+    dtype: str,
+    roles: str,
+    transport: str,
+    kv_memory_bytes: int | None,
+    max_model_len: int | None,
+    cores: list[int],
+    has_mps: bool = False,
+    why: str | None = None,
+) -> Placement:
+    """One worker, or two that share the GPU's memory; blocks are counted when they are made.
+
+    A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
+    transport share nothing but the ring. `why` says what has been measured, or is to be.
+
+    Raises:
+        ConfigError: the KV memory holds nothing.
+    """
+    config = checkpoint.config
+    block_size = attention_for(checkpoint, dtype, machine).backend.default_block_size
+    block_bytes = config.kv_block_bytes(block_size, dtype)
+    longest = config.max_position_embeddings
+    wanted_len = min(max_model_len or longest, longest)
+    useful = -(-wanted_len // block_size) * MAX_SEQUENCES + 1
+    has_two = roles not in {"auto", "colocated"} or (roles == "auto" and transport != "auto")
+    is_copied = has_two and transport == "shm"
+    room = kv_memory_bytes or (_room_of_two if is_copied else _room_of_one)(checkpoint, gpu)
+    num_blocks = min(room // block_bytes, useful)
+    min_blocks = MIN_COPIED_BLOCKS if is_copied else MIN_BLOCKS
+    if num_blocks < min_blocks:
+        raise ConfigError(
+            f"{room} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes",
+            where="kv_memory",
+            hint=f"give at least {min_blocks * block_bytes} bytes",
+        )
+    places = _places(has_two=has_two, is_copied=is_copied)
+    places = places.with_pools(pool_counts(places, num_blocks, block_bytes))
+    workers = [WorkerPlan(COLOCATED, tuple(cores), places.pool_of(places.names[0]), gpu)]
+    if has_two:
+        workers = _two(places, gpu, cores, is_copied=is_copied, has_mps=has_mps)
+    return Placement(
+        places=places,
+        workers=tuple(workers),
+        block_bytes=block_bytes,
+        max_model_len=wanted_len,
+        max_step_tokens=GPU_STEP_TOKENS,
+        block_size=block_size,
+        reasons=(_why(gpu, why, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
+    )
+
+
+def _two(
+    places: Places, gpu: Gpu, cores: list[int], *, is_copied: bool, has_mps: bool
+) -> list[WorkerPlan]:
+    """Both workers on one GPU."""
+    return [
+        WorkerPlan(
+            name,
+            tuple(own),
+            places.pool_of(name),
+            gpu,
+            None if is_copied else shares,
+            mps_percent=PREFILL_PERCENT if has_mps and name == PREFILL else None,
+        )
+        for name, own, shares in zip(
+            places.names, split_cores(cores), ("maps", "exports"), strict=True
+        )
+    ]
+
+
+def _why(gpu: Gpu, why: str | None, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:
+    if not has_two:
+        return f"one worker on {gpu.name}: {why or 'asked for'}; --roles static makes two"
+    how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
+    turns = "they take turns, for MPS does not run"
+    if has_mps:
+        turns = f"by MPS they compute at once, prefill on {PREFILL_PERCENT} % of the processors"
+    return f"two workers on {gpu.name}: {why or 'asked for'}; they {how}; {turns}"

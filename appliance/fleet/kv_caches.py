@@ -1,0 +1,60 @@
+"""The caches below the KV pools, in DRAM and on disk, as the daemon opens and closes them.
+
+Owns: both.
+Invariant: they are opened when the workers are ready, and closed before they end.
+Never: decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import Plan
+from appliance.fleet.cache_identity import PromptHasher
+from appliance.fleet.dram_cache import DramCache
+from appliance.fleet.ssd_cache import SsdCache
+from appliance.fleet.supervisor import Supervisor
+from appliance.frame.tier_frame import TierFrame
+from engine.schedule.router import Router
+
+
+class KvCaches:
+    """Of one daemon.
+
+    Args:
+        config: the settings.
+        tell: takes severity, code and message of an event.
+    """
+
+    def __init__(self, config: ServeConfig, tell: Callable[[str, str, str], None]) -> None:
+        self._dram = DramCache(tell)
+        self._ssd = SsdCache(config, tell)
+
+    async def open(
+        self, plan: Plan, hasher: PromptHasher | None, router: Router, workers: Supervisor
+    ) -> None:
+        """Attach them to the router; what is wrong is said.
+
+        Args:
+            plan: what is served.
+            hasher: of its prompts; None: there is no prefix cache, so none of these.
+            router: gets the tiers.
+            workers: that are ready.
+        """
+        if hasher is not None:
+            self._dram.open(plan, router, workers)
+        await self._ssd.open(plan, hasher, router)
+
+    def frames(self) -> dict[str, TierFrame | None]:
+        """How they stand, by their names in a frame."""
+        return {"dram": self._dram.frame(), "ssd": self._ssd.frame()}
+
+    async def flush(self) -> None:
+        """Nobody computes any more: what is warm is stored where it outlives the daemon."""
+        await self._ssd.flush()
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        self._dram.close()
+        await self._ssd.close()

@@ -1,0 +1,96 @@
+"""Pools of workers on GPUs that workers on other GPUs write into: who is told where each is.
+
+What a worker has exported lives as long as it does, and the memory is free only when nobody holds
+it any more: so before a worker that has died starts again, all that have mapped its pool let go.
+Owns: what has been exported in this life of each, who knows of it, and who has to let go of it.
+Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
+memory that is gone.
+Never: looks into what it passes on; ends a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from engine.wire.messages import Command, MapPool, Setup, SharedMemory
+
+log = logging.getLogger("penstock")
+
+LET_GO_S = 10.0
+"""A worker that has not let go by then is hung, or makes a long step; others do not wait longer."""
+
+
+class PeerPools:
+    """What passes between workers of different GPUs by way of the daemon.
+
+    Args:
+        setups: of all workers; those on cores map pools by their memfds.
+        send: passes a command to a worker.
+    """
+
+    def __init__(self, setups: Iterable[Setup], send: Callable[[str, Command], None]) -> None:
+        setups = list(setups)
+        self._pool_of = {setup.worker: setup.pool.name for setup in setups}
+        self._writers: dict[str, list[str]] = {}
+        """By pool."""
+        for setup in setups:
+            for spec in setup.other_pools:
+                if spec.fd is None:
+                    self._writers.setdefault(spec.name, []).append(setup.worker)
+        self._send = send
+        self._memory: dict[str, SharedMemory] = {}
+        self._up: set[str] = set()
+        self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
+        """Who may have mapped a pool, by its name."""
+        self._let_go = asyncio.Event()
+
+    def let_on(self, worker: str) -> None:
+        """A worker has been sent Go."""
+        self._up.add(worker)
+        for pool, memory in self._memory.items():
+            if worker in self._writers[pool]:
+                self._tell(worker, pool, memory)
+
+    def made(self, worker: str, memory: SharedMemory | None) -> None:
+        """A worker has made its pool."""
+        pool = self._pool_of[worker]
+        if memory is None or pool not in self._writers:
+            return
+        self._memory[pool] = memory
+        for writer in self._writers[pool]:
+            if writer in self._up:
+                self._tell(writer, pool, memory)
+
+    def unmapped(self, worker: str, pool: str) -> None:
+        """A worker has let go of a pool."""
+        self._told[pool].discard(worker)
+        self._let_go.set()
+
+    async def ended(self, worker: str) -> list[str]:
+        """A worker is dead: what it had mapped is let go of, and so is what it had made.
+
+        Returns:
+            those who have not let go of its pool in time.
+        """
+        self._up.discard(worker)
+        for pool in self._told:
+            self.unmapped(worker, pool)
+        own = self._pool_of[worker]
+        if self._memory.pop(own, None) is None:
+            return []
+        for writer in self._told[own]:
+            self._send(writer, MapPool(own, None))
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                while self._told[own]:
+                    self._let_go.clear()
+                    await self._let_go.wait()
+        except TimeoutError:
+            log.error("%s still hold memory of worker %s", sorted(self._told[own]), worker)
+        return sorted(self._told[own])
+
+    def _tell(self, worker: str, pool: str, memory: SharedMemory) -> None:
+        self._told[pool].add(worker)
+        self._send(worker, MapPool(pool, memory))

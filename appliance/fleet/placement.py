@@ -1,0 +1,279 @@
+"""Where everything goes: cores to workers, memory to pools. Decided once, at start.
+
+Owns: nothing; pure but for reading what this machine and its cgroup allow.
+Invariant: each worker has cores of its own (with one core both share it), one thread per physical
+core; the pools together never exceed the KV memory.
+Never: starts a process, allocates memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from appliance.configuration.setting_kinds import MIN_BYTES, size_setting
+from appliance.configuration.wanted_workers import WantedWorkers
+from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Node
+from appliance.fleet import cgroups
+from engine.cache.blocks import BlockPool
+from engine.cache.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
+from engine.errors import ConfigError
+from engine.folder.checkpoint import Checkpoint
+from engine.units import size_text
+
+BLOCK_SIZE = 64
+MIN_BLOCKS = 2
+"""One for padding, and one to use."""
+CPU_STEP_TOKENS = 512
+"""Where matrix products are within a tenth of their best rate on a CPU."""
+MAX_DEFAULT_KV_BYTES = 4 << 30
+MAX_RING_BYTES = 64 << 20
+MAX_RING_SLOTS = 64
+MIN_RING_SLOTS = 4
+MIN_COPIED_BLOCKS = 12
+"""Of two pools and the ring between them."""
+DEFAULT_FULL_LENGTH_SEQUENCES = 64
+"""Without --kv-memory a pool holds at most this many sequences of full length."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: its name, its cores, its pool, and its GPU if it computes on one."""
+
+    name: str
+    cpus: tuple[int, ...]
+    pool: str
+    gpu: Gpu | None = None
+    shares: str | None = None
+    """As GpuSpec has it."""
+    node: int | None = None
+    """The NUMA node that its pool and weights are to be on; None: wherever."""
+    mps_percent: int | None = None
+    """Of the GPU's processors, at most; None: all, or it does not share them."""
+
+    @property
+    def device(self) -> str:
+        """What it computes on, for people: `cpu 0-1` or `gpu0`."""
+        return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which workers there are, on which devices, with which pools; see place()."""
+
+    places: Places
+    workers: tuple[WorkerPlan, ...]
+    block_bytes: int
+    max_model_len: int
+    max_step_tokens: int = CPU_STEP_TOKENS
+    block_size: int = BLOCK_SIZE
+    reasons: tuple[str, ...] = ()
+    """For what was chosen, in words."""
+    is_trial: bool = False
+    """Two workers share a device to be timed; by that it is decided whether both go on."""
+
+    def pools(self) -> list[BlockPool]:
+        """Fresh books for every pool."""
+        return self.places.books(self.block_size)
+
+
+def available_cores(
+    allowed: set[int] | None = None,
+    topology_root: Path = Path("/sys/devices/system/cpu"),
+    quota_cpus: float | None = None,
+) -> list[int]:
+    """One logical cpu of each physical core that we may use, respecting affinity and cpu quota."""
+    cpus = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    cores: dict[str, int] = {}
+    for cpu in cpus:
+        siblings = topology_root / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            core = siblings.read_text().strip()
+        except OSError:
+            core = str(cpu)
+        cores.setdefault(core, cpu)
+    chosen = list(cores.values())
+    quota = cgroups.cpu_quota() if quota_cpus is None else quota_cpus
+    return chosen if quota is None else chosen[: max(1, int(quota))]
+
+
+def num_machine_cores() -> int:
+    """Physical cores of the machine, also those that we may not use."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def cpu_names(cpus: tuple[int, ...]) -> str:
+    """Cores in words, as `cpu 0-2,5`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return "cpu " + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
+    """Cores of prefill and decode; prefill is compute-bound and gets the odd one."""
+    if len(cores) == 1:
+        return cores, cores
+    num_decode = len(cores) // 2
+    return cores[:-num_decode], cores[-num_decode:]
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be used without swapping, respecting control groups."""
+    free: int = psutil.virtual_memory().available
+    allowed = cgroups.free_memory_bytes()
+    return free if allowed is None else min(free, allowed)
+
+
+def place(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    roles: str,
+    transport: str,
+    wanted: WantedWorkers,
+    kv_memory_bytes: int | None,
+    max_model_len: int | None,
+    nodes: tuple[Node, ...],
+    memory_bytes: int,
+) -> Placement:
+    """Choose workers, cores, pools and the model length.
+
+    Workers on several NUMA nodes have a pool and weights each, and blocks are copied between
+    them (`peer`), unless another transport is asked for.
+
+    Raises:
+        ConfigError: the KV memory does not hold a single useful sequence.
+    """
+    config = checkpoint.config
+    block_bytes = config.kv_block_bytes(BLOCK_SIZE, dtype)
+    wanted_len = min(
+        max_model_len or config.max_position_embeddings, config.max_position_embeddings
+    )
+    full_length_bytes = -(-wanted_len // BLOCK_SIZE) * block_bytes
+    kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
+    num_blocks = kv_memory_bytes // block_bytes
+    cores = sorted(core for node in nodes for core in node.cores)
+    node_of: dict[str, int] = {}
+    if roles == "colocated":
+        places = make_places([COLOCATED], [COLOCATED], "alias")
+        cores_of = {COLOCATED: tuple(cores)}
+    else:
+        wanted, cores_of = _cores_by_node(wanted, nodes, transport) or (wanted, wanted.cores(cores))
+        node_of = _nodes_of(cores_of, nodes) if transport != "alias" else {}
+        if transport == "auto":
+            transport = "peer" if node_of else "alias"
+        buses = {name: f"node{node}" for name, node in node_of.items()} or None
+        places = make_places(*wanted.names, transport, buses=buses)
+    counts = pool_counts(places, num_blocks, block_bytes)
+    places = places.with_pools(counts)
+    held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
+    if held_by_pools < BLOCK_SIZE:
+        raise _too_little(places, kv_memory_bytes, block_bytes)
+    return Placement(
+        places=places,
+        workers=tuple(
+            WorkerPlan(w.name, cores_of[w.name], w.pool, node=node_of.get(w.name))
+            for w in places.workers
+        ),
+        block_bytes=block_bytes,
+        max_model_len=min(wanted_len, held_by_pools),
+        reasons=tuple(_reasons(places, nodes, node_of)),
+    )
+
+
+def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
+    """What to say of KV memory that holds no useful sequence in every pool."""
+    is_one = len({worker.pool for worker in places.workers}) == 1
+    min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(places.workers) // 2
+    num_blocks = max(kv_memory_bytes // block_bytes, 0)
+    blocks = "1 KV block" if num_blocks == 1 else f"{num_blocks} KV blocks"
+    return ConfigError(
+        f"{size_text(kv_memory_bytes)} of KV memory gives {blocks} of {size_text(block_bytes)}; "
+        f"at least {min_blocks} are needed",
+        where="kv_memory",
+        hint=f"give at least {size_setting(max(min_blocks * block_bytes, MIN_BYTES))}",
+    )
+
+
+def _cores_by_node(
+    wanted: WantedWorkers, nodes: tuple[Node, ...], transport: str
+) -> tuple[WantedWorkers, dict[str, tuple[int, ...]]] | None:
+    """A worker for each NUMA node, if nobody says otherwise and there are several; or None."""
+    if len(nodes) == 1 or not wanted.is_auto or transport == "alias":
+        return None
+    num_decode = len(nodes) // 2
+    each = wanted.of_each(len(nodes) - num_decode, num_decode)
+    names = [name for role in each.names for name in role]
+    return each, {name: node.cores for name, node in zip(names, nodes, strict=True)}
+
+
+def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> dict[str, int]:
+    """The node of each worker, if each is within one and they are on several; or none."""
+    found = {
+        name: node.number
+        for name, cpus in cores_of.items()
+        for node in nodes
+        if set(cpus) <= set(node.cores)
+    }
+    is_of_use = len(found) == len(cores_of) and len(set(found.values())) > 1
+    return found if is_of_use else {}
+
+
+def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
+    if node_of:
+        each = ", ".join(f"{name} on node {node}" for name, node in node_of.items())
+        yield f"{len(set(node_of.values()))} NUMA nodes: weights and pool are near to each ({each})"
+    elif len(nodes) > 1:
+        yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
+    if places.transport == "alias" and not places.is_colocated:
+        yield "alias: workers on one memory share a pool, and no block is copied"
+    elif places.transport is not None:
+        yield f"every pair by {places.transport}, within the host's memory"
+
+
+def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
+    """Of the host's memory for KV when nobody says how much."""
+    useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
+    return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
+
+
+def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: int) -> int:
+    if asked is None:
+        return default_kv_bytes(full_length_bytes, memory_bytes)
+    if asked > memory_bytes:
+        raise ConfigError(
+            f"{size_text(asked)} of KV memory, but only {size_text(memory_bytes)} are available",
+            where="kv_memory",
+            hint="leave room for the weights as well",
+        )
+    return asked
+
+
+def pool_counts(places: Places, num_blocks: int, block_bytes: int) -> dict[str, int]:
+    """Blocks by pool: all to one, or a third to those that prefill and the rest to the others.
+
+    A ring comes first, with at most an eighth.
+    """
+    names = {worker.pool for worker in places.workers}
+    if names == {SHARED}:
+        return {SHARED: num_blocks}
+    counts, rest = {}, num_blocks
+    if RING in places.pool_by_name:
+        ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
+        counts[RING] = max(ring, MIN_RING_SLOTS) + 1
+        rest -= counts[RING]
+    prefill, decode = places.playing(PREFILL), places.playing(DECODE)
+    for name in prefill:
+        counts[places.pool_of(name)] = rest // 3 // len(prefill)
+    for name in decode:
+        counts[places.pool_of(name)] = (rest - rest // 3) // len(decode)
+    return counts

@@ -1,0 +1,289 @@
+"""From the settings and the machine to a placement: on cores, on a GPU, on several, or on both.
+
+Owns: which of those ways is taken, and the sentences about what is not used.
+Invariant: what --place names is what is used; whatever is asked for and cannot be had is an error
+that says what could.
+Never: makes anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from appliance.configuration.config import ServeConfig
+from appliance.configuration.wanted_workers import ONE_OF_EACH
+from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Inventory, read_inventory
+from appliance.fleet.balance import divide, measured_costs, num_prefilling, phase_costs
+from appliance.fleet.gpu_placement import (
+    WORKER_BYTES,
+    attention_for,
+    choose_gpus,
+    name_gpus,
+    place_on_gpu,
+)
+from appliance.fleet.pairing import is_two_better
+from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
+from appliance.fleet.spread import Shape, Spot, check_weights, spread, too_small
+from appliance.fleet.step_memory import Measured, StepMemory, key_of
+from engine.errors import ConfigError
+from engine.folder.checkpoint import Checkpoint, arena_layout, choose_dtype
+from engine.kernels.attention_backends import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What would be served, and where."""
+
+    dtype: str
+    placement: Placement
+    about: str | None
+    """What is there and not used."""
+
+
+def this_inventory() -> Inventory:
+    """What this machine has for a daemon."""
+    return read_inventory(available_cores(), available_memory_bytes())
+
+
+class Placing:
+    """One placement, on its way.
+
+    Args:
+        config: the settings.
+        checkpoint: of the model.
+        inventory: of the machine.
+        torch_version: as installed; None if it is not.
+        machine: which attention could be computed.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        checkpoint: Checkpoint,
+        inventory: Inventory,
+        torch_version: str | None,
+        machine: Machine,
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._inventory = inventory
+        self._torch_version = torch_version
+        self._machine = machine
+
+    def place(self, dtype: str | None = None) -> Placed:
+        """Where everything goes.
+
+        Args:
+            dtype: to serve in; None: as the settings say, or the hardware likes it.
+
+        Raises:
+            ConfigError: naming what cannot be, and what could.
+        """
+        config, wanted = self._config, self._config.place
+        found, version = list(self._inventory.gpus), self._torch_version
+        if wanted.gpu_names:
+            gpus = name_gpus(wanted.gpu_names, found, version, where="place")
+            dtype = self._dtype(gpus, dtype)
+            return Placed(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
+        gpus, about = choose_gpus(config.devices, found, version)
+        notes = [about]
+        if gpus and config.devices == "auto":
+            shape = self._shape(gpus, self._dtype(gpus, dtype))
+            small = [gpu for gpu in gpus if too_small(gpu, shape)]
+            if small:
+                others = ", ".join(gpu.name for gpu in small[1:])
+                also = f", and {others} no more" if others else ""
+                notes.append(f"not used: {too_small(small[0], shape)}{also}")
+            gpus = [gpu for gpu in gpus if gpu not in small]
+        dtype = self._dtype(gpus, dtype)
+        if not gpus:
+            placement = self._on_cores(dtype)
+        elif len(gpus) == 1 or config.roles == "colocated":
+            others = ", ".join(gpu.name for gpu in gpus[1:])
+            notes.append(others and f"{others} not used: colocated roles are one worker")
+            placement = self._on_one_by_measure(gpus[0], self._shape(gpus, dtype), dtype)
+        else:
+            placement, about = self._on_several(gpus, self._shape(gpus, dtype), dtype)
+            notes.append(about)
+        return Placed(dtype, placement, "; ".join(filter(None, notes)) or None)
+
+    def _dtype(self, gpus: list[Gpu], given: str | None) -> str:
+        """The same for all: the oldest GPU decides."""
+        return given or choose_dtype(
+            self._config.dtype,
+            self._checkpoint,
+            has_gpu=bool(gpus),
+            capability=min((gpu.capability for gpu in gpus if gpu.capability), default=None),
+        )
+
+    def _shape(self, gpus: list[Gpu], dtype: str) -> Shape:
+        """Of the model; blocks are as large as suits the attention of all these GPUs."""
+        checkpoint = self._checkpoint
+        sizes = [
+            attention_for(checkpoint, dtype, self._machine_with(gpu)).backend.default_block_size
+            for gpu in gpus
+        ]
+        weights_bytes = arena_layout(checkpoint, dtype).num_bytes
+        wanted_len = self._config.max_model_len
+        return Shape.of(checkpoint.config, weights_bytes, dtype, max(sizes), wanted_len)
+
+    def _machine_with(self, gpu: Gpu) -> Machine:
+        return replace(self._machine, capability=gpu.capability)
+
+    def _on_cores(self, dtype: str) -> Placement:
+        config, inventory = self._config, self._inventory
+        return place(
+            self._checkpoint,
+            dtype=dtype,
+            roles=config.roles,
+            transport=config.transport,
+            wanted=config.place,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_model_len=config.max_model_len,
+            nodes=inventory.nodes,
+            memory_bytes=inventory.memory_bytes,
+        )
+
+    def _on_one_by_measure(self, gpu: Gpu, shape: Shape, dtype: str) -> Placement:
+        """One worker or two, as they were timed here; two, to be timed, where they never were."""
+        config = self._config
+        if not (config.roles == config.transport == "auto" and config.place == ONE_OF_EACH):
+            return self._on_one(gpu, shape, dtype)
+        measured = self._measured(gpu, dtype)
+        if measured.pair is not None:
+            has_two, why = is_two_better(measured.pair)
+            return self._on_one(gpu, shape, dtype, "elastic" if has_two else None, why)
+        if measured.is_trying:
+            why = "two were started to be timed, and that start has failed"
+            return self._on_one(gpu, shape, dtype, why=why)
+        if shape.room_bytes(gpu) - WORKER_BYTES < shape.full_length_bytes:
+            return self._on_one(gpu, shape, dtype, why="it has no room for a second process")
+        why = "they are timed at this start, by which it is decided whether both go on"
+        return replace(self._on_one(gpu, shape, dtype, "elastic", why), is_trial=True)
+
+    def _measured(self, gpu: Gpu, dtype: str) -> Measured:
+        """What is known of this model on such a GPU."""
+        key = key_of(self._checkpoint, dtype, gpu)
+        return StepMemory(self._config.state_dir, key).read()
+
+    def _on_one(
+        self,
+        gpu: Gpu,
+        shape: Shape,
+        dtype: str,
+        roles: str | None = None,
+        why: str | None = None,
+    ) -> Placement:
+        config = self._config
+        if config.place != ONE_OF_EACH and roles is None:
+            raise ConfigError(
+                f"{config.place} names more workers than {gpu.name} has room for: one of each role",
+                where="place",
+                hint="leave it out, divide the GPU by MIG, or serve with --devices cpu",
+            )
+        if config.transport == "peer":
+            raise ConfigError(
+                f"two workers on {gpu.name} share its memory, and nothing is copied",
+                where="transport",
+                hint="leave it out, or serve with --devices cpu",
+            )
+        check_weights([gpu], shape, "devices")
+        return place_on_gpu(
+            self._checkpoint,
+            gpu,
+            machine=self._machine_with(gpu),
+            dtype=dtype,
+            roles=roles or config.roles,
+            transport=config.transport,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_model_len=config.max_model_len,
+            cores=list(self._inventory.cores_near(gpu)),
+            has_mps=self._inventory.has_mps,
+            why=why,
+        )
+
+    def _on_several(
+        self, gpus: list[Gpu], shape: Shape, dtype: str
+    ) -> tuple[Placement, str | None]:
+        """A worker on each, or on as many as are wanted."""
+        config = self._config
+        check_weights(gpus, shape, "devices")
+        names, reasons = config.place.names, []
+        num_prefill, num_decode = (len(role) for role in names)
+        if config.place.is_auto and len(gpus) > 2:
+            token_bytes = shape.block_bytes // shape.block_size
+            rooms = min(shape.room_bytes(gpu) for gpu in gpus)
+            costs = measured_costs(self._measured(gpus[0], dtype).steps)
+            found = costs or phase_costs(
+                shape.weights_bytes, token_bytes, rooms, gpus[0].capability
+            )
+            num_prefill, why = num_prefilling(len(gpus), found, are_measured=costs is not None)
+            num_decode = len(gpus) - num_prefill
+            reasons.append(why)
+            names = config.place.of_each(num_prefill, num_decode).names
+        if num_prefill + num_decode > len(gpus):
+            raise ConfigError(
+                f"{num_prefill + num_decode} workers, but {len(gpus)} GPUs: "
+                f"{', '.join(gpu.name for gpu in gpus)}",
+                where="place",
+                hint="each worker needs a GPU or a MIG instance of its own",
+            )
+        prefill, decode = divide(gpus, num_prefill, num_decode, self._inventory)
+        unused = [gpu.name for gpu in gpus if gpu not in (*prefill, *decode)]
+        placement = spread(
+            [Spot(name, gpu) for name, gpu in zip(names[0], prefill, strict=True)],
+            [Spot(name, gpu) for name, gpu in zip(names[1], decode, strict=True)],
+            self._inventory,
+            shape,
+            transport=config.transport,
+            kv_memory_bytes=config.kv_memory_bytes,
+            reasons=reasons,
+        )
+        about = f"{', '.join(unused)} not used: --place says {config.place}" if unused else None
+        return placement, about
+
+    def _by_hand(self, gpus: list[Gpu], shape: Shape, dtype: str) -> Placement:
+        """As --place names them."""
+        config, wanted, inventory = self._config, self._config.place, self._inventory
+        if config.devices != "auto":
+            raise ConfigError(
+                f"--devices {config.devices}, and --place names {', '.join(wanted.gpu_names)}",
+                where="devices",
+                hint="leave one of them out",
+            )
+        by_name = dict(zip(dict.fromkeys(wanted.gpu_names), gpus, strict=True))
+        cores = wanted.cores(inventory.cores)
+        prefill, decode = (
+            [
+                Spot(name, by_name[spot])
+                if isinstance(spot, str)
+                else Spot(name, None, cores[name])
+                for name, spot in zip(names, spots, strict=True)
+            ]
+            for names, spots in zip(wanted.names, (wanted.prefill, wanted.decode), strict=True)
+        )
+        used = [spot.gpu for spot in (*prefill, *decode) if spot.gpu is not None]
+        if len(used) == 2 == len(prefill) + len(decode) and used[0] == used[1]:
+            return self._on_one(used[0], shape, dtype, roles="static")
+        twice = sorted({gpu.name for gpu in used if used.count(gpu) > 1})
+        if twice:
+            raise ConfigError(
+                f"{', '.join(twice)} is given to several workers",
+                where="place",
+                hint="give each a GPU or a MIG instance of its own, or one GPU to one of each role",
+            )
+        if dtype == "float16" and any(spot.gpu is None for spot in (*prefill, *decode)):
+            raise ConfigError(
+                "pools of one daemon have one dtype: float16, for which cores have no kernels",
+                where="place",
+                hint="serve with --dtype float32, or place all workers on GPUs",
+            )
+        return spread(
+            prefill,
+            decode,
+            inventory,
+            shape,
+            transport=config.transport,
+            kv_memory_bytes=config.kv_memory_bytes,
+        )

@@ -1,0 +1,72 @@
+"""Roles and their targets, changed while everything runs.
+
+Owns: what an operator can change, and the words for what has changed.
+Invariant: a change is made whole or refused whole.
+Never: decides where a request goes; that is the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import RequestError
+from engine.schedule.elastic import Slo
+from engine.schedule.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class RolesChange:
+    """What is wanted; None leaves a part as it is."""
+
+    roles: str | None = None
+    """`elastic`, `static` or `colocated`."""
+    slo_ttft_ms: int | None = None
+    """A target of elastic roles; 0: relative to what the machine does undisturbed."""
+    slo_itl_ms: int | None = None
+
+
+def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
+    """Make a change; what has become different, in words, empty if nothing has.
+
+    Raises:
+        RequestError: 409 `one_worker`.
+    """
+    roles, before = router.roles, _standing(router)
+    if change.roles not in (None, roles.roles) and router.places.is_colocated:
+        raise RequestError(
+            "there is one worker only, which was started colocated",
+            code="one_worker",
+            param="roles",
+            status=409,
+            hint="start the daemon with --roles elastic to switch while it runs",
+        )
+    roles.slo = Slo(
+        _target(change.slo_ttft_ms, roles.slo.ttft_ms), _target(change.slo_itl_ms, roles.slo.itl_ms)
+    )
+    if change.roles not in (None, roles.roles):
+        router.switch_roles(change.roles, now_ns)
+    after = _standing(router)
+    return ", ".join(f"{name} {after[name]}" for name in after if after[name] != before[name])
+
+
+def roles_frame(router: Router) -> dict[str, object]:
+    """Roles and targets as they are; None is a target that is relative."""
+    slo = router.roles.slo
+    return {
+        "roles": router.roles.roles,
+        "slo_ttft_ms": slo.ttft_ms,
+        "slo_itl_ms": slo.itl_ms,
+    }
+
+
+def _target(wanted_ms: int | None, now_ms: int | None) -> int | None:
+    return now_ms if wanted_ms is None else wanted_ms or None
+
+
+def _standing(router: Router) -> dict[str, str]:
+    slo = router.roles.slo
+    return {
+        "roles": router.roles.roles,
+        "ttft target": "relative" if slo.ttft_ms is None else f"{slo.ttft_ms} ms",
+        "gap target": "relative" if slo.itl_ms is None else f"{slo.itl_ms} ms",
+    }

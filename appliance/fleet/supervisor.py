@@ -1,0 +1,394 @@
+"""Starts the workers, watches them, brings them back.
+
+Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
+Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
+worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
+were.
+Never: knows a sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from appliance.fleet.peer_pools import PeerPools
+from appliance.fleet.placement import WorkerPlan
+from appliance.fleet.sharing import Sharing
+from appliance.fleet.worker_state import WorkerState, weights_progress
+from engine.errors import ChannelClosed, WorkerFailed
+from engine.units import part_text, size_text
+from engine.wire.channel import DaemonChannel
+from engine.wire.messages import (
+    Command,
+    Failed,
+    Go,
+    LoadingProgress,
+    PoolMade,
+    Ready,
+    Report,
+    Setup,
+    SharedMemory,
+    Unmapped,
+    WeightsLoaded,
+)
+
+log = logging.getLogger("penstock")
+
+RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+"""By the number of short lives before; the last one for ever, so that what is mended is found."""
+MAX_FAILED_STARTS = 3
+STOP_GRACE_S = 2.0
+EXIT_GRACE_S = 0.2
+"""Between the end of a worker's channel and its exit."""
+GOMP_SPIN_COUNT = "10000"
+"""Bounded spinning between parallel regions: passive waiting costs a futex wake in each small
+region, and endless spinning stalls as soon as anything else wants the core."""
+
+OnReport = Callable[[str, Report], None]
+OnReady = Callable[[str], None]
+OnDied = Callable[[str, str], None]
+"""The worker's name, and what there is to say about it."""
+
+
+WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
+
+
+class Supervisor:
+    """Starts the daemon's workers, hears them, and restarts those that die."""
+
+    def __init__(
+        self,
+        workers: list[tuple[WorkerPlan, Setup]],
+        inherited_fds: list[int],
+        *,
+        on_report: OnReport,
+        on_ready: OnReady,
+        on_died: OnDied,
+        on_lost: OnDied,
+        program: Sequence[str] = WORKER_PROGRAM,
+        stacks_fd: int | None = None,
+    ) -> None:
+        self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
+        self._fds = inherited_fds
+        self._program = program
+        self._stacks_fd = stacks_fd
+        self._on_report = on_report
+        self._on_ready = on_ready
+        self._on_died = on_died
+        self._on_lost = on_lost
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self._logged_at_s = self._loading_since_s = 0.0
+        self._started: asyncio.Future[None] | None = None
+        self._sharing = Sharing([plan for plan, _ in workers], self.send)
+        self._peers = PeerPools((setup for _, setup in workers), self.send)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if every worker has failed to come back so often that nobody should wait for it."""
+        return all(w.num_failed_starts >= MAX_FAILED_STARTS for w in self.workers.values())
+
+    @property
+    def is_started(self) -> bool:
+        """True once all workers have been ready together."""
+        return self._started is not None and self._started.done()
+
+    def spawn_all(self) -> None:
+        """Start every process now; they import torch while the daemon goes on building."""
+        for worker in self.workers.values():
+            self._spawn(worker)
+
+    async def run(self) -> None:
+        """Talk to the spawned workers; returns when all of them are ready.
+
+        Raises:
+            WorkerFailed: one of them could not load.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._loading_since_s = time.monotonic()
+        for worker in self.workers.values():
+            task = asyncio.create_task(self._watch(worker))
+            task.add_done_callback(functools.partial(self._watch_ended, worker))
+            self._tasks.append(task)
+        await self._started
+
+    def send(self, name: str, command: Command) -> None:
+        """Send a command; lost if the worker is dead, whose death ends all its commands."""
+        channel = self.workers[name].channel
+        if channel is not None:
+            channel.send(command)
+
+    async def stop(self) -> None:
+        """Close the channels; kill what has not exited within the grace."""
+        self._is_stopping = True
+        deadline = time.monotonic() + STOP_GRACE_S
+        for worker in self.workers.values():
+            if worker.channel is not None:
+                worker.channel.close()
+            elif worker.socket is not None:
+                worker.socket.close()
+        for worker in self.workers.values():
+            if worker.process is None:
+                continue
+            try:
+                grace_s = max(deadline - time.monotonic(), 0.0)
+                await asyncio.to_thread(worker.process.wait, grace_s)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                await asyncio.to_thread(worker.process.wait)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, worker: WorkerState) -> None:
+        num_threads = str(len(worker.plan.cpus))
+        reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": num_threads,
+            "MKL_NUM_THREADS": num_threads,
+            "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML, in all workers
+        }
+        gpu = worker.setup.gpu
+        if gpu is not None and gpu.uuid.startswith("MIG-"):
+            env["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of instances CUDA sees one, which is named so
+        if worker.plan.mps_percent is not None:
+            env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(worker.plan.mps_percent)
+        ours, theirs = socket.socketpair()
+        command = [*self._program, "--channel-fd", str(theirs.fileno())]
+        command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
+        fds = [theirs.fileno(), *self._fds]
+        if self._stacks_fd is not None:
+            command += ["--stacks-fd", str(self._stacks_fd)]
+            fds.append(self._stacks_fd)
+        try:
+            worker.process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        worker.socket = ours
+        worker.pid = worker.process.pid
+        worker.state = "loading"
+        worker.failure = None
+        worker.is_reaped.clear()
+
+    async def _watch(self, worker: WorkerState) -> None:
+        """One worker's life after life, until the daemon stops."""
+        while not self._is_stopping:
+            await self._live(worker)
+            if self._is_stopping:
+                return
+            worker.num_short_lives = 0 if worker.is_stable else worker.num_short_lives + 1
+            worker.pause_s = _backoff_s(worker.num_short_lives)
+            await self._reap(worker)
+            await self._end_mappers(worker)
+            if self._started is not None and not self._started.done():
+                self._started.set_exception(worker.failure or self._died_early(worker))
+                return
+            await self._respawn(worker)
+
+    def _watch_ended(self, worker: WorkerState, task: asyncio.Task[None]) -> None:
+        """Nobody may wait for a worker that is not watched any more, which is a bug of ours."""
+        if task.cancelled() or task.exception() is None:
+            return
+        about = f"worker {worker.plan.name} is not watched any more: {task.exception()!r}"
+        log.error("%s", about, exc_info=task.exception())
+        if worker.process is not None:
+            worker.process.kill()
+        worker.state, worker.num_failed_starts = "restarting", MAX_FAILED_STARTS
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(WorkerFailed(about))
+        else:
+            self._on_lost(worker.plan.name, about)
+
+    async def _respawn(self, worker: WorkerState) -> None:
+        """Start the process again, after a pause that grows; tries until it has one."""
+        while True:
+            await asyncio.sleep(worker.pause_s)
+            if self._is_stopping:
+                return
+            worker.num_restarts += 1
+            try:
+                self._spawn(worker)
+            except OSError as error:
+                worker.num_short_lives += 1
+                worker.pause_s = _backoff_s(worker.num_short_lives)
+                self._note_failed_start(worker, f"no process for it: {error.strerror}")
+            else:
+                return
+
+    def _note_failed_start(self, worker: WorkerState, cause: str) -> None:
+        worker.num_failed_starts += 1
+        about = f"worker {worker.plan.name} could not be restarted: {cause}"
+        log.error("%s", about)
+        if worker.num_failed_starts == MAX_FAILED_STARTS:
+            self._on_lost(worker.plan.name, about)
+
+    async def _live(self, worker: WorkerState) -> None:
+        """Talk to one process until its channel ends."""
+        assert worker.socket is not None
+        channel = worker.channel = await DaemonChannel.open(worker.socket)
+        weights = worker.setup.weights
+        if weights is not None and self.is_started:
+            weights = msgspec.structs.replace(weights, is_filled=True)
+        channel.send(msgspec.structs.replace(worker.setup, weights=weights))
+        worker.ready_at_s = None
+        try:
+            while True:
+                report = await channel.receive()
+                worker.num_reports += 1
+                match report:
+                    case LoadingProgress(loaded_bytes, total_bytes):
+                        worker.loaded_bytes, worker.total_bytes = loaded_bytes, total_bytes
+                        self._log_progress()
+                    case WeightsLoaded():
+                        self._weights_loaded(worker)
+                    case PoolMade(num_blocks, memory):
+                        self._pool_made(worker, num_blocks, memory)
+                        self._on_report(worker.plan.name, report)
+                    case Ready():
+                        worker.state, worker.ready = "ready", report
+                        worker.weights_loss = report.weights_loss or worker.weights_loss
+                        worker.num_failed_starts = 0
+                        worker.ready_at_s = time.monotonic()
+                        self._ready(worker)
+                    case Unmapped(pool):
+                        self._peers.unmapped(worker.plan.name, pool)
+                    case Failed(what, where, hint):
+                        worker.failure = WorkerFailed(
+                            what, where=where or worker.plan.name, hint=hint
+                        )
+                    case _:
+                        self._on_report(worker.plan.name, report)
+        except ChannelClosed:
+            worker.channel = None
+            channel.close()
+
+    def _log_progress(self) -> None:
+        """One line a second, and one when all shares are there; none before all have a size."""
+        loaded, total = weights_progress(self.workers.values())
+        is_known = all(w.total_bytes for w in self.workers.values())
+        now_s = time.monotonic()
+        is_due = loaded == total or now_s - self._logged_at_s >= 1.0
+        if self.is_started or not is_known or not is_due:
+            return
+        self._logged_at_s = now_s
+        if loaded < total:
+            log.info("loading weights: %s", part_text(loaded, total))
+        else:
+            took_s = now_s - self._loading_since_s
+            log.info("loaded %s of weights, %.1f s after the start", size_text(total), took_s)
+
+    def _weights_loaded(self, worker: WorkerState) -> None:
+        """Let workers go on once every share of the weights is in place."""
+        was_complete = all(w.has_loaded for w in self.workers.values())
+        worker.has_loaded = True
+        if was_complete:
+            self._let_on(worker.plan.name)
+        elif all(w.has_loaded for w in self.workers.values()):
+            for name in self.workers:
+                self._let_on(name)
+
+    def _let_on(self, name: str) -> None:
+        self.send(name, Go())
+        self._sharing.let_on(name)
+        self._peers.let_on(name)
+
+    def _pool_made(self, worker: WorkerState, num_blocks: int, memory: SharedMemory | None) -> None:
+        """From now on the pool has this size, also in the worker's next life."""
+        gpu, pool = worker.setup.gpu, worker.setup.pool
+        assert gpu is not None, "pools on cores are the daemon's"
+        worker.setup = msgspec.structs.replace(
+            worker.setup,
+            pool=msgspec.structs.replace(pool, num_blocks=num_blocks),
+            gpu=msgspec.structs.replace(gpu, min_blocks=num_blocks),
+        )
+        self._sharing.exported(memory)
+        self._peers.made(worker.plan.name, memory)
+
+    def end_hung(self, name: str, about: str) -> None:
+        """End a worker that will not end by itself; it is started again like any that has died."""
+        worker = self.workers[name]
+        if worker.state in ("ready", "loading") and worker.process is not None:
+            worker.failure = WorkerFailed(about)
+            worker.process.kill()
+
+    async def _end_mappers(self, worker: WorkerState) -> None:
+        """End whoever has mapped a dead worker's memory, before there is new memory."""
+        for name in self._sharing.ended(worker.plan.name):
+            other = self.workers[name]
+            if other.process is not None:
+                other.failure = WorkerFailed(f"its memory was that of worker {worker.plan.name}")
+                other.process.kill()
+                await other.is_reaped.wait()
+        for name in await self._peers.ended(worker.plan.name):
+            self.end_hung(name, f"it held memory of worker {worker.plan.name}, which has died")
+
+    def _ready(self, worker: WorkerState) -> None:
+        self._on_ready(worker.plan.name)
+        all_ready = all(w.state == "ready" for w in self.workers.values())
+        if all_ready and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    async def _reap(self, worker: WorkerState) -> None:
+        """The channel has ended: make sure that the process has, and tell the daemon.
+
+        Until it has, a copy that it began may still write another worker's blocks, so that its
+        commands stay open. A process can take long to end: a thread waits for it, not the loop.
+        """
+        assert worker.process is not None
+        was_ready = worker.state == "ready"
+        try:
+            code = await asyncio.to_thread(worker.process.wait, EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()  # it cannot be heard any more
+            code = await asyncio.to_thread(worker.process.wait)
+        worker.state = "restarting"
+        cause = str(worker.failure) if worker.failure else _describe_exit(code)
+        about = f"worker {worker.plan.name} (pid {worker.pid}) died: {cause}"
+        worker.pid = None
+        if was_ready:
+            self._on_died(worker.plan.name, about)
+        elif self.is_started:
+            self._note_failed_start(worker, cause)
+        worker.is_reaped.set()
+
+    def _died_early(self, worker: WorkerState) -> WorkerFailed:
+        code = worker.process.poll() if worker.process is not None else None
+        return WorkerFailed(
+            f"the worker ended while loading ({_describe_exit(code)})",
+            where=worker.plan.name,
+            hint="its last words are above; out of memory kills are in the kernel log",
+        )
+
+
+def _backoff_s(num_short_lives: int) -> float:
+    """The first death after a stable life, and the first short one, are not waited for."""
+    place = min(max(num_short_lives - 1, 0), len(RESTART_BACKOFF_S) - 1)
+    return RESTART_BACKOFF_S[place]
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,350 @@
+"""Several models, one at a time: who may come in now, who waits for a swap, and when there is one.
+
+    B waits ── A's stay is over ── nobody new enters A ── A's last is out ── swap ── B enters
+
+Owns: which model is served, and the requests on their way in.
+Invariant: a model is taken down only when none of its requests is under way; whoever waits longest
+decides which is next; everybody who waits gets in, or an error; who leaves gives its place free.
+Never: starts or stops a process itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from appliance.frame.protocol import RequestFrame, SwapsFrame
+from engine.errors import PenstockError, RequestError, Unavailable
+from engine.schedule.queue_limits import Room
+
+log = logging.getLogger("penstock")
+
+REST_S = 30.0
+"""That a model is left alone which could not be started: each try takes the served one down."""
+
+
+class Limits(NamedTuple):
+    """What the settings say; a reload may change it."""
+
+    min_stay_s: float
+    """How long a model stays at least once it is there."""
+    max_waiting: int
+    """Requests that may wait for another model."""
+    max_waiting_bytes: int
+    """Their bodies together, which are in memory meanwhile."""
+
+
+class _Rest(NamedTuple):
+    """Why a model could not be started, and until when it is left alone."""
+
+    about: str
+    until_s: float
+
+
+class Asker(NamedTuple):
+    """A request on its way in, as far as it is known before its body is read."""
+
+    owner: str
+    num_bytes: int
+    """Of its body."""
+    request_id: str = ""
+    endpoint: str = ""
+    received_at: str = ""
+    arrived_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    name: str
+    """The model; empty for whichever is served."""
+    asker: Asker
+    is_in: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Swaps(AbstractContextManager[None]):
+    """Lets requests in to the model that they name.
+
+    As a context it holds the model for one request that enter() has let in, until the request is
+    in the queue, or refused.
+    """
+
+    def __init__(
+        self,
+        current: str,
+        names: Collection[str],
+        *,
+        prepare: Callable[[str], Awaitable[None]],
+        swap: Callable[[str], Awaitable[str | None]],
+        idle: asyncio.Event,
+        limits: Callable[[], Limits],
+    ) -> None:
+        """Serve `current`.
+
+        Args:
+            current: the model that is served.
+            names: all that there are, it among them.
+            prepare: while the old one still serves, brings the files of another, and looks
+                at them; raises PenstockError.
+            swap: serves another; where it cannot, it says why, and the old one is back.
+            idle: set while no request that came in is under way.
+            limits: as they are now.
+        """
+        self.current = current
+        self.names = names
+        self.next: str | None = None
+        """The model that is being swapped to; nobody comes in meanwhile."""
+        self._prepare, self._swap, self._idle = prepare, swap, idle
+        self._limits = limits
+        self._since_s = time.monotonic()
+        self._waiting: list[_Waiting] = []
+        self._places = Room("requests for another model", limits().max_waiting)
+        self._bytes = Room("bytes of requests for another model", limits().max_waiting_bytes)
+        self._resting: dict[str, _Rest] = {}
+        self._num_entering = 0
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._num_swaps = 0
+        self._last_swap_ms: float | None = None
+
+    def name_of(self, asked: str) -> str:
+        """Which of the models a request means; empty: whichever is served, by another name."""
+        return next((n for n in (asked, asked.removesuffix(":latest")) if n in self.names), "")
+
+    def can_enter(self, name: str) -> bool:
+        """Whether enter() would not wait."""
+        is_served = name in ("", self.current) and self.next is None
+        return is_served and not self._is_closed and not self._waits_for(name)
+
+    async def enter(
+        self, name: str, asker: Asker, gone: asyncio.Future[None] | None = None
+    ) -> bool:
+        """Wait until a request may come in; it holds the model from then until __exit__().
+
+        Args:
+            name: as name_of() has it.
+            asker: whose request it is, and how large.
+            gone: done when its client has left.
+
+        Returns:
+            False if its client has left: it holds nothing then.
+
+        Raises:
+            Unavailable: the model cannot be started, or the daemon drains.
+            QueueFull: too much waits for another model, altogether or of this owner.
+        """
+        if self.can_enter(name):
+            self._num_entering += 1
+            return True
+        one = _Waiting(name, asker)
+        self._check(one)
+        self._waiting.append(one)
+        self._places.enter(asker.owner, 1)
+        self._bytes.enter(asker.owner, asker.num_bytes)
+        self.look()
+        is_in = False
+        try:
+            waits = (one.is_in,) if gone is None else (one.is_in, gone)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if one.is_in.done():
+                one.is_in.result()
+                is_in = True
+            return is_in
+        finally:
+            if not is_in:
+                self._leave(one)
+
+    def __exit__(self, *_: object) -> None:
+        """A request that came in is in the queue by now, or refused."""
+        self._num_entering -= 1
+        self.look()
+
+    def look(self) -> None:
+        """Somebody waits, or has come in."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """The daemon drains: nobody waits any longer."""
+        self._is_closed = True
+        self._refuse(_draining(), None)
+
+    def open(self) -> None:
+        """It takes work again."""
+        self._is_closed = False
+
+    def frame(self) -> SwapsFrame:
+        """Which models there are, and how swaps between them go, as a part of a frame."""
+        others = [name for name in self.names if name != self.current]
+        waiting, took_ms = len(self._waiting), self._last_swap_ms
+        return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms)
+
+    def owner_of(self, request_id: str) -> str | None:
+        """Whose request it is; None if none of this id waits here."""
+        ids = {one.asker.request_id: one.asker.owner for one in self._waiting}
+        return ids.get(request_id)
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """End the wait of one with an error; False if it does not wait here."""
+        found = [one for one in self._waiting if one.asker.request_id == request_id]
+        for one in found:
+            self._take(one)
+            about = f"cancelled by {by} while it waited for its model"
+            one.is_in.set_exception(RequestError(about, code="cancelled", status=409))
+        return bool(found)
+
+    def requests(self, now_ns: int) -> list[RequestFrame]:
+        """Those that wait, the oldest first; no model has looked at them yet."""
+        return [
+            RequestFrame(
+                id=asker.request_id,
+                endpoint=asker.endpoint,
+                phase="queued",
+                model=one.name or self.next or self.current,
+                user=asker.owner,
+                stream=False,
+                num_sequences=1,
+                prompt_tokens=0,
+                computed_tokens=0,
+                output_tokens=0,
+                max_tokens=0,
+                num_blocks=0,
+                worker=None,
+                transport=None,
+                received_at=asker.received_at,
+                age_ms=(now_ns - asker.arrived_ns) / 1e6,
+                waits_for=self._waits_for_what(one.name),
+            )
+            for one in self._waiting
+            for asker in (one.asker,)
+        ]
+
+    def _waits_for_what(self, name: str) -> str:
+        wanted = name or self.next or self.current
+        if self.next == wanted:
+            return f"model {wanted}, which is being loaded"
+        return f"model {wanted}, whose turn comes after {self.next or self.current}"
+
+    async def run_until(self, stopping: asyncio.Task[bool]) -> None:
+        """run() until something else ends; nobody is left waiting then.
+
+        Raises:
+            PenstockError: as run().
+        """
+        running = asyncio.create_task(self.run())
+        try:
+            await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.close()
+            running.cancel()
+            await asyncio.wait({running})
+        if not stopping.done():
+            running.result()
+
+    async def run(self) -> None:
+        """Swap whenever somebody waits for another model; runs until it is cancelled.
+
+        Raises:
+            PenstockError: neither the next model nor the last one could be started.
+        """
+        while True:
+            self._let_in()
+            wanted = next((each.name for each in self._waiting if each.name), None)
+            if wanted is None:
+                await self._change()
+                continue
+            stay_s = self._since_s + self._limits().min_stay_s - time.monotonic()
+            if stay_s > 0:
+                await self._change(stay_s)
+                continue
+            await self._swap_to(wanted)
+
+    async def _swap_to(self, name: str) -> None:
+        try:
+            await self._prepare(name)
+        except (PenstockError, OSError) as error:
+            log.warning("%s cannot be served: %s", name, error)
+            self._refuse(_cannot(name, str(error)), name)
+            return
+        self.next = name
+        try:
+            while self._num_entering or not self._idle.is_set():
+                await (self._change() if self._num_entering else self._idle.wait())
+            if self._waits_for(name):  # else whoever asked for it has left
+                await self._do_swap(name)
+        finally:
+            self.next = None
+
+    async def _do_swap(self, name: str) -> None:
+        began_s = time.monotonic()
+        about = await self._swap(name)
+        now_s = self._since_s = time.monotonic()
+        if about is None:
+            self.current = name
+            self._num_swaps, self._last_swap_ms = self._num_swaps + 1, 1e3 * (now_s - began_s)
+            return
+        self._resting[name] = _Rest(about, now_s + REST_S)
+        self._refuse(_cannot(name, about, REST_S), name)
+
+    def _check(self, one: _Waiting) -> None:
+        """Refuse what cannot wait."""
+        if self._is_closed:
+            raise _draining()
+        rest = self._resting.get(one.name)
+        if rest is not None and (left_s := rest.until_s - time.monotonic()) > 0:
+            raise _cannot(one.name, rest.about, left_s)
+        limits = self._limits()
+        self._places.limit, self._bytes.limit = limits.max_waiting, limits.max_waiting_bytes
+        self._places.check(one.asker.owner, 1, is_single=True)
+        self._bytes.check(one.asker.owner, one.asker.num_bytes, is_single=True)
+
+    def _leave(self, one: _Waiting) -> None:
+        """Whoever asked is gone: its place is free, or the model that it was just let in to."""
+        if not one.is_in.done():
+            self._take(one)
+        elif one.is_in.exception() is None:
+            self._num_entering -= 1
+        self.look()
+
+    def _take(self, one: _Waiting) -> None:
+        self._waiting.remove(one)
+        self._places.leave(one.asker.owner, 1)
+        self._bytes.leave(one.asker.owner, one.asker.num_bytes)
+
+    def _waits_for(self, name: str) -> bool:
+        return any(each.name == name for each in self._waiting)
+
+    def _let_in(self) -> None:
+        """Everybody who waits for the model that is served, or for any."""
+        for one in [each for each in self._waiting if each.name in ("", self.current)]:
+            self._take(one)
+            self._num_entering += 1
+            one.is_in.set_result(None)
+
+    def _refuse(self, error: Unavailable, name: str | None) -> None:
+        for one in [each for each in self._waiting if name in (None, each.name)]:
+            self._take(one)
+            one.is_in.set_exception(error)
+
+    async def _change(self, patience_s: float | None = None) -> None:
+        """Wait until something has changed, or for so long."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), patience_s)
+        except TimeoutError:
+            return
+
+
+def _draining() -> Unavailable:
+    return Unavailable("the appliance is draining", code="draining")
+
+
+def _cannot(name: str, about: str, rest_s: float = 1.0) -> Unavailable:
+    what, after_ms = f"{name} cannot be served: {about}", math.ceil(rest_s) * 1000
+    return Unavailable(what, code="swap_failed", retry_after_ms=after_ms)

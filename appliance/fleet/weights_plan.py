@@ -1,0 +1,163 @@
+"""What becomes of a model's weights in memory: mapped, widened, packed, quantised; and in words.
+
+Owns: that choice, for workers on CPU cores, and its refusals.
+Invariant: what is chosen is said, with its bytes, unless files are served as they are.
+Never: makes memory, reads tensor data.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from appliance.fleet.placement import Placement
+from engine.errors import ConfigError
+from engine.folder.checkpoint import (
+    Checkpoint,
+    WeightsLayout,
+    arena_layout,
+    packed_layout,
+    weights_layout,
+)
+from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
+from engine.kernels.cpu import has_kernels, load_kernels
+from engine.kernels.product_ways import Ways, find_ways
+from engine.units import size_text
+from engine.wire.messages import WeightsLoss, WeightsSpec
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlan:
+    """Where weights lie that are not mapped as the files have them."""
+
+    layout: WeightsLayout | PanelsLayout | None
+    """None: the files are mapped, or each worker makes its own memory on its GPU."""
+    ways: Ways | None
+    """How matrices that are packed in pairs are multiplied; None: none is."""
+    weights: str
+    """As the setting says."""
+    words: str
+    """What they are in memory, beside the serving dtype; empty: what the files have."""
+
+    def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
+        """What worker `index` of `count` is told of the arena behind fd."""
+        assert self.layout is not None
+        return WeightsSpec(
+            fd,
+            self.layout.num_bytes,
+            index,
+            count,
+            is_filled=False,
+            is_packed=self.ways is not None or isinstance(self.layout, PanelsLayout),
+            way_starts=[] if self.ways is None else list(self.ways.starts),
+            ways=[] if self.ways is None else list(self.ways.ways),
+            weights=self.weights,
+        )
+
+
+def plan_weights(
+    checkpoint: Checkpoint,
+    dtype: str,
+    weights: str,
+    placement: Placement,
+    *,
+    tries_ways: bool = True,
+) -> WeightsPlan:
+    """What to do with a checkpoint's weights.
+
+    Args:
+        checkpoint: whose.
+        dtype: to serve in.
+        weights: `stored`, or what to quantise matrices to.
+        placement: where workers are; those on GPUs have memory of their own.
+        tries_ways: time how bfloat16 is multiplied best; else it is taken as stored.
+
+    Raises:
+        ConfigError: these weights cannot be quantised, or not here.
+    """
+    on_gpu = [plan.gpu is not None for plan in placement.workers]
+    check_weights(checkpoint, dtype, weights, is_on_gpu=any(on_gpu))
+    layout: WeightsLayout | PanelsLayout | None = None
+    ways = None
+    if not all(on_gpu) and weights == AS_STORED and tries_ways:
+        layout = packed_layout(checkpoint, dtype)
+        if layout is not None and (ways := _ways()) is None:
+            layout = None
+    if not all(on_gpu) and layout is None:
+        layout = panels_layout(checkpoint, dtype, weights) if has_kernels() else None
+        layout = layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
+        if layout is None and len({plan.node for plan in placement.workers}) > 1:
+            layout = arena_layout(checkpoint, dtype)  # of files that are mapped there is one copy
+    words = ""
+    if not checkpoint.is_plain or weights != AS_STORED:  # a GPU's worker makes its own arena
+        words = _words(checkpoint, layout or arena_layout(checkpoint, dtype), dtype, weights)
+    return WeightsPlan(layout, ways, weights, words)
+
+
+def weights_text(words: str, loss: WeightsLoss | None) -> str | None:
+    """What the weights are in memory, and what that has cost; None: they are as stored."""
+    if loss is None:
+        return words or None
+    return (
+        f"{words}; against the weights as stored, over {loss.num_tokens} tokens of fixed texts: "
+        f"divergence of the logits {loss.kl_nats:.4f} nats (KL), likeliest next token the same "
+        f"after {loss.same_top_ratio:.0%}"
+    )
+
+
+def check_weights(checkpoint: Checkpoint, dtype: str, weights: str, *, is_on_gpu: bool) -> None:
+    """Refuse what cannot be quantised at start.
+
+    Raises:
+        ConfigError: naming why.
+    """
+    if weights == AS_STORED:
+        return
+    where, hint = f"weights {weights}", "leave out --weights"
+    if is_on_gpu:
+        raise ConfigError("weights are quantised at start on CPUs only", where=where, hint=hint)
+    if not has_kernels():
+        raise ConfigError("no compiled kernels are here to read them", where=where, hint=hint)
+    if dtype == "float16":
+        what = "the kernels do not compute in float16"
+        raise ConfigError(what, where=where, hint="--dtype auto")
+    quantised = sorted({t.dtype for t in checkpoint.tensors.values() if t.is_quantised})
+    if quantised:
+        what = f"the checkpoint's weights are quantised already, as {', '.join(quantised)}"
+        raise ConfigError(what, where=where, hint=hint)
+    if panels_layout(checkpoint, dtype, weights) is None:
+        what = "no matrix has rows of a multiple of 32 values"
+        raise ConfigError(what, where=where, hint=hint)
+
+
+def _words(
+    checkpoint: Checkpoint, layout: WeightsLayout | PanelsLayout, dtype: str, weights: str
+) -> str:
+    file = f"weights are mostly {checkpoint.stored_dtype} in the file, "
+    file += f"{size_text(checkpoint.num_bytes)}; "
+    if isinstance(layout, WeightsLayout):
+        return f"{file}{size_text(layout.num_bytes)} in memory, widened to {dtype} at start"
+    how = "quantised as they are" if weights == AS_STORED else f"quantised to {weights} at start"
+    packed = f"{file}{size_text(layout.num_bytes)} in memory, {how}"
+    widened = checkpoint.tensors.keys() & layout.rest.shape_by_name.keys()
+    if weights == AS_STORED:
+        widened = {name for name in widened if checkpoint.tensors[name].is_quantised}
+    else:
+        widened = {name for name in widened if len(checkpoint.tensors[name].shape) == 2}
+    if widened:
+        kinds = ", ".join(sorted({checkpoint.tensors[name].dtype for name in widened}))
+        packed += f"; {len(widened)} matrices in {kinds} are served in {dtype}"
+    return packed
+
+
+def _ways() -> Ways | None:
+    """How packed matrices are multiplied; None: they are read as they are stored."""
+    try:
+        kernels, level = load_kernels()
+    except ImportError:
+        return None
+    found = find_ways(kernels, level)
+    log.info("weights in bfloat16 are %s", found.why)
+    return found.ways

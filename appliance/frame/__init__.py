@@ -1,0 +1,1 @@
+"""What is shown of the daemon: the records that its readers share."""

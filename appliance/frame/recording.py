@@ -1,0 +1,191 @@
+"""Frames at rest: how one is packed into a few hundred bytes, and the file that `record` makes.
+
+Owns: the packed form of a frame, and what makes a file a recording.
+Invariant: what is unpacked equals what was packed, numbers to six digits and at least to three
+decimals; a damaged pack is refused, never shown.
+Never: holds requests, events or text of a prompt; they have tables of their own.
+
+A frame is packed against a template, the JSON of an earlier frame: objects become lists of their
+values, keys being the template's, and the JSON of that is compressed with the template's own as
+dictionary. What has not changed since then costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.frame.protocol import FRAME_VERSION, Frame
+from engine.errors import PenstockError
+
+APPLICATION_ID = 0x50454E52  # "PENR", for file(1)
+RECORDING_VERSION = 1
+MAX_FRAME_BYTES = 4 << 20
+"""Unpacked; more is no frame of ours."""
+TABLES = ("runs", "requests", "events", "frames", "frame_templates")
+_MIN_DECIMALS = 3
+_MIN_DIGITS = 6
+
+
+class RecordingError(PenstockError):
+    """A file is no recording that this release can show."""
+
+
+class FramePacker:
+    """Packs and unpacks the gauges of frames that look alike.
+
+    Args:
+        template: as template_of() returns it.
+
+    Raises:
+        ValueError: the template is damaged.
+    """
+
+    def __init__(self, template: bytes) -> None:
+        self.template = template
+        try:
+            self._like = msgspec.json.decode(template)
+            self._dictionary = msgspec.json.encode(_packed(self._like, self._like))
+        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+
+    def pack(self, frame: Frame) -> bytes:
+        """Everything but requests, events, and what stands in a row's own columns."""
+        packed = _packed(msgspec.to_builtins(_bare(frame)), self._like)
+        deflate = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zdict=self._dictionary)
+        return deflate.compress(msgspec.json.encode(packed)) + deflate.flush()
+
+    def unpack(self, data: bytes, *, at: str, seq: int, uptime_ms: int) -> Frame:
+        """The frame of one row.
+
+        Raises:
+            ValueError: the data is damaged, or was packed with another template.
+        """
+        try:
+            inflate = zlib.decompressobj(zdict=self._dictionary)
+            packed = inflate.decompress(data, MAX_FRAME_BYTES)
+            if not inflate.eof:
+                raise ValueError("incomplete")
+            fields = _unpacked(msgspec.json.decode(packed), self._like)
+            frame = msgspec.convert(fields, Frame)
+        except (zlib.error, msgspec.MsgspecError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        return msgspec.structs.replace(frame, at=at, seq=seq, uptime_s=uptime_ms / 1000)
+
+
+def gauges(frame: Frame) -> Frame:
+    """A frame without the requests and events that it shows."""
+    return msgspec.structs.replace(frame, requests=[], events=[])
+
+
+def template_of(frame: Frame) -> bytes:
+    """What a FramePacker for frames like this one is made of."""
+    return msgspec.json.encode(_rounded(msgspec.to_builtins(_bare(frame))))
+
+
+def open_recording(path: Path) -> sqlite3.Connection:
+    """Open a recording, read-only, with rows that have names.
+
+    Raises:
+        RecordingError: it is missing, damaged, no recording, another version's, or empty.
+    """
+    where = str(path)
+    try:
+        if not path.is_file():
+            raise RecordingError("there is no such file", where=where)
+        # Nobody writes a recording: without a lock it can also be read where no lock can be had.
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        db = sqlite3.connect(uri, uri=True)
+    except (OSError, sqlite3.Error) as error:
+        raise RecordingError(f"cannot be opened: {error}", where=where) from error
+    try:
+        _check(db, where)
+    except sqlite3.Error as error:
+        db.close()
+        raise RecordingError(
+            f"is no recording, or a damaged one: {error}",
+            where=where,
+            hint="penstock record makes one",
+        ) from error
+    except RecordingError:
+        db.close()
+        raise
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _check(db: sqlite3.Connection, where: str) -> None:
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    (application_id,) = db.execute("PRAGMA application_id").fetchone()
+    if application_id != APPLICATION_ID:
+        raise RecordingError("is no recording", where=where, hint="penstock record makes one")
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version != RECORDING_VERSION:
+        raise RecordingError(
+            f"is a recording of version {version}, this release reads {RECORDING_VERSION}",
+            where=where,
+            hint="use the penstock of the release that made it",
+        )
+    named = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if missing := [name for name in TABLES if name not in named]:
+        raise RecordingError(f"is incomplete: it has no {missing[0]}", where=where)
+    num_frames, num_readable = db.execute(
+        "SELECT count(*), count(*) FILTER (WHERE version = ?) FROM frames", (FRAME_VERSION,)
+    ).fetchone()
+    if not num_frames:
+        raise RecordingError("holds no frames", where=where)
+    if not num_readable:
+        raise RecordingError(
+            f"holds frames of another version, this release reads {FRAME_VERSION}",
+            where=where,
+            hint="use the penstock of the release that made it",
+        )
+
+
+def _bare(frame: Frame) -> Frame:
+    """A frame without what stands in columns or tables of its own."""
+    return msgspec.structs.replace(frame, at="", seq=0, uptime_s=0.0, requests=[], events=[])
+
+
+def _packed(value: Any, like: Any) -> Any:
+    """Objects as lists of their values where the template has the same keys; numbers rounded."""
+    if isinstance(value, dict):
+        if isinstance(like, dict) and value.keys() == like.keys():
+            return [_packed(value[key], like[key]) for key in like]
+        return _rounded(value)
+    if isinstance(value, list):
+        examples = like if isinstance(like, list) else []
+        return [_packed(one, _example(examples, index)) for index, one in enumerate(value)]
+    return _rounded(value)
+
+
+def _unpacked(packed: Any, like: Any) -> Any:
+    """The inverse of _packed(): where the template has an object, a list is its values."""
+    if not isinstance(packed, list):
+        return packed
+    if isinstance(like, dict):
+        return {key: _unpacked(one, like[key]) for key, one in zip(like, packed, strict=True)}
+    examples = like if isinstance(like, list) else []
+    return [_unpacked(one, _example(examples, index)) for index, one in enumerate(packed)]
+
+
+def _example(examples: list[Any], index: int) -> Any:
+    """What an item of a list is compared with: its own place, else the last there is."""
+    return examples[min(index, len(examples) - 1)] if examples else None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        if abs(value) >= 10 ** (_MIN_DIGITS - _MIN_DECIMALS):
+            return round(value, _MIN_DECIMALS)
+        return float(f"{value:.{_MIN_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return value

@@ -1,0 +1,1 @@
+"""The daemon observed: frames, alerts, energy, what makes no progress."""

@@ -1,0 +1,1 @@
+"""KV blocks: who holds them, and which prefix each has."""

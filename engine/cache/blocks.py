@@ -1,0 +1,362 @@
+"""The ledger: who refers to every KV block of every pool, and which commands may still touch it.
+
+Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools, and
+with the index of each pool the hashes of full blocks. A block's state is not kept anywhere: it
+follows from the three.
+Invariants: a block has as many references as tables that it is in, and as many commands as name
+it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
+allocated. A block that has a hash is full, and nobody writes it.
+Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from engine.cache.prefix_hashes import Hash, PrefixChain
+from engine.cache.prefix_index import PrefixIndex
+from engine.errors import InvariantViolated
+
+Owner = int
+"""A sequence's id."""
+
+CommandKey = tuple[str, int, int]
+"""("admit", seq_id, generation) or ("copy", copy_id, 0)."""
+
+
+class BlockState(StrEnum):
+    """What references, unanswered commands and a hash make of a block."""
+
+    FREE = "free"
+    """None of them: it can be allocated."""
+    CACHED = "cached"
+    """A hash and nothing else: who needs what is in it finds it, and it can be allocated, too."""
+    RESERVED = "reserved"
+    """Referenced, and named by no command: kept for what will be written later."""
+    ACTIVE = "active"
+    """Referenced, and named by a command: a worker may read and write it."""
+    DRAINING = "draining"
+    """Named by commands, and no reference: nobody needs it, but a worker may still touch it."""
+
+
+def _nobody(_: Hash) -> None:
+    """Nobody wants to know what a pool has forgotten."""
+
+
+class BlockPool:
+    """The books of one pool: ids 1 to num_blocks - 1, in the order they became free."""
+
+    def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
+        self.name = name
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.life = 1
+        """Grows when the memory is lost with what was in it; block ids stay as they are."""
+        self.free_block_ids = deque(range(1, num_blocks))
+        self.num_references = [0] * num_blocks
+        """Tables that the block is in."""
+        self.num_commands = [0] * num_blocks
+        """Unanswered commands that name the block."""
+        self.num_stuck = 0
+        """Blocks that a disk may still touch that has not answered in time: nobody knows when
+        they will be free."""
+        self.index = PrefixIndex(name)
+        self.on_forget: Callable[[Hash], None] = _nobody
+        """Called with each hash that no block here has any more."""
+        self.counts = dict.fromkeys(BlockState, 0)
+        self.counts[BlockState.FREE] = self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be allocated."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: the free ones, and the cached ones after them."""
+        return len(self.free_block_ids) + self.counts[BlockState.CACHED]
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def state(self, block_id: int) -> BlockState:
+        """What its references, commands and hash make of it."""
+        if self.num_references[block_id]:
+            return BlockState.ACTIVE if self.num_commands[block_id] else BlockState.RESERVED
+        if self.num_commands[block_id]:
+            return BlockState.DRAINING
+        return BlockState.CACHED if block_id in self.index else BlockState.FREE
+
+    def count(self, block_id: int, *, references: int = 0, commands: int = 0) -> None:
+        """Add to a block's references and commands; the only place where either changes.
+
+        A free block has to be taken out of the free list by whoever first refers to it.
+        """
+        before = self.state(block_id)
+        self.num_references[block_id] += references
+        self.num_commands[block_id] += commands
+        after = self.state(block_id)
+        if after is not before:
+            self._move(block_id, before, after)
+
+    def _move(self, block_id: int, before: BlockState, after: BlockState) -> None:
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if before is BlockState.CACHED:
+            self.index.taken(block_id)
+        if after is BlockState.CACHED:
+            self.index.released(block_id)
+        elif after is BlockState.FREE:
+            self.free_block_ids.append(block_id)
+
+    def take(self, count: int) -> list[int]:
+        """Free blocks, then cached ones, which lose their hashes; there have to be enough."""
+        while len(self.free_block_ids) < count:
+            self.index.num_evicted += 1
+            self._forget(self.index.choose())
+        # in order, so that blocks that lie side by side are copied in one call
+        return sorted(self.free_block_ids.popleft() for _ in range(count))
+
+    def lose(self) -> None:
+        """What was in the memory is lost: a new life begins, in which nothing is found."""
+        self.life += 1
+        for block_id in range(1, self.num_blocks):
+            if block_id in self.index:
+                self._forget(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        before = self.state(block_id)
+        if before is BlockState.CACHED:
+            self._move(block_id, before, BlockState.FREE)
+        self.on_forget(self.index.forget(block_id))
+
+    def check_invariants(self) -> None:
+        """Recount everything; raise InvariantViolated with the numbers."""
+        recount = Counter(self.state(block_id) for block_id in range(1, self.num_blocks))
+        if any(self.counts[state] != recount[state] for state in BlockState):
+            raise InvariantViolated(f"counts {self.counts}, {recount} found", where=self.name)
+        free = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.FREE}
+        if len(self.free_block_ids) != len(free) or free != set(self.free_block_ids):
+            raise InvariantViolated("the free list does not equal the free blocks", where=self.name)
+        cached = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.CACHED}
+        self.index.check_invariants(cached)
+
+
+@dataclass(slots=True)
+class _Command:
+    worker: str
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    """By pool; those that are not answered for yet."""
+
+
+class Ledger:
+    """All pools, all tables, all unanswered commands."""
+
+    def __init__(self, pools: Iterable[BlockPool]) -> None:
+        self.pools = {pool.name: pool for pool in pools}
+        self._tables: dict[tuple[Owner, str], list[int]] = {}
+        self._commands: dict[CommandKey, _Command] = {}
+
+    def resize(self, pool: str, num_blocks: int) -> int:
+        """Learn how many blocks a pool has, none of which may have been taken; its tokens."""
+        books = self.pools[pool]
+        if num_blocks != books.num_blocks:
+            if books.num_free != books.capacity:
+                raise InvariantViolated("a pool in use cannot change its size", where=pool)
+            on_forget = books.on_forget
+            books = self.pools[pool] = BlockPool(pool, num_blocks, books.block_size)
+            books.on_forget = on_forget
+        return books.capacity * books.block_size
+
+    # References
+
+    def table(self, owner: Owner, pool: str) -> list[int]:
+        """The owner's blocks in a pool, in order; empty if it has none. Do not modify."""
+        return self._tables.get((owner, pool), [])
+
+    def reserve(
+        self,
+        owner: Owner,
+        wants: Mapping[str, int],
+        found: Mapping[str, list[int]] = MappingProxyType({}),
+    ) -> bool:
+        """Take blocks in every named pool, or in none; True if taken.
+
+        Args:
+            owner: whose tables they are added to.
+            wants: number of blocks by pool, those found included.
+            found: by pool, hashed blocks that the tables begin with.
+        """
+        for name, count in wants.items():
+            books, there = self.pools[name], found.get(name, [])
+            num_evictable = sum(books.state(b) is BlockState.CACHED for b in there)
+            if books.num_free - num_evictable < count - len(there):
+                return False
+        for name, count in wants.items():
+            there = found.get(name, [])
+            self.refer(owner, name, there)
+            self.refer(owner, name, self.pools[name].take(max(count - len(there), 0)))
+        return True
+
+    def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
+        """Add blocks to the owner's table, which other tables may have, too."""
+        if block_ids:
+            self._tables.setdefault((owner, pool), []).extend(block_ids)
+            for block_id in block_ids:
+                self.pools[pool].count(block_id, references=1)
+
+    def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
+        """The owner is done with these blocks (None: all); free now, or draining while named."""
+        if block_ids is None:
+            leaving = self._tables.pop((owner, pool), [])
+        else:
+            leaving, table = list(block_ids), self._tables[owner, pool]
+            for block_id in leaving:
+                table.remove(block_id)
+            if not table:
+                del self._tables[owner, pool]
+        for block_id in reversed(leaving):  # of what is cached then, a tail is the older
+            self.pools[pool].count(block_id, references=-1)
+
+    def publish(
+        self, owner: Owner, pool: str, chain: PrefixChain, places: range, user: str
+    ) -> None:
+        """Blocks of the owner's table are full and computed, and can be found from now on.
+
+        The first block with a hash keeps it; another of the same content gets none.
+
+        Args:
+            owner: whose table.
+            pool: where it is.
+            chain: the hashes of its blocks.
+            places: in the table.
+            user: whose it counts as.
+        """
+        table, index = self.table(owner, pool), self.pools[pool].index
+        for place in places:
+            index.publish(table[place], chain.hashes[place], chain.parent(place), user)
+
+    def num_hashed(self, owner: Owner, pool: str) -> int:
+        """How many blocks the owner's table begins with that have a hash: they are computed."""
+        index, count = self.pools[pool].index, 0
+        for block_id in self.table(owner, pool):
+            if block_id not in index:
+                break
+            count += 1
+        return count
+
+    def renew(self, owner: Owner, pool: str, first: int) -> bool:
+        """Make the blocks of the owner's table its own, from a place on, to be written.
+
+        Those that have a hash, or are in other tables as well, are exchanged for free ones.
+
+        Returns:
+            False: there are not enough; nothing has changed.
+        """
+        books, table = self.pools[pool], self.table(owner, pool)
+        places = [
+            place
+            for place in range(first, len(table))
+            if table[place] in books.index or books.num_references[table[place]] > 1
+        ]
+        if not places:
+            return True
+        left = [table[place] for place in places]
+        if books.num_free < len(places):
+            return False
+        for place, block_id in zip(places, books.take(len(places)), strict=True):
+            table[place] = block_id
+            books.count(block_id, references=1)
+        for block_id in reversed(left):
+            books.count(block_id, references=-1)
+        return True
+
+    def release_all(self, owner: Owner) -> None:
+        """The owner is done with its blocks in every pool."""
+        for name in self.pools:
+            self.release(owner, name)
+
+    # Commands
+
+    def open_command(self, key: CommandKey, worker: str, blocks: dict[str, list[int]]) -> None:
+        """A command naming these blocks was sent to a worker and is unanswered from now on."""
+        if key in self._commands:
+            raise InvariantViolated(f"command {key} is open already", where=worker)
+        self._commands[key] = _Command(worker)
+        self.extend_command(key, blocks)
+
+    def extend_command(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
+        """An open command names these blocks, too."""
+        named = self._commands[key].blocks
+        for pool, block_ids in blocks.items():
+            named.setdefault(pool, []).extend(block_ids)
+            for block_id in block_ids:
+                self.pools[pool].count(block_id, commands=1)
+
+    def unanswered(self, worker: str) -> list[CommandKey]:
+        """Commands to a worker that are open."""
+        return [key for key, command in self._commands.items() if command.worker == worker]
+
+    def close_command(self, key: CommandKey) -> bool:
+        """The worker has answered, after its last touch; False if no such command is open."""
+        command = self._commands.pop(key, None)
+        if command is None:
+            return False
+        for name, block_ids in command.blocks.items():
+            for block_id in block_ids:
+                self.pools[name].count(block_id, commands=-1)
+        return True
+
+    def answer_part(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
+        """The worker will not touch these of an open command's blocks again."""
+        named = self._commands[key].blocks
+        for pool, block_ids in blocks.items():
+            for block_id in block_ids:
+                named[pool].remove(block_id)
+                self.pools[pool].count(block_id, commands=-1)
+
+    def is_open(self, key: CommandKey) -> bool:
+        """True while the command is unanswered."""
+        return key in self._commands
+
+    def reap(self, worker: str) -> list[CommandKey]:
+        """The worker is dead and its channel read to the end: its commands have ended."""
+        keys = self.unanswered(worker)
+        for key in keys:
+            self.close_command(key)
+        return keys
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no sequence refers to a block and no command is unanswered."""
+        return not self._tables and not self._commands
+
+    def owners(self) -> set[Owner]:
+        """Whoever has a table in some pool."""
+        return {owner for owner, _ in self._tables}
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless tables, commands and counts agree."""
+        references = {name: Counter[int]() for name in self.pools}
+        commands = {name: Counter[int]() for name in self.pools}
+        for (owner, name), table in self._tables.items():
+            references[name].update(table)
+            if len(set(table)) != len(table):
+                raise InvariantViolated(f"a block is twice in the table of {owner!r}", where=name)
+        for command in self._commands.values():
+            for name, block_ids in command.blocks.items():
+                commands[name].update(block_ids)
+        for name, pool in self.pools.items():
+            pool.check_invariants()
+            for what, found, counted in (
+                ("references", references[name], pool.num_references),
+                ("commands", commands[name], pool.num_commands),
+            ):
+                wrong = [b for b in range(pool.num_blocks) if found[b] != counted[b]]
+                if wrong or found[0]:
+                    raise InvariantViolated(f"{what} of blocks {wrong} are miscounted", where=name)

@@ -1,0 +1,197 @@
+"""The cached blocks of one pool: which block has which hash, and which of them goes next.
+
+Owns: hashes of blocks, and the order in which those that nobody uses are taken for something else.
+Invariants: a hash has one block, and a block one hash; what is evicted is in no table and named by
+no command, and nothing cached stands behind it in a chain: a tail goes before its head.
+Never: knows sequences; reads or writes a block.
+
+Who is evicted: of the users who hold more than an equal share of the hashed blocks, the one who
+holds most; of that user's, the least recently used. So a flood of one user's prompts evicts what
+that user's own earlier ones have left, and another's conversation stays.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.cache.prefix_hashes import Hash
+from engine.errors import InvariantViolated
+
+
+@dataclass(slots=True)
+class _Hashed:
+    hash: Hash
+    parent: Hash
+    user: str
+    released_at: int | None = None
+    """When the last who used it let go of it; None while somebody does."""
+
+
+class PrefixIndex:
+    """Hashes of one pool's blocks."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._blocks: dict[Hash, int] = {}
+        self._hashed: dict[int, _Hashed] = {}
+        self._num_behind: Counter[Hash] = Counter()
+        """Evictable blocks by the hash before theirs."""
+        self._tails: dict[str, list[tuple[int, int]]] = {}
+        """By user, a heap of (released_at, block): all that could be evicted now, and old entries
+        of blocks of which that is not so any more."""
+        self.held: Counter[str] = Counter()
+        """Hashed blocks by user, in use or not."""
+        self.num_evicted = 0
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._hashed)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._hashed
+
+    # Finding
+
+    def has_hash(self, block_hash: Hash) -> bool:
+        """Whether a block here has this hash."""
+        return block_hash in self._blocks
+
+    def num_hit(self, hashes: Sequence[Hash]) -> int:
+        """How many blocks of a chain are probably here, from the first on.
+
+        Tails go before heads, so the end is found by halving. It is a hint: in rare cases a block
+        before it is missing, which `blocks` notices.
+        """
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if hashes[middle - 1] in self._blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def blocks(self, hashes: Sequence[Hash]) -> list[int]:
+        """The blocks of a chain that are here, from the first on, up to the first that is not."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._blocks.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    # Hashes
+
+    def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
+        """Give a hash to a block that is full, computed and in use.
+
+        Returns:
+            False: another block has it already, or this one has a hash.
+        """
+        if block_hash in self._blocks or block_id in self._hashed:
+            return False
+        self._blocks[block_hash] = block_id
+        self._hashed[block_id] = _Hashed(block_hash, parent, user)
+        self.held[user] += 1
+        return True
+
+    def forget(self, block_id: int) -> Hash:
+        """The block has no hash any more, which it had; it is in use, or was evicted."""
+        hashed = self._hashed.pop(block_id)
+        del self._blocks[hashed.hash]
+        self.held[hashed.user] -= 1
+        if not self.held[hashed.user]:
+            del self.held[hashed.user]
+            self._tails.pop(hashed.user, None)
+        return hashed.hash
+
+    # Eviction
+
+    def released(self, block_id: int) -> None:
+        """Nobody uses a hashed block any more: it can be evicted."""
+        hashed = self._hashed[block_id]
+        self._now += 1
+        hashed.released_at = self._now
+        self._num_behind[hashed.parent] += 1
+        if not self._num_behind[hashed.hash]:
+            self._push(block_id, hashed)
+
+    def taken(self, block_id: int) -> None:
+        """Somebody uses a hashed block again, or it is being evicted."""
+        hashed = self._hashed[block_id]
+        hashed.released_at = None
+        self._num_behind[hashed.parent] -= 1
+        if not self._num_behind[hashed.parent]:
+            del self._num_behind[hashed.parent]
+            before = self._blocks.get(hashed.parent)
+            if before is not None and self._is_tail(before):
+                self._push(before, self._hashed[before])
+
+    def choose(self) -> int:
+        """The block to evict next; there has to be one that can be.
+
+        Raises:
+            InvariantViolated: there is none.
+        """
+        share = len(self._hashed) / len(self.held) if self.held else 0.0
+        oldest: tuple[int, int] | None = None
+        for user, num_held in self.held.most_common():
+            tail = self._oldest_tail(user)
+            if tail is not None and num_held > share:
+                return tail[1]
+            if tail is not None and (oldest is None or tail < oldest):
+                oldest = tail
+        if oldest is None:
+            raise InvariantViolated("no block can be evicted", where=self._pool)
+        return oldest[1]
+
+    def _oldest_tail(self, user: str) -> tuple[int, int] | None:
+        """The least recently used of a user's tails; old entries before it are dropped."""
+        heap = self._tails.get(user, [])
+        while heap:
+            released_at, block_id = heap[0]
+            hashed = self._hashed.get(block_id)
+            is_its = hashed is not None and (hashed.released_at, hashed.user) == (released_at, user)
+            if is_its and self._is_tail(block_id):
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _is_tail(self, block_id: int) -> bool:
+        """True if it can be evicted, and nothing that can is behind it."""
+        hashed = self._hashed[block_id]
+        return hashed.released_at is not None and hashed.hash not in self._num_behind
+
+    def _push(self, block_id: int, hashed: _Hashed) -> None:
+        assert hashed.released_at is not None
+        heap = self._tails.setdefault(hashed.user, [])
+        heapq.heappush(heap, (hashed.released_at, block_id))
+        if len(heap) > 2 * self.held[hashed.user] + 16:  # mostly old entries
+            kept = {(self._hashed[b].released_at, b) for _, b in heap if b in self._hashed}
+            heap[:] = sorted(entry for entry in set(heap) if entry in kept)
+
+    def check_invariants(self, evictable: set[int]) -> None:
+        """Raise InvariantViolated unless hashes, users and the order of eviction agree.
+
+        Args:
+            evictable: blocks that have a hash and nothing else.
+        """
+        hashed = self._hashed
+        behind = Counter(hashed[b].parent for b in evictable if b in hashed)
+        waiting = {b for b, one in hashed.items() if one.released_at is not None}
+        tails = {b for b in waiting if not behind[hashed[b].hash]}
+        listed = {(at, b) for heap in self._tails.values() for at, b in heap}
+        problems = {
+            "hashes": {one.hash: b for b, one in hashed.items()} != self._blocks,
+            "users": Counter(one.user for one in hashed.values()) != self.held,
+            "evictable blocks": waiting != evictable,
+            "chains": behind != self._num_behind,
+            "tails": any((hashed[b].released_at, b) not in listed for b in tails),
+        }
+        wrong = [what for what, is_wrong in problems.items() if is_wrong]
+        if wrong:
+            raise InvariantViolated(f"{', '.join(wrong)} do not agree", where=self._pool)

@@ -1,0 +1,1 @@
+"""Which sequence runs where, and when: the router and what it decides by."""

@@ -1,0 +1,372 @@
+"""Blocks on their way between pools: which copies are under way, and what has arrived.
+
+A sequence whose legs lie in two pools has a transfer: its prompt's blocks go over the hops of the
+link between them, each hop made by one worker. A hop's copies are sent as early as can be: with the
+admit that is to fill the blocks, for the worker starts each block when it is full. So a handoff has
+little left to do when the prompt is done. A ring is small: its slots go first to blocks that are
+computed, and only half of them wait for blocks that are not. A fetch is a transfer of blocks that
+are computed, for whoever asks for them next: it has tables of its own, and is over when a worker
+dies that has a part in it.
+Owns: transfers, unanswered copies, and which slot of a ring holds which block.
+Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
+block has left it; what a pool's life has ended with does not count as arrived.
+Never: moves bytes, writes a sequence; waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.cache.blocks import CommandKey, Ledger, Owner
+from engine.cache.places import Hop, Link, Places
+from engine.errors import InvariantViolated
+from engine.schedule.links import Links
+from engine.schedule.sequence import Moving, On, Sequence
+from engine.wire.messages import Behind, Command, Copied, Copy
+
+Send = Callable[[str, Command], None]
+_NEWEST_SHARE = 0.1
+"""That the newest copy has in what a block is taken to take."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    owner: Owner
+    """Of the tables that it copies between."""
+    sequence: Sequence | None
+    """That moves; None: it is a fetch."""
+    link: Link
+    num_blocks: int
+    target_life: int
+    sent: list[int]
+    """By hop: blocks that copies have been sent for, from the first on."""
+    done: list[int]
+    """By hop: blocks that are there, from the first on."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """By block's place, the slot between two hops that it has."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A copy that is not answered to its end."""
+
+    owner: Owner
+    hop: Hop
+    number: int
+    """Of the hop."""
+    pairs: list[tuple[int, int]]
+    """Those still to come."""
+    transfer: _Transfer | None
+    """None: what arrives is of no use any more."""
+    target_life: int
+    """Of the pool that it goes to, when it was sent."""
+
+
+class Arena(Protocol):
+    """Whose copies workers make beside those of moving sequences; their numbers are negative."""
+
+    def copied(self, report: Copied) -> None:
+        """A worker has copied some more, or will not."""
+
+    def worker_died(self, worker: str) -> None:
+        """Take in that a worker is dead, whose commands have been reaped."""
+
+
+class Copies:
+    """All transfers.
+
+    Args:
+        ledger: of all pools.
+        places: their links, and which of them have slots for blocks between two hops.
+    """
+
+    def __init__(self, ledger: Ledger, places: Places) -> None:
+        self.links = Links(places)
+        self.arena: Arena | None = None
+        """A tier in the host's memory; None: there is none."""
+        self._ledger = ledger
+        self._passing_pools = places.passing_pools()
+        self._homes = {pool.name: pool.home for pool in places.pools}
+        self._transfers: dict[Owner, _Transfer] = {}
+        self._open: dict[int, _Open] = {}
+        self._last_id = 0
+        self._block_ms: dict[tuple[str, str], float] = {}
+        """What a block took between two pools, on average; lately for the most part."""
+
+    def expected_ms(self, link: Link, num_tokens: int) -> float | None:
+        """The work of copying the blocks of so many tokens; None: no copy has been timed yet.
+
+        Links are alike, so that one which has not been used yet is taken to be as fast as others.
+        """
+        if link.hops and not self._block_ms:
+            return None
+        num_blocks = self._ledger.pools[link.to_pool].num_blocks_for(num_tokens)
+        usual_ms = sum(self._block_ms.values()) / max(len(self._block_ms), 1)
+        hops = ((hop.from_pool, hop.to_pool) for hop in link.hops)
+        return num_blocks * sum(self._block_ms.get(hop, usual_ms) for hop in hops)
+
+    def begin(self, sequence: Sequence, link: Link) -> None:
+        """A sequence has been placed that will move over this link; its blocks are reserved.
+
+        Those of its table where it goes that have a hash are there already.
+        """
+        if link.hops:
+            books = self._ledger.pools[link.to_pool]
+            num_blocks = books.num_blocks_for(sequence.num_tokens)
+            there = [self._ledger.num_hashed(sequence.seq_id, link.to_pool)] * len(link.hops)
+            self._transfers[sequence.seq_id] = _Transfer(
+                sequence.seq_id, sequence, link, num_blocks, books.life, there, list(there)
+            )
+
+    def fetch(self, owner: Owner, link: Link, first: int) -> None:
+        """Copy the blocks of an owner's table over a link, those from a place on."""
+        books, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
+        num_blocks = len(self._ledger.table(owner, link.from_pool))
+        self._transfers[owner] = _Transfer(
+            owner, None, link, num_blocks, books.life, there, list(there)
+        )
+
+    def fetched(self, owner: Owner) -> tuple[int, bool]:
+        """Blocks that are where a fetch brings them, from the first on; whether more will come."""
+        transfer = self._transfers[owner]
+        num_there = transfer.done[-1]
+        return num_there, num_there < transfer.num_blocks and transfer.error is None
+
+    def is_under_way(self, sequence: Sequence) -> bool:
+        """True unless all its blocks have arrived, or none was to move."""
+        transfer = self._transfers.get(sequence.seq_id)
+        return transfer is not None and transfer.done[-1] < transfer.num_blocks
+
+    def is_written(self, sequence: Sequence, pool: str) -> bool:
+        """True if a copy may still write the sequence's blocks in a pool, of use or not."""
+        return any(
+            copy.owner == sequence.seq_id and copy.hop.to_pool == pool
+            for copy in self._open.values()
+        )
+
+    def has_left(self, sequence: Sequence) -> bool:
+        """True if nothing will be read from the pool that it comes from any more."""
+        transfer = self._transfers.get(sequence.seq_id)
+        return transfer is not None and transfer.done[0] >= transfer.num_blocks
+
+    def num_arrived(self, sequence: Sequence, pool: str) -> int:
+        """Blocks that are in this pool, if it goes there, from the first on."""
+        transfer = self._transfers.get(sequence.seq_id)
+        return 0 if transfer is None or transfer.link.to_pool != pool else transfer.done[-1]
+
+    def error(self, sequence: Sequence) -> str | None:
+        """Why its blocks could not be copied."""
+        transfer = self._transfers.get(sequence.seq_id)
+        return None if transfer is None else transfer.error
+
+    @property
+    def waits_for_slots(self) -> bool:
+        """True if a block has no slot of the ring, and might get one when others are computed."""
+        return bool(self._passing_pools) and any(
+            transfer.sent[0] < transfer.num_blocks for transfer in self._transfers.values()
+        )
+
+    def forget(self, owner: Owner) -> None:
+        """It has ended, or arrived, or goes no further; the ledger drains its blocks."""
+        transfer = self._transfers.pop(owner, None)
+        if transfer is not None:
+            self._detach(transfer, range(len(transfer.link.hops)))
+            self._drop_slots(transfer)
+
+    # What workers cause
+
+    def copied(self, worker: str, report: Copied) -> tuple[Sequence | None, int] | None:
+        """Take in a report; the sequence, and the bytes that have arrived of it where it goes.
+
+        The sequence is None for a fetch; nothing is returned for what is of no use any more.
+
+        Raises:
+            InvariantViolated: the worker was not told to copy that.
+        """
+        if report.copy_id < 0 and self.arena is not None:
+            self.arena.copied(report)
+            return None, 0
+        copy = self._open.get(report.copy_id)
+        if copy is None or report.num_pairs > len(copy.pairs):
+            raise InvariantViolated(f"copy {report.copy_id} was not told", where=worker)
+        done, copy.pairs = copy.pairs[: report.num_pairs], copy.pairs[report.num_pairs :]
+        key, transfer = _key(report.copy_id), copy.transfer
+        if copy.target_life == self._ledger.pools[copy.hop.to_pool].life:
+            self.links.copied(copy.hop, report)  # else its pool is gone, which is no link's fault
+        self._answer(key, copy.hop, done)
+        if done:
+            pools = copy.hop.from_pool, copy.hop.to_pool
+            block_ms = (report.ended_ns - report.started_ns) / 1e6 / len(done)
+            usual_ms = self._block_ms.get(pools, block_ms)
+            self._block_ms[pools] = usual_ms + _NEWEST_SHARE * (block_ms - usual_ms)
+        if report.is_last:
+            self._ledger.close_command(key)
+            del self._open[report.copy_id]
+        if transfer is None:
+            return None
+        first = transfer.done[copy.number]
+        transfer.done[copy.number] += len(done)
+        if copy.hop.from_pool in self._passing_pools:
+            for place in range(first, first + len(done)):
+                slot = transfer.slots.pop(place)
+                self._ledger.release(transfer.owner, copy.hop.from_pool, [slot])
+        if report.is_last and copy.pairs:
+            transfer.error = report.error
+            self._resend(transfer, copy.number)
+        is_there = copy.number == len(transfer.link.hops) - 1
+        return transfer.sequence, report.num_bytes if is_there else 0
+
+    def worker_died(self, worker: str) -> None:
+        """Its commands have been reaped; what it has not answered is to be sent again."""
+        if self.arena is not None:
+            self.arena.worker_died(worker)
+        for copy_id, copy in list(self._open.items()):
+            if copy.hop.worker == worker:
+                del self._open[copy_id]
+                if copy.transfer is not None:
+                    self._resend(copy.transfer, copy.number)
+        for transfer in self._transfers.values():
+            if transfer.sequence is None:
+                if any(hop.worker == worker for hop in transfer.link.hops):
+                    transfer.error = f"worker {worker} has died"
+                continue
+            life = self._ledger.pools[transfer.link.to_pool].life
+            if life != transfer.target_life:  # what had arrived is gone
+                transfer.target_life = life
+                numbers = range(len(transfer.link.hops))
+                self._detach(transfer, numbers)
+                self._drop_slots(transfer)
+                for number in numbers:
+                    transfer.sent[number] = transfer.done[number] = 0
+                if not self._ledger.renew(transfer.owner, transfer.link.to_pool, 0):
+                    transfer.error = "there is no room for what others have lost as well"
+
+    # Sending
+
+    def pump(self, ready_workers: Collection[str], send: Send) -> None:
+        """Send what can be sent: first what is computed, then ahead of what will be."""
+        for is_ahead in (False, True):
+            for transfer in self._transfers.values():
+                for number, hop in enumerate(transfer.link.hops):
+                    # into a dead worker's memory nothing goes before it is there again
+                    is_there = self._homes.get(hop.to_pool) in (None, *ready_workers)
+                    if hop.worker in ready_workers and is_there:
+                        self._send_hop(transfer, number, hop, send, is_ahead=is_ahead)
+
+    def _send_hop(
+        self, transfer: _Transfer, number: int, hop: Hop, send: Send, *, is_ahead: bool
+    ) -> None:
+        sequence, first = transfer.sequence, transfer.sent[number]
+        behind = None
+        if number:
+            end = transfer.done[number - 1]
+        elif sequence is None or isinstance(sequence.where, Moving):
+            end = transfer.num_blocks
+        elif isinstance(sequence.where, On):  # at the worker that fills them, which is the hop's
+            behind = Behind(sequence.seq_id, sequence.generation, first)
+            end = transfer.num_blocks if is_ahead else self._num_computed(transfer)
+        else:
+            return
+        if end <= first or transfer.error is not None:
+            return
+        source = self._blocks(transfer, hop.from_pool)
+        count = end - first
+        if hop.to_pool in self._passing_pools:
+            target = self._take_slots(transfer, hop.to_pool, first, count, is_ahead=is_ahead)
+        else:
+            target = self._blocks(transfer, hop.to_pool)
+        pairs = [(source[i], target[i]) for i in range(first, end) if i in target]
+        if not pairs:
+            return
+        transfer.sent[number] += len(pairs)
+        self._last_id += 1
+        life = self._ledger.pools[hop.to_pool].life
+        blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
+        self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
+        self._open[self._last_id] = _Open(transfer.owner, hop, number, pairs, transfer, life)
+        send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, behind))
+
+    def _num_computed(self, transfer: _Transfer) -> int:
+        """Full blocks at the source; the one that is not goes with the last chunk."""
+        if transfer.sequence is None:
+            return transfer.num_blocks
+        block_size = self._ledger.pools[transfer.link.from_pool].block_size
+        return min(transfer.sequence.num_computed_tokens // block_size, transfer.num_blocks)
+
+    def _blocks(self, transfer: _Transfer, pool: str) -> dict[int, int]:
+        """By place, the transfer's blocks in a pool."""
+        if pool in self._passing_pools:
+            return transfer.slots
+        table = self._ledger.table(transfer.owner, pool)
+        return dict(enumerate(table[: transfer.num_blocks]))
+
+    def _take_slots(
+        self, transfer: _Transfer, pool: str, first: int, count: int, *, is_ahead: bool
+    ) -> dict[int, int]:
+        """Slots for so many blocks from the first on, or for as many as there are."""
+        books, owner = self._ledger.pools[pool], transfer.owner
+        wanted = [place for place in range(first, first + count) if place not in transfer.slots]
+        room = books.num_free
+        if is_ahead:
+            room = min(room, max(books.capacity // 2 - self._num_ahead(), 0))
+        wanted = wanted[:room]
+        if wanted:
+            self._ledger.reserve(owner, {pool: len(wanted)})
+            taken = self._ledger.table(owner, pool)[-len(wanted) :]
+            transfer.slots.update(zip(wanted, taken, strict=True))
+        return transfer.slots
+
+    def _num_ahead(self) -> int:
+        """Slots that wait for blocks to be computed."""
+        return sum(
+            sum(place >= self._num_computed(transfer) for place in transfer.slots)
+            for transfer in self._transfers.values()
+            if transfer.sequence is not None and not isinstance(transfer.sequence.where, Moving)
+        )
+
+    # Books
+
+    def _resend(self, transfer: _Transfer, number: int) -> None:
+        """What has been sent on a hop and is not there is to be sent again."""
+        self._detach(transfer, [number])
+        transfer.sent[number] = transfer.done[number]
+
+    def _detach(self, transfer: _Transfer, numbers: Collection[int]) -> None:
+        for copy in self._open.values():
+            if copy.transfer is transfer and copy.number in numbers:
+                copy.transfer = None
+
+    def _drop_slots(self, transfer: _Transfer) -> None:
+        for pool in self._passing_pools:
+            self._ledger.release(transfer.owner, pool)
+        transfer.slots.clear()
+
+    def _answer(self, key: CommandKey, hop: Hop, pairs: list[tuple[int, int]]) -> None:
+        blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
+        self._ledger.answer_part(key, blocks)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless transfers, copies and the ledger agree."""
+        for copy_id in self._open:
+            if not self._ledger.is_open(_key(copy_id)):
+                raise InvariantViolated(f"copy {copy_id} is not open in the ledger", where="copies")
+        for owner, transfer in self._transfers.items():
+            limits = [transfer.num_blocks, *transfer.done]
+            for done, sent, limit in zip(transfer.done, transfer.sent, limits, strict=False):
+                if not done <= sent <= limit:
+                    raise InvariantViolated(
+                        f"of owner {owner} {sent} blocks are sent and {done} there, of {limit}",
+                        where=transfer.link.to_pool,
+                    )
+            held = [b for pool in self._passing_pools for b in self._ledger.table(owner, pool)]
+            if sorted(held) != sorted(transfer.slots.values()):
+                raise InvariantViolated(
+                    f"owner {owner} has slots {held}, used are {transfer.slots}", where="ring"
+                )
+
+
+def _key(copy_id: int) -> CommandKey:
+    return ("copy", copy_id, 0)

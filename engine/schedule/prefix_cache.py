@@ -1,0 +1,338 @@
+"""The prefix cache: what of a sequence is computed already, or is about to be by another.
+
+Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
+needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
+its hit before the block of its last token, which it computes into a block of its own: so nobody
+writes a block that another can find.
+Owns: nothing but the rules; the blocks are the ledger's.
+Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
+share it; a sequence waits only for one that is on a worker, and has further to go than itself.
+Never: moves a block, ends or admits a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from time import perf_counter_ns
+
+from engine.cache.blocks import BlockState, Ledger
+from engine.cache.places import PREFILL, Places
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.fetches import Fetches, Lookup, longest
+from engine.schedule.queued_work import Ahead
+from engine.schedule.router_counters import Counters
+from engine.schedule.sequence import Leg, On, Paused, Sequence
+from engine.tiers.loads import Wanted
+from engine.tiers.tiers import Tiers
+
+
+class PrefixCache:
+    """Of one router.
+
+    Args:
+        places: workers and pools.
+        ledger: the blocks.
+        counters: what is counted.
+        fetches: blocks on their way to queued prompts.
+        max_step_tokens: of prompts, in a worker's step.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        ledger: Ledger,
+        counters: Counters,
+        fetches: Fetches,
+        max_step_tokens: int,
+    ) -> None:
+        self._places = places
+        self._ledger = ledger
+        self._counters = counters
+        self._fetches = fetches
+        self._max_step_tokens = max_step_tokens
+        self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
+        self.contents = CacheContents(ledger.pools)
+        self.tiers = Tiers()
+        """Blocks that are kept in DRAM and on disk."""
+
+    # Before a sequence is placed
+
+    def hits(self, sequence: Sequence) -> dict[str, int]:
+        """Positions by pool that are probably computed there, and need not be again."""
+        if sequence.prefix is None:
+            return {}
+        began_ns, hits = perf_counter_ns(), {}
+        for name in self._pools:
+            books = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
+            if num_blocks := books.index.num_hit(hashes):
+                hits[name] = num_blocks * books.block_size
+        if not sequence.legs:  # it has not been placed yet
+            sequence.num_cached_tokens = max(hits.values(), default=0)
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+        return hits
+
+    def fetch(
+        self,
+        sequence: Sequence,
+        worker: str,
+        hits: Mapping[str, int],
+        open_workers: Collection[str],
+    ) -> bool:
+        """Have what only other pools hold copied to where it would be computed, if that is cheaper.
+
+        Args:
+            sequence: is about to be placed.
+            worker: that would compute its prompt.
+            hits: positions by pool that are probably computed there.
+            open_workers: those that take work.
+
+        Returns:
+            True: it waits for that.
+        """
+        lookup = self._elsewhere(sequence, worker, hits, open_workers)
+        if lookup is None or sequence.prefix is None:
+            return False
+        return self._fetches.begin(sequence, sequence.prefix, lookup)
+
+    def _elsewhere(
+        self,
+        sequence: Sequence,
+        worker: str,
+        hits: Mapping[str, int],
+        open_workers: Collection[str],
+    ) -> Lookup | None:
+        """What another pool holds of it beyond what is where it would be computed."""
+        pool = self._places.pool_of(worker)
+        if max(hits.values(), default=0) <= hits.get(pool, 0):
+            return None
+        links = [
+            link
+            for link in self._places.links_to(pool)
+            if all(hop.worker in open_workers for hop in link.hops)
+        ]
+        return longest(self.find(sequence, hits), links, worker, pool)
+
+    def room(
+        self, sequence: Sequence, hits: Mapping[str, int], spare: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Blocks by pool that it may have: those to spare, and those that others use now."""
+        room = dict(spare)
+        for name, blocks in self.find(sequence, hits).items():
+            books = self._ledger.pools[name]
+            room[name] += sum(books.state(b) is not BlockState.CACHED for b in blocks)
+        return room
+
+    def tokens_until(
+        self, sequence: Sequence, hits: Mapping[str, int], ahead: Ahead
+    ) -> Callable[[str], int]:
+        """What a worker would have to compute until the sequence is: before it, and of it."""
+
+        def num_tokens(worker: str) -> int:
+            left = sequence.num_tokens - hits.get(self._places.pool_of(worker), 0)
+            return ahead.num_tokens(sequence, worker) + left
+
+        return num_tokens
+
+    def is_coming(self, sequence: Sequence, ahead: Ahead, open_workers: Collection[str]) -> bool:
+        """True if more of its prompt is about to be there, and it is cheaper to wait for that."""
+        is_restored = self.is_restored(sequence, open_workers)
+        return is_restored or self.leader(sequence, ahead) is not None
+
+    def leader(self, sequence: Sequence, ahead: Ahead) -> Sequence | None:
+        """Who computes more of its prompt, where it is cheaper to wait for that; or None.
+
+        Waiting delays this one until the other's step is made. Computing it twice makes everybody
+        else wait for as many tokens as the two have in common, and so that counts as its cost.
+
+        Args:
+            sequence: is in the queue.
+            ahead: prompts on workers, also those that are ahead of the other.
+        """
+        chain = sequence.prefix
+        if chain is None or not chain.hashes:
+            return None
+        others = [
+            o for o in ahead.sequences if o.prefix and o.prefix.hashes[:1] == chain.hashes[:1]
+        ]
+        if not others:
+            return None
+        hits = self.hits(sequence)
+        until = self.tokens_until(sequence, hits, ahead)
+        alone = min(map(until, self._places.playing(PREFILL)))
+        worth_it = (o for o in others if self._is_worth_it(sequence, o, hits, ahead, alone))
+        return next(worth_it, None)
+
+    def is_restored(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
+        """True while blocks of it come from a tier to where it would be computed.
+
+        That is at one of those who prefill, or where none of them is there at any: who decodes
+        computes prompts then.
+
+        Args:
+            sequence: has no blocks.
+            open_workers: those that take work.
+        """
+        if not self.tiers or sequence.prefix is None or sequence.prefix.is_secret:
+            return False
+        if not self.tiers.has_decided(sequence.seq_id):
+            hits, books = self.hits(sequence), self._ledger.pools
+            prefilling = [name for name in self._places.playing(PREFILL) if name in open_workers]
+            at = {name: self._places.pool_of(name) for name in prefilling or sorted(open_workers)}
+            if not at:
+                return False
+            worker = max(at, key=lambda name: (hits.get(at[name], 0), books[at[name]].num_free))
+            most = self._most(sequence, books[at[worker]].block_size)
+            lookup = self._elsewhere(sequence, worker, hits, open_workers)
+            fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
+            wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
+            self.tiers.decide(Wanted(*wanted))
+        return self.tiers.loading(sequence.seq_id) is not None
+
+    def comes_back(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
+        """True while blocks that it had before a pause come from a tier."""
+        return isinstance(sequence.where, Paused) and self.is_restored(sequence, open_workers)
+
+    def take_away(self, sequence: Sequence) -> None:
+        """Others need its blocks; those that are full are stored first where that is cheaper."""
+        chain, computed_in = sequence.prefix, sequence.computed_in
+        if self.tiers and chain and not chain.is_secret and computed_in:
+            pool, life = computed_in
+            books, hashes = self._ledger.pools[pool], chain.hashes[: sequence.num_published_blocks]
+            if life == books.life and len(books.index.blocks(hashes)) == len(hashes):
+                self.tiers.preempted(pool, hashes)
+        self._ledger.release_all(sequence.seq_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, or was placed, and waits for nothing."""
+        self._fetches.forget(sequence)
+        if (restored := self.tiers.forget(sequence.seq_id)) is None:
+            return
+        sequence.restore_reason = restored.words
+        if restored.elapsed_ns:
+            sequence.stamps.restored(restored.elapsed_ns)
+        if not sequence.legs:  # a prompt that comes for the first time
+            num_tokens = min(restored.num_tokens, sequence.num_cached_tokens)
+            sequence.num_restored_tokens = num_tokens
+
+    def _is_worth_it(
+        self,
+        sequence: Sequence,
+        other: Sequence,
+        hits: Mapping[str, int],
+        ahead: Ahead,
+        alone: int,
+    ) -> bool:
+        """True if a sequence should wait for what another computes.
+
+        Args:
+            sequence: would wait.
+            other: begins alike.
+            hits: what the sequence has without it.
+            ahead: prompts on workers.
+            alone: prompt tokens that are computed until the sequence is if it does not wait.
+        """
+        where, computed = other.where, other.num_computed_tokens
+        if not isinstance(where, On) or sequence.prefix is None or other.prefix is None:
+            return False
+        books = self._ledger.pools[self._places.pool_of(where.leg.worker)]
+        size = books.block_size
+        num_common = sequence.prefix.num_common(other.prefix)
+        common = min(num_common, self._most(sequence, size)) * size
+        gain = common - max(hits.get(books.name, 0), computed)
+        left = other.num_prompt_tokens - computed
+        if gain <= 0 or left <= 0:
+            return False
+        chunk = other.max_chunk_tokens or self._max_step_tokens
+        in_steps = min(-(-(common - computed) // chunk) * chunk, left)
+        before = max(ahead.num_tokens(other, where.leg.worker) - left, 0)
+        return before + in_steps + sequence.num_tokens - common < alone + gain
+
+    def reserve(self, sequence: Sequence, legs: tuple[Leg, ...], needed: Mapping[str, int]) -> bool:
+        """Take the blocks of a way, those that are there and new ones; False if too few are free.
+
+        Args:
+            sequence: has no blocks.
+            legs: of the way.
+            needed: blocks by pool.
+        """
+        found = self.find(sequence, needed)
+        if not self._ledger.reserve(sequence.seq_id, needed, found):
+            return False
+        if sequence.prefix is not None and not sequence.legs:
+            books = self._ledger.pools[self._places.pool_of(legs[0].worker)]
+            sequence.num_cached_tokens = len(found.get(books.name, ())) * books.block_size
+            self._counters.prefix_cache_queries += sequence.num_prompt_tokens
+            self._counters.prefix_cache_hits += sequence.num_cached_tokens
+            self._counters.prefix_cache_ns += sequence.prefix.took_ns
+            if self.tiers and not sequence.prefix.is_secret:
+                num_found = len(found.get(books.name, ()))
+                self.tiers.placed(sequence.prefix.hashes, num_found)
+        self.forget(sequence)
+        return True
+
+    def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
+        """Blocks that its table would begin with, by pool."""
+        if sequence.prefix is None:
+            return {}
+        began_ns, found = perf_counter_ns(), {}
+        for name in pools:
+            books = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
+            if blocks := books.index.blocks(hashes):
+                found[name] = blocks
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+        return found
+
+    # While it runs
+
+    def settle(self, sequence: Sequence, pool: str) -> bool:
+        """See from where it goes on in a pool, and that it writes what nobody else knows.
+
+        Blocks that its table begins with and that have a hash are computed. Of those after them
+        that it had computed before and computes again, others may know some: these are exchanged.
+
+        Returns:
+            False: there is no room for that exchange now; it cannot be admitted yet.
+        """
+        books, size = self._ledger.pools[pool], self._ledger.pools[pool].block_size
+        here = (pool, books.life)
+        if sequence.computed_in != here:
+            sequence.forget_computed()
+            sequence.computed_in = here
+        sequence.num_published_blocks = 0
+        there = min(self._ledger.num_hashed(sequence.seq_id, pool), self._most(sequence, size))
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
+        return self._ledger.renew(sequence.seq_id, pool, sequence.num_computed_tokens // size)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are computed where it is, those not known yet."""
+        chain = sequence.prefix
+        if chain is None or sequence.computed_in is None:
+            return
+        pool, life = sequence.computed_in
+        size, first = self._ledger.pools[pool].block_size, sequence.num_published_blocks
+        if life != self._ledger.pools[pool].life:  # it was computed, and is lost
+            return
+        num_full = sequence.num_computed_tokens // size
+        if num_full <= first:
+            return
+        began_ns = perf_counter_ns()
+        if len(chain) < num_full:
+            chain.grow(sequence.tokens_between(chain.num_tokens, num_full * size))
+        self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
+        self.contents.stored(sequence, range(first, num_full))
+        sequence.num_published_blocks = num_full
+        if self.tiers and not chain.is_secret:
+            self.tiers.computed(chain.hashes[first:num_full])
+        self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+
+    def _most(self, sequence: Sequence, block_size: int) -> int:
+        """Blocks at most that a hit may have: not that of the last token.
+
+        Where prompt tokens are reported on, each has to be computed.
+        """
+        if sequence.sampling.prompt_logprobs is not None:
+            return 0
+        return (sequence.num_tokens - 1) // block_size

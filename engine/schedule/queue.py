@@ -1,0 +1,266 @@
+"""Who is next: the sequences that wait and hold no blocks, by turns between their owners.
+
+Owns: the order of the queue, and what each owner has been charged.
+Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one prompt
+and the outputs that are under way; one owner alone sees the order of prefill_key; no owner fills
+the queue.
+Never: knows blocks or workers, or reads a clock (now_ns is given).
+
+Turns are start-time fair queueing. Placing a sequence charges its owner for those tokens of its
+prompt that are not cached, and every output token is charged when it comes, for nobody knows before
+how many there will be; both are divided by the owner's weight. What of a prompt was not computed is
+given back at its end. The owner charged least is next: one of weight two gets twice as much while
+all wait. Whoever begins to wait starts level with the least charged of those who wait, so that
+nobody saves up a share; when nobody waits all is forgotten: what no one else wanted was free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+
+from engine.errors import InvariantViolated, QueueFull
+from engine.schedule.plan import prefill_key
+from engine.schedule.queue_limits import MAX_RETRY_MS, Room
+from engine.schedule.sequence import Sequence
+
+
+class FairQueue:
+    """Sequences by owner, from submit until they are placed or end."""
+
+    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+        self._sequences = Room("sequences", max_sequences)
+        self._tokens = Room("prompt tokens", max_tokens)
+        self._waiting: dict[str, dict[int, Sequence]] = {}
+        self._charged: dict[str, float] = {}
+        """Tokens over the owner's weight, by owner, since somebody began to wait; also of owners
+        that do not wait now."""
+        self._placed: dict[int, tuple[int, float]] = {}
+        """Prompt tokens charged for these, which may be more than are computed, and the weight
+        then."""
+        self.weights: Mapping[str, float] = {}
+        """By owner; others have 1. A change holds for what is placed from then on."""
+        self._pending: dict[int, int] = {}
+        """Prompt tokens of those that were placed and have no token yet."""
+        self._promised: dict[str, float] = {}
+        """Until when owners' refused clients have been told times to come back."""
+        self._pushed_ns = -1
+        self._is_served = True
+        self.max_wait_ms = 0.0
+        """Who would wait longer for a turn, as predicted, is refused; 0: nobody is."""
+        self.max_first_ms = 0.0
+        """Whose first token would come later, as predicted, is refused; 0: nobody is."""
+        self.step_tokens = 0
+        """Of prompts, in a worker's step."""
+
+    def __len__(self) -> int:
+        return self._sequences.total
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for waiting in self._waiting.values():
+            yield from waiting.values()
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may wait."""
+        return self._sequences.limit
+
+    @property
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring; a single one always may."""
+        return max(self._sequences.max_per_request, 1)
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """The most prompt tokens that one request of several sequences may bring."""
+        return self._tokens.max_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self._tokens.total
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt tokens that may wait; a longer prompt is taken when nothing waits."""
+        return self._tokens.limit
+
+    @property
+    def num_owners(self) -> int:
+        """Users and keys of which something waits."""
+        return self._sequences.num_owners
+
+    def assume(self, ms_per_token: float) -> None:
+        """What a prompt token takes, until it has been seen; 0: nothing is known of it."""
+        self._tokens.assumed_ms = ms_per_token
+
+    def set_limits(self, max_sequences: int, max_tokens: int) -> None:
+        """Change the limits; what waits already stays, also beyond them."""
+        self._sequences.limit = max_sequences
+        self._tokens.limit = max_tokens
+
+    def push(self, sequences: list[Sequence], now_ns: int) -> None:
+        """Queue all of a request's sequences, which have one owner, or none.
+
+        Raises:
+            QueueFull: there is no room now, for anybody or for this owner.
+            RequestError: there never will be.
+        """
+        num_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
+        self.check(sequences[0].owner, len(sequences), num_tokens, now_ns)
+        self._enter(sequences, num_tokens)
+        self._pushed_ns = now_ns
+
+    def check(self, owner: str, num_sequences: int, num_tokens: int, now_ns: int) -> None:
+        """Refuse as push() would refuse a request of so many sequences and prompt tokens."""
+        self._advance(now_ns)
+        share = self._share(owner)
+        try:
+            for room, amount in ((self._sequences, num_sequences), (self._tokens, num_tokens)):
+                room.check(owner, amount, is_single=num_sequences == 1)
+                if self.max_wait_ms:
+                    room.check_wait(owner, amount, self.max_wait_ms, share)
+            if self.max_first_ms and (self or self._pending):
+                # shorter prompts pass longer ones at a worker, but for the step under way
+                longest = max(num_tokens, self.step_tokens)
+                ahead = sum(min(each, longest) for each in self._pending.values())
+                self._tokens.check_first(owner, num_tokens, self.max_first_ms, share, ahead)
+        except QueueFull as full:
+            turn_ms = self._sequences.pace.wait_ms(num_sequences / share)
+            if turn_ms is None:  # nobody had to wait for a turn
+                turn_ms = self._tokens.first_ms(num_tokens / share)
+            full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
+            raise
+
+    def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
+        owner = sequences[0].owner
+        if owner not in self._waiting:
+            level = min((self._charged[other] for other in self._waiting), default=0)
+            self._charged[owner] = max(self._charged.get(owner, 0), level)
+            self._waiting[owner] = {}
+        for sequence in sequences:
+            self._waiting[owner][sequence.seq_id] = sequence
+        self._sequences.enter(owner, len(sequences))
+        self._tokens.enter(owner, num_tokens)
+
+    def _promise(self, owner: str, retry_ms: int | None, turn_ms: float, now_ns: int) -> int:
+        """When a refused client should come back: as soon as there is room, but one at a time.
+
+        Were all of a flood told the same time, all but the first would come in vain.
+        """
+        soonest_ns = now_ns + (retry_ms or 0) * 1e6
+        slot_ns = max(soonest_ns, self._promised.get(owner, 0) + turn_ms * 1e6)
+        self._promised[owner] = min(slot_ns, now_ns + MAX_RETRY_MS * 1e6)
+        return math.ceil((self._promised[owner] - now_ns) / 1e6)
+
+    def in_order(self, now_ns: int) -> Iterator[Sequence]:
+        """What waits, the next one first; taking one moves its owner's next turn back."""
+        return self._by_turns(self._charged, now_ns)
+
+    def forecast(self, now_ns: int) -> Iterator[Sequence]:
+        """What waits, in the order in which it will be taken if nothing else comes."""
+        charged = dict(self._charged)
+        for sequence in self._by_turns(charged, now_ns):
+            charged[sequence.owner] += sequence.num_uncached_tokens / self._weight(sequence.owner)
+            yield sequence
+
+    def _weight(self, owner: str) -> float:
+        return self.weights.get(owner, 1.0)
+
+    def _share(self, owner: str) -> float:
+        """Of the turns, an owner's if it waits."""
+        return self._weight(owner) / sum(map(self._weight, {owner, *self._waiting}))
+
+    def _by_turns(self, charged: dict[str, float], now_ns: int) -> Iterator[Sequence]:
+        def key(sequence: Sequence) -> float:
+            return prefill_key(sequence.num_uncached_tokens, now_ns - sequence.stamps.arrived_ns)
+
+        # Of owners charged alike the one with less waiting is first: it is the newcomer.
+        turns = [
+            (charged[owner], len(waiting), owner, sorted(waiting.values(), key=key)[::-1])
+            for owner, waiting in self._waiting.items()
+        ]
+        heapq.heapify(turns)
+        while turns:
+            _, num_waiting, owner, rest = heapq.heappop(turns)
+            yield rest.pop()
+            if rest:
+                heapq.heappush(turns, (charged[owner], num_waiting, owner, rest))
+
+    def served(self, is_served: bool, now_ns: int) -> None:
+        """From now on there is a worker that takes from it, or there is none.
+
+        The time until a dead worker is back says nothing of the pace at which it serves.
+        """
+        self._advance(now_ns)
+        self._is_served = is_served
+
+    def take(self, sequence: Sequence, now_ns: int) -> None:
+        """It is being placed: its owner is charged for its prompt."""
+        self._advance(now_ns)
+        if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
+            self._sequences.pace.count(1)
+            self._tokens.pace.count(sequence.num_prompt_tokens)
+        charge, weight = sequence.num_uncached_tokens, self._weight(sequence.owner)
+        self._placed[sequence.seq_id] = charge, weight
+        self._charged[sequence.owner] += charge / weight
+        self._pending[sequence.seq_id] = sequence.num_prompt_tokens
+        self._remove(sequence)
+
+    def generated(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many output tokens have come: its owner is charged for them."""
+        if sequence.seq_id in self._placed:
+            _, weight = self._placed[sequence.seq_id]
+            self._charged[sequence.owner] += num_tokens / weight
+
+    def answered(self, sequence: Sequence, now_ns: int) -> None:
+        """Take in that the first token of a sequence has been answered."""
+        self._advance(now_ns)
+        num_tokens = self._pending.pop(sequence.seq_id, None)
+        if num_tokens is not None:
+            for pace in self._tokens.first_tokens:
+                pace.count(num_tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, waiting or placed: its owner gets back what of it was not computed."""
+        self._pending.pop(sequence.seq_id, None)
+        if sequence.seq_id in self._waiting.get(sequence.owner, ()):
+            self._remove(sequence)
+        elif sequence.seq_id in self._placed:
+            charge, weight = self._placed.pop(sequence.seq_id)
+            if not sequence.output_token_ids:  # else its prompt was computed
+                used = max(sequence.num_computed_tokens - sequence.num_cached_tokens, 0)
+                self._charged[sequence.owner] -= max(charge - used, 0) / weight
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless rooms and owners agree."""
+        for room, counted in (
+            (self._sequences, sum(1 for _ in self)),
+            (self._tokens, sum(sequence.num_prompt_tokens for sequence in self)),
+        ):
+            room.check_invariants()
+            if room.total != counted:
+                raise InvariantViolated(
+                    f"{counted} {room.unit} wait, {room.total} are counted", where="queue"
+                )
+        if not all(self._waiting.values()) or not self._waiting.keys() <= self._charged.keys():
+            raise InvariantViolated("an owner has nothing waiting, or no account", where="queue")
+
+    def _advance(self, now_ns: int) -> None:
+        for room in (self._sequences, self._tokens):
+            room.pace.advance(now_ns, is_waited=bool(self) and self._is_served)
+        for pace in self._tokens.first_tokens:
+            pace.advance(now_ns, is_waited=bool(self._pending or self) and self._is_served)
+
+    def _remove(self, sequence: Sequence) -> None:
+        waiting = self._waiting[sequence.owner]
+        del waiting[sequence.seq_id]
+        self._sequences.leave(sequence.owner, 1)
+        self._tokens.leave(sequence.owner, sequence.num_prompt_tokens)
+        if not waiting:
+            del self._waiting[sequence.owner]
+        if not self._waiting:
+            self._promised.clear()
+            self._charged.clear()
+            self._placed.clear()

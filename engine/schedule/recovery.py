@@ -1,0 +1,154 @@
+"""How a sequence goes on that was handed over, has lost its worker, or blocks on their way.
+
+Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
+Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
+with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
+where nobody else is.
+Never: admits, ends or blames a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.cache.blocks import Ledger
+from engine.cache.places import Places
+from engine.schedule.copies import Copies
+from engine.schedule.journeys import Ways
+from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.router_counters import Counters
+from engine.schedule.sequence import Leg, Moving, On, Sequence
+
+
+class Recovery:
+    """Of one router.
+
+    Args:
+        places: workers and pools.
+        ledger: the blocks.
+        ways: through the workers.
+        copies: blocks that are under way.
+        prefixes: what others have computed.
+        counters: what is counted.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        ledger: Ledger,
+        ways: Ways,
+        copies: Copies,
+        prefixes: PrefixCache,
+        counters: Counters,
+    ) -> None:
+        self._places = places
+        self._ledger = ledger
+        self._ways = ways
+        self._copies = copies
+        self._prefixes = prefixes
+        self._counters = counters
+
+    def hand_over(self, sequence: Sequence) -> Moving:
+        """A worker has done its leg and has dropped the sequence: on to the next."""
+        assert isinstance(sequence.where, On)
+        source = sequence.where.leg
+        target = sequence.legs[sequence.legs.index(source) + 1]
+        sequence.transport = self._copies.links.between(source.worker, target.worker).transport
+        pool = self._ledger.pools[self._places.pool_of(target.worker)]
+        sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
+        self._counters.handoffs += 1
+        return Moving(source, target)
+
+    def detour(
+        self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
+    ) -> Leg | None:
+        """Another way for a sequence whose worker is down; its first leg, or None.
+
+        None: no other worker is there, or its blocks are not to be had yet.
+        """
+        others = {other.worker for other in held if other is not sequence}
+        if sequence.is_on_probation:
+            open_workers = [name for name in open_workers if name not in others]
+
+        hits = self._prefixes.hits(sequence)
+
+        def num_there(worker: str) -> int:
+            pool = self._places.pool_of(worker)
+            return max(self._num_computed(sequence, pool), hits.get(pool, 0))
+
+        for legs in self._ways.detours(sequence, open_workers, held, num_there):
+            if self._take(sequence, legs):
+                return legs[0]
+        return None
+
+    def _take(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
+        """Reserve what a way needs beyond what the sequence has; True if it goes that way."""
+        seq_id, ledger, copies = sequence.seq_id, self._ledger, self._copies
+        needed = self._ways.needs(sequence, legs)
+        missing = {name: n - len(ledger.table(seq_id, name)) for name, n in needed.items()}
+        if any(copies.is_written(sequence, name) for name in needed):
+            return False
+        here = self._places.pool_of(legs[0].worker)
+        num_computed = self._num_computed(sequence, here)
+        new_pools = [name for name in needed if not ledger.table(seq_id, name)]
+        found = self._prefixes.find(sequence, new_pools)
+        if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}, found):
+            return False
+        self._keep(sequence, needed, here, num_computed)
+        sequence.legs = legs
+        if len(legs) > 1:
+            copies.begin(sequence, copies.links.between(legs[0].worker, legs[1].worker))
+        sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
+        return True
+
+    def has_come(self, sequence: Sequence, ready_workers: Collection[str]) -> bool:
+        """See how far the blocks of a sequence have come that is between two workers.
+
+        Of blocks that will not arrive it goes on with those that have; the others are computed.
+
+        Returns:
+            True if nothing is to be waited for: no copy writes its blocks any more.
+        """
+        assert isinstance(sequence.where, Moving)
+        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        copies, source_is_there = self._copies, sequence.where.source.worker in ready_workers
+        is_lost = copies.error(sequence) is not None
+        if from_pool != to_pool and copies.has_left(sequence):
+            self._ledger.release(sequence.seq_id, from_pool)
+        elif copies.is_under_way(sequence):
+            is_there = sequence.computed_in == (from_pool, self._ledger.pools[from_pool].life)
+            has_blocks = bool(self._ledger.table(sequence.seq_id, from_pool))
+            is_lost |= not (is_there and has_blocks and source_is_there)
+        if is_lost:
+            self._counters.failed_handoffs += 1
+            self._keep(sequence, {to_pool}, to_pool, self._num_computed(sequence, to_pool))
+        return not (copies.is_under_way(sequence) or copies.is_written(sequence, to_pool))
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Its blocks have come: it is computed where it goes on."""
+        assert isinstance(sequence.where, Moving)
+        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
+            sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
+        self._copies.forget(sequence.seq_id)
+
+    def _keep(
+        self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int
+    ) -> None:
+        """It goes on with what is computed in one pool, keeps its blocks in some, moves nothing."""
+        if num_computed < sequence.num_computed_tokens:
+            sequence.forget_computed(num_computed)
+        sequence.computed_in = (here, self._ledger.pools[here].life)
+        self._copies.forget(sequence.seq_id)
+        for name in self._ledger.pools:
+            if name not in pools:
+                self._ledger.release(sequence.seq_id, name)
+
+    def _num_computed(self, sequence: Sequence, pool: str) -> int:
+        """Positions that are computed in a pool."""
+        books = self._ledger.pools[pool]
+        has_blocks = bool(self._ledger.table(sequence.seq_id, pool))
+        if has_blocks and sequence.computed_in == (pool, books.life):
+            return sequence.num_computed_tokens
+        num_arrived = self._copies.num_arrived(sequence, pool) * books.block_size
+        return min(num_arrived, sequence.num_computed_tokens)

@@ -1,0 +1,307 @@
+"""What the workers are for at this moment: static, colocated or elastic roles, and the cores.
+
+Owns: the roles in force, the targets, what is known of step times and of outcomes, and the last
+route taken.
+Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
+to do lends its cores to one that has, unless roles are static; it has them back before it steps.
+Never: touches a block or a sequence; reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from engine.cache.places import Places
+from engine.schedule.copies import Copies
+from engine.schedule.cores import Cores, Cpus
+from engine.schedule.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
+from engine.schedule.journeys import Pair
+from engine.schedule.outcomes import Outcome, Outcomes
+from engine.schedule.sequence import Phase, Sequence
+from engine.schedule.step_times import StepLoad, StepTimes
+from engine.wire.messages import Command, CoresUsed, Rehearsed, Stepped
+
+ROLES = ("elastic", "static", "colocated")
+
+RECENT_HALF_LIFE_S = 1.0
+"""Of the number of sequences that decoded a moment ago."""
+
+
+class Roles:
+    """Policy over all workers.
+
+    Args:
+        places: which worker is which.
+        cores: each worker's own.
+        roles: one of ROLES; one worker is always colocated.
+        copies: knows what copying takes.
+        max_step_tokens: of prompts, in a worker's step.
+        send: passes a command to a worker.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        cores: Mapping[str, tuple[int, ...]],
+        roles: str,
+        copies: Copies,
+        max_step_tokens: int,
+        send: Callable[[str, Command], None],
+    ) -> None:
+        self.places = places
+        self._copies = copies
+        self._recent = {name: _RecentBatch() for name in places.names}
+        self.cores = Cores(cores, send)
+        self.slo = Slo()
+        self.counts: Counter[str] = Counter()
+        """Sequences placed, by route and reason."""
+        self.ready_workers: set[str] = set()
+        self.stalled: frozenset[str] = frozenset()
+        """Ready, but without progress: they get nothing new until they are heard of again."""
+        self._roles = "colocated" if places.is_colocated else roles
+        self._max_step_tokens = max_step_tokens
+        self._times: dict[tuple[str, int], StepTimes] = {}
+        self.outcomes = Outcomes(self._num_measured)
+        self._last: str | None = None
+
+    @property
+    def roles(self) -> str:
+        """The roles in force: elastic, static or colocated."""
+        return self._roles
+
+    @property
+    def open_workers(self) -> set[str]:
+        """Those that may be given something new."""
+        return self.ready_workers - self.stalled
+
+    @property
+    def acts_static(self) -> bool:
+        """True if elastic roles have nothing to choose: with all workers on one core, or GPU."""
+        is_single_core = self.places.shares_memory_bus and not self.cores.are_apart
+        return self._roles == "elastic" and is_single_core
+
+    def switch(self, roles: str) -> None:
+        """Place what comes by other roles; the caller settles."""
+        self._roles = roles
+        self._last = None
+
+    # What happens to workers
+
+    def worker_ready(self, worker: str) -> None:
+        """It takes commands from now on."""
+        self.ready_workers.add(worker)
+        self.cores.worker_ready(worker)
+
+    def worker_died(self, worker: str) -> None:
+        """It is gone; when it comes back it will need its cores to load."""
+        self.ready_workers -= {worker, *self.places.mappers_of(worker)}  # those end with it
+        self.cores.worker_died(worker)
+
+    def answered(self, worker: str, report: CoresUsed) -> None:
+        """A worker has changed its cores."""
+        self.cores.answered(worker, report)
+
+    def rehearsed(self, worker: str, report: Rehearsed) -> None:
+        """Learn from steps that were made to be timed."""
+        times = self._times_of(worker)
+        for step in report.steps:
+            times.observe(StepLoad.alike(step), step.elapsed_ms)
+
+    def stepped(self, worker: str, step: Stepped) -> list[Outcome]:
+        """Learn from a step; what has become of prompts with it."""
+        load = StepLoad.of(step.entries)
+        if not (load.num_prefill_tokens or load.batch):
+            return []
+        self._times_of(worker).observe(load, (step.ended_ns - step.started_ns) / 1e6)
+        if load.batch:
+            self._recent[worker].observe(load, step.ended_ns)
+        return self.outcomes.stepped(worker, step, self._num_cores(worker))
+
+    def _times_of(self, worker: str) -> StepTimes:
+        """Its step times on the cores that it has now."""
+        key = (worker, self._num_cores(worker))
+        return self._times.setdefault(key, StepTimes())
+
+    # What the router asks
+
+    def route(
+        self,
+        sequence: Sequence,
+        candidates: list[Pair],
+        running: Iterable[Sequence],
+        now_ns: int,
+        hits: Mapping[str, int],
+    ) -> Choice:
+        """How a sequence should be run that is about to be placed.
+
+        Args:
+            sequence: it has no legs yet.
+            candidates: as Ways gives them, the one of static roles first.
+            running: all that is on workers, or between two.
+            now_ns: CLOCK_MONOTONIC.
+            hits: positions of it by pool that are computed there.
+        """
+        static = candidates[0]
+        if self._roles == "colocated":
+            return Choice(Pair(static.decode, static.decode), "colocated")
+        if self._roles == "static" or self.acts_static:
+            if not static.moves:
+                return Choice(static, "only", "no worker of the other role is there")
+            about = "both workers share one device" if self._roles == "elastic" else ""
+            return Choice(static, "static", about)
+        loads = {
+            name: self._recent[name].added_to(load, now_ns)
+            for name, load in self._loads(running).items()
+        }
+        situation = Situation(
+            num_prompt_tokens=sequence.num_tokens,
+            max_tokens=sequence.sampling.max_tokens,
+            candidates=tuple(candidates),
+            loads=loads,
+            num_cores={name: len(own) or 1 for name, own in self.cores.own.items()},
+            max_step_tokens=self._max_step_tokens,
+            slo=self.slo,
+            shares_memory_bus=self.places.shares_memory_bus,
+            lends_cores=self.cores.can_lend,
+            copy_ms=self._copy_ms(sequence.num_tokens, hits, candidates),
+            last=self._last,
+            closed=self.outcomes.closed(),
+            num_cached={w.name: hits[w.pool] for w in self.places.workers if w.pool in hits},
+        )
+        return choose(situation, self._predict_ms)
+
+    def placed(self, sequence: Sequence, choice: Choice, now_ns: int) -> None:
+        """The choice has been acted on."""
+        self._last = choice.pair.route
+        self.counts[f"{choice.pair.route} {choice.reason}"] += 1
+        if choice.forecast is not None:
+            num_tokens = sequence.num_uncached_tokens
+            self.outcomes.begin(
+                sequence.seq_id, choice.forecast, num_tokens=num_tokens, at_ns=now_ns
+            )
+
+    def settle(self, running: Iterable[Sequence]) -> None:
+        """Bring the cores to where the work is."""
+        cores = self.cores
+        if not cores.can_lend:
+            return
+        busy = {sequence.worker for sequence in running if sequence.worker is not None}
+        idle = [name for name in cores.own if name not in busy]
+        busy |= self.stalled  # nobody waits for cores that these will not let go of
+        is_whole = self.ready_workers == set(cores.own)
+        if self._roles == "colocated" and is_whole:
+            idle = [name for name in self.places.parked_when_colocated if name in idle] or idle
+        if self._roles == "static" or not is_whole or not idle:
+            cores.want(cores.own, busy)
+        elif len(idle) < len(cores.own):
+            cores.want(_shares(cores.own, idle), busy)
+        # with nobody busy they stay where they are: nobody knows who will be first
+
+    def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
+        """What each worker has to do; a sequence on its way to decode counts where it goes."""
+        tokens = dict.fromkeys(self.places.names, 0)
+        batches, contexts = dict(tokens), dict(tokens)
+        for sequence in running:
+            worker = sequence.legs[-1].worker
+            if sequence.phase is Phase.PREFILLING and sequence.worker is not None:
+                left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+                tokens[sequence.worker] += left
+                if len(sequence.legs) == 1:
+                    continue
+            batches[worker] += 1
+            contexts[worker] += sequence.num_computed_tokens
+        return {
+            name: WorkerLoad(tokens[name], batches[name], contexts[name])
+            for name in self.places.names
+        }
+
+    def _predict_ms(self, worker: str, num_cores: int, load: StepLoad) -> float | None:
+        """By this worker's own steps; on one bus all workers are alike, so also by another's."""
+        for times in self._times_like(worker, num_cores):
+            if (known_ms := times.predict_ms(load)) is not None:
+                return known_ms
+        return None
+
+    def _times_like(self, worker: str, num_cores: int) -> list[StepTimes]:
+        """What is known of a worker on so many cores; its own steps first."""
+        known = (self._times.get((name, num_cores)) for name in self._like(worker))
+        return [times for times in known if times is not None]
+
+    def _like(self, worker: str) -> list[str]:
+        """Workers whose steps take as long as this one's, which is the first."""
+        others = [name for name in self.places.names if name != worker]
+        return [worker, *others] if self.places.shares_memory_bus else [worker]
+
+    def _num_measured(self, way: Way) -> int:
+        """Steps made of its size on the cores that it uses."""
+        likes = self._times_like(way.worker, way.num_cores)
+        return sum(times.num_prompt_steps(way.size) for times in likes)
+
+    def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
+        """A step on the worker, by the cores with which it takes longest; None: unknown."""
+        every = [
+            times.predict_ms(load) for (name, _), times in self._times.items() if name == worker
+        ]
+        return max((known_ms for known_ms in every if known_ms is not None), default=None)
+
+    def prompt_ms(self, worker: str, num_tokens: int, num_before: int) -> float | None:
+        """The least that so many tokens of a prompt might take after so many; None: unknown.
+
+        A guess, where steps of such a size have not been measured.
+        """
+        size = min(num_tokens, self._max_step_tokens)
+        load = StepLoad(size, size * (num_before + num_tokens / 2))
+        every = [times.guess_ms(load) for (name, _), times in self._times.items() if name == worker]
+        known = [step_ms * num_tokens / size for step_ms in every if step_ms is not None]
+        return min(known, default=None)
+
+    def _num_cores(self, worker: str) -> int:
+        """On which it computes now."""
+        cores = self.cores
+        return len(cores.used(worker) if cores.can_lend else cores.own[worker]) or 1
+
+    def _copy_ms(
+        self, num_tokens: int, hits: Mapping[str, int], pairs: list[Pair]
+    ) -> dict[Pair, float]:
+        """What copying a prompt's blocks takes, where that is known; nothing within one pool."""
+        links = {pair: self._copies.links.between(*pair) for pair in pairs if pair.moves}
+        known = {
+            pair: self._copies.expected_ms(link, num_tokens - hits.get(link.to_pool, 0))
+            for pair, link in links.items()
+        }
+        return {pair: copy_ms for pair, copy_ms in known.items() if copy_ms is not None}
+
+
+def _shares(own: Mapping[str, Cpus], idle: Collection[str]) -> dict[str, Cpus]:
+    """Cores by worker, with those of idle ones dealt out to the others."""
+    active = [name for name in own if name not in idle]
+    spare = sorted(cpu for name in idle for cpu in own[name])
+    dealt = {name: own[name] | set(spare[i :: len(active)]) for i, name in enumerate(active)}
+    return {name: dealt.get(name, frozenset()) for name in own}
+
+
+class _RecentBatch:
+    """How many decoded lately: who has just had an answer is likely to ask again."""
+
+    def __init__(self) -> None:
+        self._load = StepLoad()
+        self._at_ns = 0
+
+    def observe(self, load: StepLoad, at_ns: int) -> None:
+        """Take in a step of the decode worker."""
+        if load.batch >= self._batch(at_ns):
+            self._load, self._at_ns = load, at_ns
+
+    def added_to(self, now: WorkerLoad, at_ns: int) -> WorkerLoad:
+        """The load there is, with those who are expected back."""
+        num_more = self._batch(at_ns) - now.batch
+        if num_more <= 0:
+            return now
+        context = now.context + num_more * self._load.context // self._load.batch
+        return now._replace(batch=now.batch + num_more, context=context, num_expected=num_more)
+
+    def _batch(self, at_ns: int) -> int:
+        elapsed_s = max(0, at_ns - self._at_ns) / 1e9
+        return round(self._load.batch * math.exp2(-elapsed_s / RECENT_HALF_LIFE_S))

@@ -1,0 +1,390 @@
+"""Who runs where: admission, handoff, recovery. Events in, commands out.
+
+Owns: every sequence from submit to its last released block, and the ledger.
+Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
+nothing new passes one that was preempted; what admission takes is taken in all pools of a
+sequence's legs together, or in none; each sequence ends once.
+Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+
+from engine.cache.blocks import Ledger
+from engine.cache.places import DECODE, Places
+from engine.schedule import suspicion
+from engine.schedule.copies import Copies
+from engine.schedule.fetches import Fetches
+from engine.schedule.growth import Growth
+from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair, Ways, admit, legs_of
+from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.queue import FairQueue
+from engine.schedule.queued_work import Ahead
+from engine.schedule.recovery import Recovery
+from engine.schedule.roles_in_force import Roles
+from engine.schedule.router_counters import Counters
+from engine.schedule.sequence import Ended, FinishReason, Leg, Moving, On, Paused, Sequence, Waiting
+from engine.schedule.whereabouts import Whereabouts, age
+from engine.wire.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
+from engine.wire.sampling import TokenLogprob
+
+MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
+STARVATION_NS = 10_000_000_000
+"""A sequence that has waited this long is not passed any more by what comes after it in order."""
+
+Send = Callable[[str, Command], None]
+Emit = Callable[[Sequence, list[int], list[TokenLogprob], bool], None]
+
+
+class Router:
+    """The one owner of all sequences."""
+
+    def __init__(
+        self,
+        places: Places,
+        ledger: Ledger,
+        queue: FairQueue,
+        *,
+        send: Send,
+        emit: Emit,
+        max_step_tokens: int,
+        roles: str = "static",
+        cores: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.places = places
+        self.ledger = ledger
+        self.ways = Ways(places, ledger)
+        self.copies = Copies(ledger, places)
+        cores = cores or dict.fromkeys(places.names, ())
+        self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
+        self.counters = Counters()
+        self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)
+        self.prefixes = PrefixCache(places, ledger, self.counters, self.fetches, max_step_tokens)
+        self.recovery = Recovery(
+            places, ledger, self.ways, self.copies, self.prefixes, self.counters
+        )
+        self.queue = queue
+        """New, and holding no blocks."""
+        self.at = Whereabouts()
+        self.growth = Growth(places, ledger, self.at, send)
+        self._send = send
+        self._emit = emit
+        self.max_step_tokens = max_step_tokens
+
+    # What clients cause
+
+    def submit(self, sequences: list[Sequence], now_ns: int) -> None:
+        """Queue all of a request's sequences, or none.
+
+        Raises:
+            QueueFull: there is no room in the queue now.
+            RequestError: they could never fit the pools, or the queue.
+        """
+        for sequence in sequences:
+            self.ways.check_fits(sequence)
+        self.queue.push(sequences, now_ns)
+        self.dispatch(now_ns)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
+        """End a sequence now: its blocks drain, its worker is told, its reply is closed."""
+        if sequence.is_finished:
+            return
+        was = sequence.where
+        self.at.put(sequence, Ended(sequence.worker))
+        sequence.finish_reason = reason
+        sequence.stamps.finish(now_ns)
+        self.queue.forget(sequence)
+        self.growth.forget(sequence)
+        self.prefixes.forget(sequence)
+        self.roles.outcomes.forget(sequence.seq_id)
+        key = ("admit", sequence.seq_id, sequence.generation)
+        if isinstance(was, On) and self.ledger.is_open(key):
+            self._send(was.leg.worker, Release(*key[1:]))
+        self.copies.forget(sequence.seq_id)
+        self.ledger.release_all(sequence.seq_id)
+
+    def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
+        """End a sequence at a stop string, after so many output tokens; its reply knows."""
+        del sequence.output_token_ids[num_kept_tokens:]
+        self.finish(sequence, FinishReason.STOP, now_ns)
+        sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
+        self.dispatch(now_ns)
+
+    def abort(
+        self, sequence: Sequence, reason: FinishReason, now_ns: int, error: str | None = None
+    ) -> None:
+        """End a sequence and tell its reply, with what went wrong if something did."""
+        if sequence.is_finished:
+            return
+        sequence.error = error
+        self.finish(sequence, reason, now_ns)
+        self._emit(sequence, [], [], True)
+        self.dispatch(now_ns)
+
+    # What workers report
+
+    def worker_ready(self, worker: str, now_ns: int) -> None:
+        """The worker takes commands from now on."""
+        self.roles.worker_ready(worker)
+        self.dispatch(now_ns)
+
+    def cores_used(self, worker: str, report: CoresUsed) -> None:
+        """The worker has changed its cores, as it was told."""
+        self.roles.answered(worker, report)
+
+    def switch_roles(self, roles: str, now_ns: int) -> None:
+        """Place what comes by other roles; what runs ends as it began."""
+        self.roles.switch(roles)
+        self.dispatch(now_ns)
+
+    def worker_died(self, worker: str, now_ns: int) -> None:
+        """The worker is dead and everything that it sent has been handled.
+
+        Its sequences keep blocks, outputs, and what is acknowledged of KV in pools that outlive it.
+        """
+        self.roles.worker_died(worker)
+        self.ledger.reap(worker)
+        for pool in self.places.pools:
+            if pool.home == worker:
+                self.ledger.pools[pool.name].lose()
+        self.copies.worker_died(worker)
+        victims = [s for s in self.at.running.values() if s.worker == worker]
+        if not self.places.has_followed(worker, self.roles.ready_workers):
+            suspicion.blame(victims)
+        for sequence in victims:
+            self.growth.forget(sequence)
+            self.roles.outcomes.forget(sequence.seq_id)
+            assert isinstance(sequence.where, On)
+            self.at.put(sequence, Waiting(sequence.where.leg))
+        for sequence in victims:
+            if suspicion.is_proven(sequence):
+                about = f"worker {worker} died {sequence.num_suspicions} times under it"
+                self.abort(sequence, FinishReason.ERROR, now_ns, about)
+            else:
+                sequence.num_recoveries += 1
+                self.counters.recovered_sequences += 1
+        self.dispatch(now_ns)
+
+    def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
+        """Take in one step: progress, tokens and releases."""
+        for outcome in self.roles.stepped(worker, step):
+            if (told := self.at.running.get(outcome.seq_id)) is not None:
+                told.route_reason = f"{told.route_reason}{outcome.about}"
+                if outcome.gives_way:
+                    self._send(worker, Release(told.seq_id, told.generation))
+        waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
+        is_waited = bool(self.at.resuming or self.at.paused)
+        needs_dispatch = is_waited or (waits_for_prompts and step.num_prefill_tokens > 0)
+        for entry in step.entries:
+            key = ("admit", entry.seq_id, entry.generation)
+            if entry.released and not self.ledger.close_command(key):
+                self.counters.stale_messages += 1
+            needs_dispatch |= entry.released is not None
+            sequence = self.at.running.get(entry.seq_id)
+            if sequence is None:
+                continue
+            if sequence.generation != entry.generation or sequence.worker != worker:
+                self.counters.stale_messages += 1
+                continue
+            self._advance(sequence, step, entry, now_ns)
+        if needs_dispatch:
+            self.dispatch(now_ns)
+        else:
+            self._grow(now_ns)
+
+    def copied(self, worker: str, report: Copied, now_ns: int) -> None:
+        """Some blocks have arrived where they go, or will not."""
+        arrival = self.copies.copied(worker, report)
+        if arrival is None:
+            self.counters.stale_messages += bool(report.num_pairs)
+        elif arrival[0] is not None:
+            arrival[0].handoff_bytes += arrival[1]
+            self.counters.handoff_bytes += arrival[1]
+        self.dispatch(now_ns)
+
+    # Placement
+
+    def dispatch(self, now_ns: int) -> None:
+        """Place whatever can be placed: those that hold blocks, those that did, then the queue."""
+        self.fetches.settle(self.roles.open_workers)
+        for sequence in list(self.at.moving.values()):
+            self._arrive(sequence, now_ns)
+        for sequence in list(self.at.resuming.values()):
+            self._resume(sequence, now_ns)
+        self._grow(now_ns)
+        self.queue.served(bool(self.roles.ready_workers), now_ns)
+        if (self.at.paused or self.queue) and self.roles.ready_workers:
+            self._dispatch_queue(now_ns)
+        self.copies.pump(self.roles.ready_workers, self._send)
+        self.roles.settle(self.at.held())
+
+    def _grow(self, now_ns: int) -> None:
+        """Give blocks to those that need more; take them from others where there are none."""
+        while victims := self.growth.grow():
+            for sequence in victims:
+                self._pause(sequence, now_ns)
+
+    def _dispatch_queue(self, now_ns: int) -> None:
+        """Place what holds no blocks; nothing new while one that did does not fit."""
+        ahead = Ahead(self.at.running.values(), now_ns)
+        spare, there = self.growth.spare(), self.roles.open_workers
+        most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
+        there = self.roles.open_workers
+        paused = sorted(self.at.paused.values(), key=age)
+        for sequence in chain(paused, self.queue.in_order(now_ns)):
+            is_full = not any(spare[worker.pool] > 0 for worker in self.places.workers)
+            if len(self.at.running) + len(self.at.moving) >= most or is_full:
+                break
+            is_paused = isinstance(sequence.where, Paused)
+            if not is_paused and self.prefixes.is_coming(sequence, ahead, there):
+                continue
+            if self._place(sequence, ahead, spare, now_ns):
+                ahead.add(sequence)
+                spare = self.growth.spare()
+            elif is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
+                break
+
+    def _place(
+        self, sequence: Sequence, ahead: Ahead, spare: Mapping[str, int], now_ns: int
+    ) -> bool:
+        """Route a sequence, reserve what it needs and admit it, if all of that can be now.
+
+        A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
+        overtaken by a shorter one and cancelled without a message.
+        """
+        held, there = self.at.held(), self.roles.open_workers
+        open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
+        prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
+        room = prefixes.room(sequence, hits, spare)
+        if not open_workers or not self.ways.fits(sequence, room):
+            return False
+        if self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence, there):
+            return False
+        until = prefixes.tokens_until(sequence, hits, ahead)
+        candidates = self.ways.candidates(sequence, there, held, until, hits, room)
+        choice = self.roles.route(sequence, candidates, held, now_ns, hits)
+        legs = legs_of(sequence, choice.pair)
+        if not self.ways.has_capacity(sequence, legs):  # with its output it is too long to move
+            legs = legs_of(sequence, Pair(choice.pair.decode, choice.pair.decode))
+        needed = self.ways.needs(sequence, legs)
+        fits = legs[0].worker in open_workers and all(n <= room[name] for name, n in needed.items())
+        if not fits or prefixes.fetch(sequence, legs[0].worker, hits, there):
+            return False
+        if not prefixes.reserve(sequence, legs, needed):
+            return False
+        self.roles.placed(sequence, choice, now_ns)
+        sequence.legs, sequence.route_reason = legs, choice.words + self.copies.links.named(legs)
+        sequence.max_chunk_tokens = choice.max_chunk_tokens
+        if len(legs) > 1:
+            self.copies.begin(sequence, self.copies.links.between(legs[0].worker, legs[1].worker))
+        if isinstance(sequence.where, Waiting):
+            self.queue.take(sequence, now_ns)
+        self._admit(sequence, legs[0], now_ns)
+        return True
+
+    def _resume(self, sequence: Sequence, now_ns: int) -> None:
+        """Place a sequence that has lost its worker: there if it is back, else where it can."""
+        assert isinstance(sequence.where, Waiting)
+        assert sequence.where.leg is not None
+        leg = self._detour(sequence, sequence.where.leg)
+        sequence.where = Waiting(leg)
+        if self._may_run(sequence, leg.worker):
+            self._admit(sequence, leg, now_ns)
+
+    def _detour(self, sequence: Sequence, leg: Leg) -> Leg:
+        if leg.worker in self.roles.ready_workers:
+            return leg
+        return self.recovery.detour(sequence, self.roles.open_workers, self.at.held()) or leg
+
+    def _may_run(self, sequence: Sequence, worker: str) -> bool:
+        """True if the worker is there, and it is not a second suspect beside another."""
+        at_worker = [s for s in self.at.running.values() if s.worker == worker]
+        return worker in self.roles.ready_workers and not suspicion.must_wait(sequence, at_worker)
+
+    def _arrive(self, sequence: Sequence, now_ns: int) -> None:
+        """Go on with a sequence between two workers, as far as its blocks have come."""
+        assert isinstance(sequence.where, Moving)
+        target, ready = sequence.where.target, self.roles.ready_workers
+        leg = self._detour(sequence, target)
+        if leg is not target:
+            self.at.put(sequence, Waiting(leg))
+            return
+        if self.recovery.has_come(sequence, ready) and self._may_run(sequence, target.worker):
+            self.recovery.arrive(sequence)
+            self._admit(sequence, target, now_ns)
+
+    def _admit(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
+        worker, pool = leg.worker, self.places.pool_of(leg.worker)
+        if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
+            self._pause(sequence, now_ns)
+            return
+        sequence.generation += 1
+        self.at.put(sequence, On(leg))
+        table = list(self.ledger.table(sequence.seq_id, pool))
+        key = ("admit", sequence.seq_id, sequence.generation)
+        self.ledger.open_command(key, worker, {pool: table})
+        self._send(worker, admit(sequence, leg, table))
+        self.prefixes.publish(sequence)
+        self.growth.note(sequence)
+
+    def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
+        stamps = sequence.stamps
+        sequence.num_computed_tokens = entry.num_computed_tokens
+        sequence.output_token_ids += entry.token_ids
+        self.queue.generated(sequence, len(entry.token_ids))
+        self.prefixes.publish(sequence)
+        sequence.prompt_logprobs += entry.prompt_logprobs
+        if entry.num_scheduled_tokens:
+            sequence.is_on_probation = False
+            if stamps.started_ns is None:
+                stamps.started_ns = step.started_ns
+            if entry.num_computed_tokens > sequence.num_prompt_tokens:
+                has_moved = sequence.transport is not None
+                stamps.decoding(step.started_ns, entry.admitted_ns if has_moved else None)
+        for _ in entry.token_ids:
+            stamps.token(now_ns)
+        if entry.finish_reason is not None:
+            sequence.error, sequence.is_refused = entry.error, entry.error is not None
+            self.finish(sequence, FinishReason(entry.finish_reason), now_ns)
+        if entry.token_ids or sequence.is_finished:
+            self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
+        # emit may have ended it too (a stop string), so ask again
+        if entry.released is None or sequence.is_finished:
+            self.growth.note(sequence)
+            return
+        self.growth.forget(sequence)
+        if entry.released == "preempted":
+            self._pause(sequence, now_ns)
+        elif entry.released == "moved":
+            self.at.put(sequence, self.recovery.hand_over(sequence))
+        else:
+            self._give_way(sequence)
+
+    def _give_way(self, sequence: Sequence) -> None:
+        """Dropped for those who decode there, it goes on elsewhere, or a little at a time."""
+        assert isinstance(sequence.where, On)
+        leg = sequence.where.leg
+        legs = self.ways.elsewhere(sequence, leg.worker, self.roles.ready_workers)
+        if legs:
+            leg, sequence.legs = legs[0], legs
+        sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
+        self.at.put(sequence, Waiting(leg))
+
+    def _pause(self, sequence: Sequence, now_ns: int) -> None:
+        """Others need its blocks; what it has computed is computed again when it is admitted."""
+        self.roles.outcomes.forget(sequence.seq_id)
+        self.copies.forget(sequence.seq_id)
+        self.prefixes.take_away(sequence)
+        sequence.lose_blocks(now_ns)
+        self.counters.preemptions += 1
+        self.at.put(sequence, Paused())
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless ledger, queue, copies, cores and sequences agree."""
+        self.queue.check_invariants()
+        self.roles.cores.check_invariants()
+        self.ledger.check_invariants()
+        self.copies.check_invariants()
+        self.at.check_invariants(self.ledger, self.queue, self.fetches.owners)

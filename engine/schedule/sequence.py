@@ -1,0 +1,318 @@
+"""A sequence: token ids, where they stand, and when each stage began.
+
+Its way is a list of legs, each a worker and how many output tokens it is to have there. Static
+roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
+it is one leg. Where it is at this moment is said in one place, `where`.
+Owns: the progress of one sequence as the daemon knows it.
+Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
+Never: text, HTTP, block ids of more than it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from engine.cache.prefix_hashes import PrefixChain
+from engine.wire.sampling import SamplingParams, TokenLogprob
+
+
+class Phase(StrEnum):
+    """Where a sequence is, for people. Chunk progress is a number, not a phase."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    PAUSED = "paused"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class Leg(NamedTuple):
+    """A part of a sequence's way: it runs at a worker until it has so many output tokens."""
+
+    worker: str
+    until_output: int
+
+
+def route_of(workers: Iterable[str]) -> str:
+    """A way in a word: the name of the worker that does all of it, or `move` if there are two."""
+    first, *others = dict.fromkeys(workers)
+    return "move" if others else first
+
+
+class Waiting(NamedTuple):
+    """For a worker: in the queue and without blocks, or with blocks, for the worker of a leg."""
+
+    leg: Leg | None = None
+
+
+class Paused(NamedTuple):
+    """Preempted: it has no blocks, and is placed before the queue."""
+
+
+class On(NamedTuple):
+    """Admitted to the worker of this leg."""
+
+    leg: Leg
+
+
+class Moving(NamedTuple):
+    """Between two workers: the first has let go of it, the second does not have it yet."""
+
+    source: Leg
+    target: Leg
+
+
+class Ended(NamedTuple):
+    """The sequence is over, and has a finish reason."""
+
+    worker: str | None = None
+    """Where it was, or went, in the end; None: it was nowhere."""
+
+
+Where = Waiting | Paused | On | Moving | Ended
+QUEUED = Waiting()
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Stamps:
+    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached (appliance.frame.latency).
+
+    A pause takes a sequence's blocks away. One before token 1 takes `started_ns` back, for then the
+    sequence is in the queue again; one after it is counted, until the next token, in `paused_ns`.
+    """
+
+    arrived_ns: int
+    tokenized_ns: int | None = None
+    started_ns: int | None = None
+    """Start of the first step that contained the sequence."""
+    first_token_ns: int | None = None
+    """When the daemon read token 1; second_token_ns and last_token_ns likewise."""
+    attached_ns: int | None = None
+    """When the decode worker took it over; None where there was no handoff."""
+    decode_started_ns: int | None = None
+    """Start of the first step that computed a position after the prompt."""
+    second_token_ns: int | None = None
+    last_token_ns: int | None = None
+    finished_ns: int | None = None
+    paused_ns: int | None = None
+    """Not a point in time: how long all pauses together were, those that are over."""
+    restored_ns: int | None = None
+    """No point in time either: how long it waited in the queue for blocks from the disk; None: it
+    never did."""
+    paused_at_ns: int | None = None
+    """When the pause began that is not over; None: it is not paused."""
+
+    def token(self, now_ns: int) -> None:
+        """The daemon has read one more."""
+        self._go_on(now_ns)
+        self.last_token_ns = now_ns
+        if self.first_token_ns is None:
+            self.first_token_ns = now_ns
+        elif self.second_token_ns is None:
+            self.second_token_ns = now_ns
+
+    def decoding(self, started_ns: int, admitted_ns: int | None) -> None:
+        """A step has computed a position after the prompt.
+
+        Args:
+            started_ns: of that step.
+            admitted_ns: when its worker took the sequence over; None: it was never handed over.
+        """
+        if self.decode_started_ns is None:
+            if admitted_ns is not None:
+                self.attached_ns = max(admitted_ns, self.first_token_ns or 0)
+            self.decode_started_ns = max(started_ns, self.attached_ns or 0)
+
+    def pause(self, now_ns: int) -> None:
+        """Its blocks have been taken away."""
+        if self.first_token_ns is None:
+            self.started_ns = None
+            return
+        if self.decode_started_ns is None:  # whatever it was waiting for is over
+            self.decode_started_ns = now_ns
+        if self.paused_at_ns is None:
+            self.paused_at_ns = now_ns
+
+    def restored(self, elapsed_ns: int) -> None:
+        """It has waited so long for the disk; after token 1 that is a part of its pause."""
+        if self.first_token_ns is None:
+            self.restored_ns = (self.restored_ns or 0) + elapsed_ns
+
+    def finish(self, now_ns: int) -> None:
+        """It has ended, perhaps in a pause."""
+        self._go_on(now_ns)
+        self.finished_ns = now_ns
+
+    def _go_on(self, now_ns: int) -> None:
+        if self.paused_at_ns is not None:
+            self.paused_ns = (self.paused_ns or 0) + now_ns - self.paused_at_ns
+            self.paused_at_ns = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and what has been generated for it."""
+
+    seq_id: int
+    request_id: str
+    index: int
+    """Position among the request's sequences; the `index` of its choice in the reply."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stamps: Stamps
+    owner: str = ""
+    """Whose it is, for fair shares of the queue."""
+    prefix: PrefixChain | None = None
+    """The hashes of its full blocks; None: it neither finds others' blocks nor leaves its own."""
+    num_cached_tokens: int = 0
+    """Of its prompt, those found computed when it was first placed; before that, when the cache was
+    last looked at."""
+    num_restored_tokens: int = 0
+    """Of those, the ones that were loaded from the disk for it."""
+    num_published_blocks: int = 0
+    """Of its table where it is computed, those that others have been able to find."""
+    where: Where = QUEUED
+    legs: tuple[Leg, ...] = ()
+    """Chosen when its blocks are reserved."""
+    generation: int = 0
+    """Grows with every admit; messages of older generations are dropped."""
+    route_reason: str | None = None
+    """Why these legs, in words; the first is one of engine.schedule.elastic's reasons."""
+    restore_reason: str | None = None
+    """What was decided about its blocks on disk, in words; None: there were none."""
+    max_chunk_tokens: int | None = None
+    """Of its prompt in one step; None: as many as a step takes."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Positions whose KV is written and acknowledged."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of prompt tokens 1, 2, ... as far as they are computed; empty unless asked for."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    is_refused: bool = False
+    """The error is in what was asked: its client can mend it, and nobody here."""
+    num_recoveries: int = 0
+    num_preemptions: int = 0
+    """Times that its blocks were taken away for others."""
+    num_suspicions: int = 0
+    """Deaths of a worker for which it may be to blame."""
+    is_on_probation: bool = False
+    """Under suspicion, and without progress since: no other such sequence runs beside it."""
+    handoff_bytes: int = 0
+    """Bytes that moved in the handoff; 0 when the pool is shared."""
+    handoff_blocks: int = 0
+    computed_in: tuple[str, int] | None = None
+    """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
+    transport: str | None = None
+    """`alias`, `peer` or `shm` once it was handed over; None before, or if it never moves."""
+    workers: list[str] = field(default_factory=list)
+    """Where it has run, in order."""
+    links: list[str] = field(default_factory=list)
+    """How its KV came to each of them but the first: a transport, or `none` where it was there
+    already, or was computed again."""
+
+    def runs_at(self, worker: str, transport: str | None) -> None:
+        """It is admitted there, by that transport; None: new, or after a pause or a death."""
+        if transport is None and self.workers[-1:] == [worker]:
+            return
+        if self.workers:
+            self.links.append(transport or "none")
+        self.workers.append(worker)
+
+    def forget_computed(self, num_kept_tokens: int = 0) -> None:
+        """Compute again what comes after so many positions, into the same blocks.
+
+        Where prompt tokens are reported on, that is everything: each is reported on once.
+        """
+        if self.sampling.prompt_logprobs is not None:
+            num_kept_tokens, self.prompt_logprobs = 0, []
+        self.num_computed_tokens = num_kept_tokens
+
+    def lose_blocks(self, now_ns: int) -> None:
+        """Others have got them: everything is to be computed again."""
+        self.forget_computed()
+        self.computed_in = None
+        self.num_preemptions += 1
+        self.stamps.pause(now_ns)
+
+    @property
+    def phase(self) -> Phase:
+        """Where the sequence is, in a word for people."""
+        match self.where:
+            case Waiting():
+                return Phase.QUEUED
+            case Paused():
+                return Phase.PAUSED if self.output_token_ids else Phase.QUEUED
+            case Moving():
+                return Phase.HANDING_OFF
+            case Ended():
+                return Phase.FINISHED
+        is_prompt = self.num_computed_tokens < self.num_prompt_tokens
+        return Phase.PREFILLING if is_prompt else Phase.DECODING
+
+    @property
+    def route(self) -> str | None:
+        """Its way in a word, as route_of() has it; None until it is placed."""
+        return route_of(leg.worker for leg in self.legs) if self.legs else None
+
+    @property
+    def worker(self) -> str | None:
+        """Where it is, or goes; None while it waits and when it has ended."""
+        match self.where:
+            case On(leg) | Moving(_, leg):
+                return leg.worker
+        return None
+
+    @property
+    def last_worker(self) -> str | None:
+        """As `worker`; of one that has ended, where that was."""
+        return self.where.worker if isinstance(self.where, Ended) else self.worker
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens in the prompt that are to be computed, as far as that is known."""
+        return len(self.prompt_token_ids) - self.num_cached_tokens
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens at positions from start to before end."""
+        num_prompt = len(self.prompt_token_ids)
+        outputs = self.output_token_ids[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
+        return self.prompt_token_ids[start:end] + outputs
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and kept."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of prompt and output, in a new list."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has a finish reason; blocks may still be draining."""
+        return self.finish_reason is not None

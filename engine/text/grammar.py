@@ -1,0 +1,241 @@
+"""Grammars that an output must match, as texts: written and validated here, followed by matchers.
+
+A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
+Owns: how grammars are written, and the limits that keep hostile ones harmless.
+Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
+Never: looks at tokens: a grammar says which texts there may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from engine.text.schema_references import endless_reference
+
+MAX_GRAMMAR_CHARS = 65_536
+"""Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
+_MAX_LARK_RULES = 256
+"""An error at the end of a chain of rules is told once per rule: time grows with the cube."""
+_COMPILER_STACK_BYTES = 256 << 20
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=10_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,  # else the client reads its whole grammar again
+)
+_STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
+_MAX_ERROR_CHARS = 300
+_ANY_OBJECT = {"type": "object"}
+_WHITESPACE = r"[ \n\r\t]{1,64}"
+"""Room for an indent by four over a dozen levels."""
+_NO_WAY_ON = "NoExtensionBias"
+"""llguidance's word for a state in which no token may follow, and the output may not end."""
+_TOO_MANY = "too many expressions constructed"
+"""What it says when `initial_lexer_fuel` or `step_lexer_fuel` is used up."""
+
+R = TypeVar("R")
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or has used up its limits; the message is for the client."""
+
+
+def json_grammar(
+    schema: Mapping[str, Any] | bool | None = None, *, is_lenient: bool = False
+) -> str:
+    """JSON that matches a schema; without one, any JSON object.
+
+    Properties come in the schema's order. Keywords that cannot be enforced make `validate` fail,
+    or are ignored if `is_lenient`.
+
+    Raises:
+        GrammarError: it is too large, or a part of it refers only to itself.
+    """
+    check_size(schema)
+    check_references(schema)
+    return json.dumps({"grammars": [{"json_schema": enforced(schema, is_lenient)}]})
+
+
+def regex_grammar(pattern: str) -> str:
+    """Text that a regular expression matches from end to end; no look-around, no back-reference.
+
+    Raises:
+        GrammarError: it is too large, or has half of a surrogate pair in it.
+    """
+    check_length(pattern)
+    try:
+        return llguidance.LLMatcher.grammar_from_regex(pattern)
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"the pattern is no text: {error.reason}") from error
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of these texts.
+
+    Raises:
+        GrammarError: they are too large.
+    """
+    check_size(choices)
+    # a terminal: as alternatives of a rule they would count one by one against the limits
+    return lark_of("start: CHOICE\nCHOICE: " + " | ".join(map(lark_text, choices)))
+
+
+def lark_grammar(text: str) -> str:
+    """What a client's own grammar says: Lark with a `start` rule, or GBNF with a `root` rule.
+
+    Raises:
+        GrammarError: it is too large, or looks like GBNF and is not.
+    """
+    check_length(text)
+    num_rules = len(re.findall(r"[\w\]})]\s*:", text))
+    if num_rules > _MAX_LARK_RULES:
+        raise GrammarError(
+            f"the grammar has {num_rules} rules, at most {_MAX_LARK_RULES} are compiled"
+        )
+    try:
+        return lark_of(any_to_lark(text))
+    except (GbnfToLarkError, RecursionError, ValueError, LookupError) as error:
+        raise GrammarError(shorten(str(error))) from error
+
+
+def validate(grammar: str) -> None:
+    """Check that a grammar compiles; up to a tenth of a second, so call it in a thread.
+
+    Raises:
+        GrammarError: it does not, is too large, or no text matches it.
+    """
+    check_length(grammar)
+    error = with_deep_stack(lambda: _compile_error(grammar))
+    if error:
+        raise GrammarError(shorten(error))
+
+
+def _compile_error(grammar: str) -> str:
+    """What the compiler has against it, or that it compiles and no text could ever match it."""
+    error: str = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
+    if error:
+        return error
+    # Bytes stand in for the model's tokens: a grammar without a first byte has no first token.
+    matcher = llguidance.LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=LIMITS)
+    matcher.compute_logit_bias()
+    if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
+        return "no text matches it: it can only go on by referring to itself"
+    # What is forced is written out and tokenized before each step: so much takes 0.03 s.
+    num_forced = len(matcher.compute_ff_bytes())
+    if num_forced > MAX_GRAMMAR_CHARS:
+        return f"it leaves no choice for its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
+    return ""
+
+
+def check_length(grammar: str) -> None:
+    """Refuse what would take long to read.
+
+    Raises:
+        GrammarError: it is too large.
+    """
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(
+            f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are compiled"
+        )
+
+
+def check_size(value: object) -> None:
+    """Refuse what would become too long, before time is spent on writing it."""
+    num_chars, unseen = 0, [value]
+    while unseen:
+        one = unseen.pop()
+        num_chars += len(one) if isinstance(one, str | Mapping | Sequence) else 1
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"the grammar has more than the {MAX_GRAMMAR_CHARS} characters that are compiled"
+            )
+        if isinstance(one, Mapping):
+            unseen += [*one.keys(), *one.values()]
+        elif isinstance(one, Sequence) and not isinstance(one, str):
+            unseen += one
+
+
+def check_references(schema: object) -> None:
+    """Refuse what the compiler takes, and what ends an output at the place where it is met."""
+    if (reference := endless_reference(schema)) is not None:
+        raise GrammarError(shorten(f"the reference {reference} leads only to itself"))
+
+
+def shorten(error: str) -> str:
+    """The first line that says something; what follows is the compiler's state."""
+    message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
+    if _TOO_MANY in message:
+        message = f"with its repetitions written out it is too large ({message})"
+    return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"
+
+
+def with_deep_stack(function: Callable[[], R]) -> R:
+    """Run in a thread of its own: the compiler recurses as deep as a grammar refers.
+
+    A thread that is started elsewhere at the same moment gets a deep one too, which costs address
+    space only.
+    """
+    with ThreadPoolExecutor(1, "grammar-stack") as executor:
+        with _STACK_SIZE_LOCK:
+            threading.stack_size(_COMPILER_STACK_BYTES)
+            try:
+                future = executor.submit(function)  # starts the thread
+            finally:
+                threading.stack_size(0)
+        return future.result()
+
+
+def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
+    """A schema as the compiler is given it.
+
+    Between two tokens of JSON there is at most so much whitespace, unless the schema itself says
+    how much: else a small model may write nothing but line breaks until its tokens are used up.
+    Lenient, it ignores keywords that it cannot enforce.
+    """
+    if schema is False:
+        return False
+    known: Mapping[str, Any] = _ANY_OBJECT if schema is None else {} if schema is True else schema
+    own = known.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        return known  # which the compiler refuses
+    guidance = {"whitespace_pattern": _WHITESPACE, **own}
+    if own.get("whitespace_flexible") is False:
+        del guidance["whitespace_pattern"]
+    return {**known, "x-guidance": guidance | ({"lenient": True} if is_lenient else {})}
+
+
+class _Bytes:
+    """All bytes, each a token, and an end: what llguidance asks of a tokenizer, by its names."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def _bytes_as_tokens() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+
+
+def lark_text(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text)
+
+
+def lark_of(text: str) -> str:
+    """The grammar that a text in Lark is."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})

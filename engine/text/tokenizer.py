@@ -1,0 +1,259 @@
+"""Text to token ids and back: the one door to `tokenizers`.
+
+Owns: the checkpoint's tokenizer, and the files that its chat template comes from.
+Invariant: encode, decode and render give what transformers gives for the same folder.
+Never: knows requests, and never loads a tokenizer from anywhere but the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.errors import CheckpointError, RequestError
+from engine.folder.gguf_header import GgufModel, find_gguf
+from engine.text.chat_template import ChatTemplate
+from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
+
+MAX_HELD_LENGTH = 4096
+"""Longer texts and lists of ids are worked on in batches of one: `tokenizers` keeps the interpreter
+lock while it works on a single text, and gives it up for a batch. Short ones are faster alone."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplate | str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_tokens = dict(special_tokens or {})
+        if isinstance(chat_template, str):
+            chat_template = ChatTemplate(chat_template, "chat_template")
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._silent_ids = {token_id for token_id, token in added.items() if token.special}
+        decoder = _decoder_types(backend)
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_byte_tokens = "ByteFallback" in decoder
+        self.is_context_free = decoder == {"ByteLevel"}
+        """A text's bytes are those of its tokens, whatever stands beside each."""
+        self._pieces: dict[int, str] = {}
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.max_token_chars = max(map(len, vocab), default=1)
+        """No token stands for more characters, so a text has at least len / this many tokens."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
+
+        Of a GGUF file, or a folder that has only such a one, the same out of its metadata.
+
+        Raises:
+            CheckpointError: a file is missing or broken; `where` names it.
+        """
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            return cls._from_gguf(GgufModel.open(gguf))
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                "there is no tokenizer.json",
+                where=str(path),
+                hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
+        except Exception as error:
+            raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
+        config = _read_config(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_config(folder / "special_tokens_map.json")
+        return cls(
+            backend,
+            chat_template=_read_template(folder, config),
+            special_tokens=_special_tokens(config),
+        )
+
+    @classmethod
+    def _from_gguf(cls, model: GgufModel) -> Tokenizer:
+        source = model.text("tokenizer.chat_template")
+        tool_source = model.text("tokenizer.chat_template.tool_use")
+        template = ChatTemplate(source, str(model.path), tool_source) if source else None
+        return cls(
+            read_tokenizer(model), chat_template=template, special_tokens=special_tokens(model)
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the ids its post-processor adds unless told not to."""
+        if len(text) > MAX_HELD_LENGTH:
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary are silent."""
+        ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
+        if len(ids) > MAX_HELD_LENGTH:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def piece(self, token_id: int) -> str:
+        """What a token decodes to alone; kept, as the same ones come again and again."""
+        text = self._pieces.get(token_id)
+        if text is None:
+            text = self._pieces[token_id] = self.decode([token_id])
+        return text
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where in the text each of its tokens stands; (0, 0) for those that encoding adds."""
+        if len(text) > MAX_HELD_LENGTH:
+            (encoding,) = self._backend.encode_batch([text])
+        else:
+            encoding = self._backend.encode(text)
+        spans: list[tuple[int, int]] = encoding.offsets
+        return spans
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt for a conversation, with the options of ChatTemplate.render.
+
+        Encode it with `add_special_tokens=False`: the template writes its own.
+
+        Raises:
+            RequestError: there is no template (`no_chat_template`) or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions with a prompt",
+                code="no_chat_template",
+                param="messages",
+            )
+        variables = {**self._special_tokens, **options.pop("variables", {})}
+        return self.chat_template.render(messages, variables=variables, **options)
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has a token that is written so."""
+        return self._backend.token_to_id(text) is not None
+
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written so; None if there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self._silent_ids else None
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, with their ids."""
+        found = {text: self.special_id(text) for text in texts if text}
+        return {text: token_id for text, token_id in found.items() if token_id is not None}
+
+    def is_silent(self, token_id: int) -> bool:
+        """True for special ids, and for ids that the vocabulary does not have."""
+        return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
+
+    def token(self, token_id: int) -> str | None:
+        """How the vocabulary itself writes a token; None if it does not have it."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def token_text(self, token_id: int) -> str:
+        """What one token alone stands for; U+FFFD where it is part of a character."""
+        raw = self.token_bytes(token_id)
+        return "" if raw is None else raw.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that one token stands for; None if the vocabulary does not have it."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._is_byte_level:
+            return b"".join(_byte_of(character) for character in token)
+        if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+
+def _byte_of(character: str) -> bytes:
+    """The byte that a character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 stands for itself; the 68 others were numbered from U+0100 in byte order.
+    """
+    code = ord(character)
+    if code >= 0x100:
+        rank = code - 0x100
+        return _HIDDEN_BYTES[rank : rank + 1] or character.encode()
+    return bytes((code,))
+
+
+_HIDDEN_BYTES = bytes((*range(0x21), *range(0x7F, 0xA1), 0xAD))
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    """Names of the decoder's parts."""
+    if backend.decoder is None:
+        return set()
+    # Its pickled state is its JSON; to_str() would write out the whole vocabulary.
+    spec = json.loads(backend.decoder.__getstate__())
+    return {part["type"] for part in spec.get("decoders", [spec])}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise CheckpointError("it is not a JSON object", where=str(path))
+    return config
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and its kind, which templates use as variables."""
+    found = {}
+    extra = config.get("extra_special_tokens")
+    for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template; a file of its own wins over the config."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
+    where = str(folder / "tokenizer_config.json")
+    template = config.get("chat_template")
+    named: dict[str, Any] = {"default": template}
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    source, tool_source = named.get("default"), named.get("tool_use")
+    if not isinstance(source, str | None) or not isinstance(tool_source, str | None):
+        raise CheckpointError("chat_template is neither a string nor a list", where=where)
+    return ChatTemplate(source, where, tool_source) if source else None

@@ -1,0 +1,153 @@
+"""Framed messages over one socketpair: a blocking end for workers, an asyncio end for the daemon.
+
+A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of
+engine.wire.messages.
+Owns: its end of the socket.
+Invariant: messages arrive whole and in order, and after the peer's death everything that it sent
+is still read before ChannelClosed.
+Never: interprets a message, retries, or times out by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import ChannelClosed
+from engine.wire.messages import Command, Report
+
+Expected = TypeVar("Expected", bound=Command)
+
+_LENGTH_BYTES = 4
+_RECEIVE_BYTES = 1 << 18
+
+
+def _frame(body: bytes) -> bytes:
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class WorkerChannel:
+    """The worker's end: blocking sends, receives that may or may not wait."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        self._is_sending = threading.Lock()
+        self._buffer = bytearray()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._unread: list[Command] = []
+        """Arrived together with one that was expected alone."""
+
+    def expect(self, kind: type[Expected]) -> Expected:
+        """Wait for the next command, which has to be of this kind.
+
+        Raises:
+            ChannelClosed: the daemon is gone.
+            TypeError: it is another: a bug of ours.
+        """
+        command, *self._unread = self.receive(wait=True)
+        if not isinstance(command, kind):
+            raise TypeError(f"expected {kind.__name__}, got {type(command).__name__}")
+        return command
+
+    def send(self, report: Report) -> None:
+        """Send one report; waits while the daemon is slow to read. Any thread may.
+
+        Raises:
+            ChannelClosed: the daemon is gone, or another thread has closed this end.
+        """
+        try:
+            with self._is_sending:
+                self._socket.sendall(_frame(self._encode(report)))
+        except OSError as error:
+            raise ChannelClosed("the daemon is gone") from error
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """All commands that have arrived; with `wait`, at least one.
+
+        Raises:
+            ChannelClosed: the daemon is gone and all it sent has been returned.
+        """
+        commands, self._unread = [*self._unread, *self._take_frames()], []
+        while select.select([self._socket], [], [], None if wait and not commands else 0)[0]:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                if commands:
+                    break  # the next call finds the end again
+                raise ChannelClosed("the daemon is gone")
+            self._buffer += data
+            commands += self._take_frames()
+        return commands
+
+    def _take_frames(self) -> list[Command]:
+        commands: list[Command] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH_BYTES:
+            body = start + _LENGTH_BYTES
+            end = body + int.from_bytes(self._buffer[start:body], "little")
+            if len(self._buffer) < end:
+                break
+            commands.append(self._decode(self._buffer[body:end]))
+            start = end
+        del self._buffer[:start]
+        return commands
+
+
+class DaemonChannel:
+    """The daemon's end, on its loop: sends never wait, receives are awaited one by one."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._unsent: list[bytes] = []
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Report).decode
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> DaemonChannel:
+        """Take over the daemon's end of a socketpair."""
+        sock.setblocking(False)
+        return cls(*await asyncio.open_unix_connection(sock=sock))
+
+    def send(self, command: Command) -> None:
+        """Queue one command for sending, together with what follows on this turn of the loop.
+
+        So sequences that are admitted together arrive together, and share a step. Lost without a
+        word if the worker has died: receive reports the death, and the reaping that follows ends
+        the command.
+        """
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(_frame(self._encode(command)))
+
+    def _flush(self) -> None:
+        if self._unsent and not self._writer.is_closing():
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    async def receive(self) -> Report:
+        """The next report.
+
+        Raises:
+            ChannelClosed: the worker is gone and all it sent has been returned.
+        """
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
+            report: Report = self._decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
+            raise ChannelClosed("the worker is gone") from error
+        return report
+
+    def close(self) -> None:
+        """Close this end; the worker sees it at its next receive and exits."""
+        self._flush()
+        self._writer.close()

@@ -1,0 +1,374 @@
+"""Flag over environment over file over default, and errors that say where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.configuration import config, paths
+from appliance.configuration.address import socket_path
+from appliance.configuration.config import ServeConfig, changes, explain, load, take_over
+from appliance.configuration.folders import prepare_directories
+from appliance.configuration.setting_kinds import parse_bytes
+from appliance.configuration.settings import SETTINGS
+from engine.errors import ConfigError, SeveralWrong
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing installed: all the places that are looked at, empty."""
+    monkeypatch.setattr(paths, "SYSTEM_CONFIG", tmp_path / "etc" / "penstock.toml")
+    monkeypatch.setattr(paths, "SYSTEM_SOCKET", tmp_path / "run" / "penstock.sock")
+    monkeypatch.setattr(paths, "TEMPORARY_DIR", tmp_path / "tmp")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("etc", "run", "tmp", "home"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def write_toml(machine: Path, text: str) -> Path:
+    path = machine / "etc" / "penstock.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_set_gives_the_defaults(machine: Path) -> None:
+    uid = os.getuid()
+    assert load({}, {}) == ServeConfig(
+        socket=machine / "tmp" / f"penstock-{uid}" / "penstock.sock",
+        state_dir=machine / "home/.local/state/penstock",
+    )
+
+
+def test_a_flag_beats_the_environment_beats_the_file(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\nroles = "colocated"\nmax_model_len = 512\n')
+    environ = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_ROLES": "static"}
+    found = load({"dtype": "float32", "roles": None}, environ)
+    assert (found.dtype, found.roles, found.max_model_len) == ("float32", "static", 512)
+
+
+def test_every_setting_can_come_from_the_file(machine: Path) -> None:
+    write_toml(
+        machine,
+        'model = "/models/tiny"\ndtype = "bfloat16"\ntransport = "shm"\nroles = "static"\n'
+        "slo_ttft_ms = 900\nslo_itl_ms = 50\n"
+        'socket = "/s/p.sock"\nstate_dir = "/state"\n'
+        'max_model_len = 4096\nkv_memory = "2GiB"\nlog_text = true\n',
+    )
+    assert load({}, {}) == ServeConfig(
+        model=Path("/models/tiny"),
+        dtype="bfloat16",
+        transport="shm",
+        roles="static",
+        slo_ttft_ms=900,
+        slo_itl_ms=50,
+        socket=Path("/s/p.sock"),
+        state_dir=Path("/state"),
+        max_model_len=4096,
+        kv_memory_bytes=2 << 30,
+        log_text=True,
+    )
+
+
+def test_the_named_file_replaces_the_usual_ones(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\n')
+    other = machine / "other.toml"
+    other.write_text('dtype = "float32"\n')
+    assert load({}, {"PENSTOCK_CONFIG": str(other)}).dtype == "float32"
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot read"):
+        load({}, {"PENSTOCK_CONFIG": str(machine / "absent.toml")})
+
+
+def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
+    path = machine / "home/.config/penstock/penstock.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('dtype = "float32"\n')
+    assert load({}, {}).dtype == "float32"
+    write_toml(machine, 'dtype = "float16"\n')
+    assert load({}, {}).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "words"),
+    [
+        ({"dtype": "int8"}, {}, "", ["--dtype", "int8", "bfloat16"]),
+        ({"max_model_len": "1"}, {}, "", ["--max-model-len", "'1'", "2 or more"]),
+        ({}, {"PENSTOCK_KV_MEMORY": "lots"}, "", ["PENSTOCK_KV_MEMORY", "lots", "2GiB"]),
+        ({}, {"PENSTOCK_LOG_TEXT": "maybe"}, "", ["PENSTOCK_LOG_TEXT", "maybe", "true or false"]),
+        ({}, {}, "kv_memory = 12\n", ["penstock.toml", "kv_memory", "12", "1MiB"]),
+        ({}, {}, "max_model_len = true\n", ["penstock.toml", "max_model_len", "True"]),
+        ({}, {}, "model = 3\n", ["penstock.toml", "model", "3", "a path"]),
+        ({}, {}, "dtype = [1]\n", ["penstock.toml", "dtype", "[1]"]),
+        ({}, {}, 'colour = "red"\n', ["penstock.toml:1", "colour"]),
+        ({}, {}, 'dtype = "auto"\n\n[server]\nport = 1\n', ["penstock.toml:3", "server"]),
+        ({}, {}, '# dtype\n"max_queued" = 0\n', ["penstock.toml:2: max_queued", "0", "1 or more"]),
+        ({"listen": "0.0.0.0:80"}, {}, "", ["listen", "0.0.0.0", "TLS"]),
+        ({"listen": "[::]:80"}, {}, "", ["listen", "::", "TLS"]),
+        ({"listen": "box.lan:80"}, {}, "", ["--listen", "box.lan", "IP address"]),
+        ({"listen": "::1:80"}, {}, "", ["--listen", "::1", "IP address"]),
+        ({"listen": "127.0.0.1:80", "tls_cert": "c.pem"}, {}, "", ["tls_cert", "together"]),
+        ({"listen": "127.0.0.1:99999"}, {}, "", ["--listen", "65535"]),
+        ({}, {}, "operators = [1]\n", ["penstock.toml:1", "[1]", "user names"]),
+        ({"config": "/no/such.toml"}, {}, "", ["/no/such.toml", "cannot read"]),
+        ({}, {}, 'dtype = "a"\nroles = \n', ["penstock.toml", "line 2"]),
+        ({"transport": "shm", "roles": "colocated"}, {}, "", ["transport", "shm", "colocated"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_place(
+    machine: Path,
+    flags: dict[str, str | None],
+    environ: dict[str, str],
+    text: str,
+    words: list[str],
+) -> None:
+    write_toml(machine, text)
+    with pytest.raises(ConfigError) as caught:
+        load(flags, environ)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert caught.value.exit_code == 78
+
+
+def test_a_file_named_by_flag_beats_one_named_by_the_environment(machine: Path) -> None:
+    write_toml(machine, 'dtype = "float16"\n')
+    mine, theirs = machine / "mine.toml", machine / "theirs.toml"
+    mine.write_text('roles = "colocated"\n')
+    theirs.write_text('roles = "static"\n')
+    found = load({"config": str(mine)}, {"PENSTOCK_CONFIG": str(theirs)})
+    assert (found.roles, found.dtype) == ("colocated", "auto")
+
+
+def test_lists_and_addresses_are_read_from_flag_and_file(machine: Path) -> None:
+    path = write_toml(machine, 'operators = ["ana", "@wheel"]\nlisten = "[::1]:8000"\n')
+    found = load({}, {"PENSTOCK_VIEWERS": "bo, @guests,"})
+    assert (found.operators, found.viewers) == (("ana", "@wheel"), ("bo", "@guests"))
+    assert found.listen == ("::1", 8000)
+    origins = {name: origin for name, _, origin in explain({"dtype": "float16"}, {})}
+    assert origins["operators"] == f"{path}:1: operators"
+    assert origins["listen"] == f"{path}:2: listen"
+    assert (origins["dtype"], origins["viewers"]) == ("--dtype", "default")
+    assert origins.keys() == SETTINGS.keys()
+
+
+def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
+    settings = {config.variable(name): "x" for name in SETTINGS}
+    clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
+    environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
+    (sentence,) = config.unknown_variables(environ)
+    assert sentence == "PENSTOCK_DTYP is set, and is no setting; is PENSTOCK_DTYPE meant?"
+
+
+def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) -> None:
+    write_toml(machine, "kv_memmory = '2GiB'\n")
+    with pytest.raises(ConfigError) as refused:
+        load({}, {})
+    assert refused.value.hint.startswith("is kv_memory meant? the settings are ")
+
+
+def test_a_setting_of_an_earlier_release_says_what_there_is_in_its_place(machine: Path) -> None:
+    write_toml(machine, "max_queued = 9\ncache_dir = '/x'\n")
+    with pytest.raises(ConfigError) as refused:
+        load({}, {})
+    assert refused.value.where.endswith(":2")
+    assert refused.value.hint.startswith("cache_dir is gone, for nothing is made at first start")
+    (told,) = config.unknown_variables({"PENSTOCK_CACHE_DIR": "/x"})
+    assert "leave it out" in told
+
+
+def test_priorities_are_weights_by_user_and_key(machine: Path) -> None:
+    expected = (("ann", 4.0), ("key:batch", 0.5))
+    assert load({"priorities": "ann=4, key:batch=0.5"}, {}).priorities == expected
+    write_toml(machine, 'priorities = ["ann=4", "key:batch=0.5"]\n')
+    assert load({}, {}).priorities == expected
+    for wrong in ("ann", "ann=0", "ann=x", "=4", "ann=1000", 'ann=4,,bob="5"'):
+        with pytest.raises(ConfigError, match=r"weights of 0\.01 to 100"):
+            load({"priorities": wrong}, {})
+
+
+def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) -> None:
+    write_toml(machine, 'max_queued = 8\nlog_max_size = "1GiB"\n')
+    old = load({}, {})
+    write_toml(machine, 'max_queued = 9\nlog_max_size = "3GiB"\nroles = "colocated"\n')
+    new = load({}, {})
+    assert changes(old, new) == (["max_queued", "log_max_size"], ["roles"])
+    taken = take_over(old, new)
+    assert (taken.max_queued, taken.log_max_bytes, taken.roles) == (9, 3 << 30, "auto")
+    assert changes(taken, new) == ([], ["roles"])
+
+
+def test_the_socket_is_looked_for_in_the_documented_order(machine: Path) -> None:
+    environ = {
+        "PENSTOCK_SOCKET": "/env.sock",
+        "RUNTIME_DIRECTORY": "/run/unit",
+        "XDG_RUNTIME_DIR": "/run/user/7",
+    }
+    file = write_toml(machine, 'socket = "/file.sock"\n')
+    system = machine / "run" / "penstock.sock"
+    system.touch()
+    assert socket_path("/flag.sock", environ) == Path("/flag.sock")
+    assert socket_path(None, environ) == Path("/env.sock")
+    del environ["PENSTOCK_SOCKET"]
+    assert socket_path(None, environ) == Path("/file.sock")
+    file.unlink()
+    assert socket_path(None, environ) == Path("/run/unit/penstock.sock")
+    del environ["RUNTIME_DIRECTORY"]
+    assert socket_path(None, environ) == system
+    system.unlink()
+    assert socket_path(None, environ) == Path("/run/user/7/penstock/penstock.sock")
+    del environ["XDG_RUNTIME_DIR"]
+    own = machine / "tmp" / f"penstock-{os.getuid()}" / "penstock.sock"
+    assert socket_path(None, environ) == own
+    assert load({}, environ).socket == own
+
+
+def test_a_shared_folder_in_tmp_must_be_ours_alone(machine: Path) -> None:
+    folder = machine / "tmp" / f"penstock-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="0777"):
+        socket_path(None, {})
+    folder.rmdir()
+    folder.symlink_to(machine / "etc")
+    with pytest.raises(ConfigError, match="not a folder of yours"):
+        socket_path(None, {})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder away")
+def test_a_folder_in_tmp_of_someone_else_is_refused(machine: Path) -> None:
+    folder = machine / "tmp" / "penstock-0"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 1234, 1234)
+    with pytest.raises(ConfigError, match="1234"):
+        socket_path(None, {})
+
+
+def test_systemd_and_xdg_choose_the_folders(machine: Path) -> None:
+    xdg = {"XDG_STATE_HOME": "/xdg/state"}
+    assert load({}, xdg).state_dir == Path("/xdg/state/penstock")
+    relative = load({}, {"XDG_STATE_HOME": "relative"})
+    assert relative.state_dir == machine / "home/.local/state/penstock"
+    unit = {**xdg, "STATE_DIRECTORY": "/var/lib/p:/other"}
+    assert load({}, unit).state_dir == Path("/var/lib/p")
+    assert load({"state_dir": "/mine"}, unit).state_dir == Path("/mine")
+    assert config.state_dir(None, unit) == Path("/var/lib/p")
+    assert config.state_dir("/mine", unit) == Path("/mine")
+
+
+@pytest.mark.parametrize("place", ["tmp", "runtime"])
+def test_folders_are_made_for_their_owner_alone(machine: Path, place: str) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(machine / "runtime")} if place == "runtime" else {}
+    found = load({}, environ)
+    assert found.socket.is_relative_to(machine / place)
+    prepare_directories(found, environ)
+    prepare_directories(found, environ)
+    for folder in (found.socket.parent, found.state_dir):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_group_can_enter_a_folder_that_is_named_for_the_socket(
+    machine: Path, umask: int
+) -> None:
+    found = load({"socket": str(machine / "shared" / "deep" / "p.sock")}, {})
+    before = os.umask(umask)
+    try:
+        prepare_directories(found, {})
+    finally:
+        os.umask(before)
+    for folder in (found.socket.parent, found.socket.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o750
+    assert found.state_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_is_there_keeps_its_mode(machine: Path) -> None:
+    (machine / "run").chmod(0o755)
+    prepare_directories(load({"socket": str(machine / "run" / "p.sock")}, {}), {})
+    assert (machine / "run").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_cannot_be_made_is_named(machine: Path) -> None:
+    (machine / "file").touch()
+    found = load({"state_dir": str(machine / "file" / "below")}, {})
+    with pytest.raises(ConfigError, match="file/below"):
+        prepare_directories(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("4G", 4 << 30),
+        ("1.5g", 3 << 29),
+        ("2MB", 2_000_000),
+        ("1048576", 1 << 20),
+        ("1048576B", 1 << 20),
+        (" 3 T ", 3 << 40),
+        (1 << 30, 1 << 30),
+    ],
+)
+def test_sizes_are_read_with_their_unit(text: object, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@given(st.one_of(st.text(), st.integers(), st.booleans(), st.floats(), st.just("9" * 400)))
+def test_a_size_is_read_or_refused_with_words(value: object) -> None:
+    try:
+        num_bytes = parse_bytes(value)
+    except ValueError as error:
+        words = str(error)
+    else:
+        assert num_bytes >= 1 << 20
+        return
+    assert "a size" in words
+
+
+def test_finding_the_socket_imports_nothing_slow() -> None:
+    script = (
+        "import sys, appliance.configuration.config, appliance.client\n"
+        "print(sorted(sys.modules.keys() & "
+        "{'msgspec','tomllib','sqlite3','sqlite_utils','torch','textual','rich','asyncio'}))"
+    )
+    root = Path(__file__).parents[3]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert ended.stdout.strip() == "[]", ended.stderr
+
+
+@pytest.mark.parametrize("devices", ["auto", "cpu", "gpu0", "gpu0, gpu1", "cuda:1,MIG-5eed"])
+def test_devices_are_auto_the_cpu_or_gpus_by_name(devices):
+    assert load({"devices": devices}, {}).devices == devices.replace(" ", "")
+
+
+@pytest.mark.parametrize("devices", ["cuda", "gpu", "0", "gpu0,cpu", "gpu0;gpu1"])
+def test_other_devices_are_refused(devices):
+    with pytest.raises(ConfigError, match="gpu0"):
+        load({"devices": devices}, {})
+
+
+def test_all_that_is_wrong_is_told_at_once(machine: Path) -> None:
+    write_toml(
+        machine,
+        'colour = "red"\ndtype = "int7"\nmax_queued = 0\n'
+        '[models.small]\ndtype = "int9"\nport = 1\n[models.other]\nmodel = "/m"\nweights = "x"\n',
+    )
+    with pytest.raises(SeveralWrong) as caught:
+        load({"max_model_len": "1"}, {})
+    told = [str(error) for error in caught.value.errors]
+    named = ["colour", "int7", "max_queued", "which `model`", "int9", "port", "weights"]
+    for word in [*named, "--max-model-len"]:
+        assert any(word in line for line in told), word
+    assert len(told) == len(named) + 1
+    assert all(line in str(caught.value) for line in told)
+    assert caught.value.exit_code == 78
+
+
+def test_one_thing_that_is_wrong_is_told_as_it_is(machine: Path) -> None:
+    write_toml(machine, "max_queued = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load({}, {})
+    assert not isinstance(caught.value, SeveralWrong)

@@ -1,0 +1,208 @@
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.configuration.config import ServeConfig
+from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Inventory
+from appliance.fleet.boot import check_plan, lock_state_dir, make_plan
+from engine.errors import AlreadyRunning, CheckpointError, ConfigError
+from engine.folder.checkpoint import packed_layout
+from engine.kernels.cpu import TILES, WIDENED, has_kernels
+from engine.kernels.product_ways import Ways
+from engine.wire.messages import GpuSpec
+from tests.gguf_files import write_gguf
+
+
+def config(tmp_path, **fields):
+    folders = {n: tmp_path / n for n in ("socket", "state_dir")}
+    return ServeConfig(**folders | fields)
+
+
+@pytest.fixture
+def plan_of(tmp_path):
+    plans = []
+
+    def make(**fields):
+        plans.append(make_plan(config(tmp_path, **fields)))
+        return plans[-1]
+
+    yield make
+    for plan in plans:
+        for fd in plan.inherited_fds:
+            os.close(fd)
+
+
+def test_a_state_directory_belongs_to_one_daemon(tmp_path):
+    state, socket = tmp_path / "state", tmp_path / "socket"
+    fd = lock_state_dir(state, socket)
+    with pytest.raises(AlreadyRunning) as refused:
+        lock_state_dir(state, tmp_path / "other")
+    assert f"pid {os.getpid()}, on {socket}" in str(refused.value)
+    assert refused.value.exit_code == 9
+    os.close(fd)
+    os.close(lock_state_dir(state, socket))
+
+
+def test_a_state_directory_that_cannot_be_made_is_a_config_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refused:
+        lock_state_dir(tmp_path / "file" / "state", tmp_path / "socket")
+    assert "--state-dir" in refused.value.hint
+
+
+def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama, dtype="bfloat16", transport="shm")
+    prefill, decode = (setup for _, setup in plan.workers)
+    assert prefill.pool.name == "prefill"
+    assert decode.pool.name == "decode"
+    (ring,) = prefill.other_pools
+    assert decode.other_pools == [ring]
+    assert prefill.weights.fd == decode.weights.fd
+    assert [s.weights.share_index for s in (prefill, decode)] == [0, 1]
+    for spec in (prefill.pool, decode.pool, ring):
+        assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
+
+
+def test_a_dram_cache_is_memory_that_every_worker_copies_to_and_from(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama, dram_cache=16 << 20)
+    assert [setup.other_pools for _, setup in plan.workers] == [[plan.arena], [plan.arena]]
+    block_bytes = plan.placement.block_bytes
+    assert plan.arena.num_blocks - 1 == (16 << 20) // block_bytes  # and one of padding
+    assert os.fstat(plan.arena.fd).st_size == plan.arena.num_blocks * block_bytes
+    assert plan.arena.fd in plan.inherited_fds
+    assert plan_of(model=tiny_llama, dram_cache=16 << 20, prefix_cache=False).arena is None
+
+
+def test_weights_in_their_own_dtype_need_no_arena(plan_of, tiny_llama):
+    plan = plan_of(model=tiny_llama)
+    assert plan.dtype == "float32"
+    assert all(setup.weights is None for _, setup in plan.workers)
+
+
+def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
+    monkeypatch.setattr("engine.folder.checkpoint._cpu_flags", lambda: {"avx512_bf16", "amx_bf16"})
+    plan = plan_of()
+    assert plan.checkpoint.folder.name == "penstock-starter-1"
+    assert plan.checkpoint.stored_dtype == "bfloat16"
+    assert plan.dtype == "float32"
+    assert "starter" in plan.model_note
+    assert plan_of(dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    found = Gpu("gpu0", "Test", "GPU-0", 16 << 30)
+    machine = Inventory((found,), memory_bytes=8 << 30)
+    monkeypatch.setattr("appliance.fleet.boot.this_inventory", lambda: machine)
+    monkeypatch.setattr("appliance.fleet.boot.installed_torch", lambda: "2.11.0+cu130")
+    return found
+
+
+def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, roles="colocated")
+    ((placed, setup),) = plan.workers
+    assert (plan.roles, plan.dtype) == ("colocated", "bfloat16")
+    assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0"))
+    assert setup.pool.fd is None
+    assert plan.inherited_fds == []
+    assert setup.weights is None
+
+
+def test_on_a_gpu_that_nobody_has_measured_two_workers_are_tried(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama)
+    assert plan.placement.is_trial
+    assert [setup.gpu.shares for _, setup in plan.workers] == ["maps", "exports"]
+    assert plan.roles == "elastic"
+
+
+def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, roles="static", eager=True)
+    prefill, decode = (setup.gpu for _, setup in plan.workers)
+    assert prefill == GpuSpec("GPU-0", "maps", has_graphs=False, is_shared=True)
+    assert decode == GpuSpec("GPU-0", "exports", has_graphs=False, is_shared=True)
+    assert plan.roles == "static"
+
+
+def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_their_way(
+    plan_of, gpu, tiny_llama
+):
+    plan = plan_of(model=tiny_llama, transport="shm")
+    assert plan.roles == "elastic"
+    assert [setup.gpu.shares for _, setup in plan.workers] == [None, None]
+    assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
+    (ring,) = {spec.fd for _, setup in plan.workers for spec in setup.other_pools}
+    (weights,) = {setup.weights.fd for _, setup in plan.workers}
+    assert {ring, weights} == set(plan.inherited_fds)
+
+
+def test_workers_on_several_gpus_read_a_share_of_the_weights_each(
+    plan_of, gpu, tiny_llama, monkeypatch, caplog
+):
+    gpus = tuple(replace(gpu, name=f"gpu{i}", uuid=f"GPU-{i}") for i in range(4))
+    machine = Inventory(gpus, memory_bytes=8 << 30)
+    monkeypatch.setattr("appliance.fleet.boot.this_inventory", lambda: machine)
+    plan = plan_of(model=tiny_llama)
+    shares = [setup.weights for _, setup in plan.workers]
+    assert [(each.share_index, each.share_count) for each in shares] == [(i, 4) for i in range(4)]
+    assert not any(each.is_filled for each in shares)
+    (fd,) = {each.fd for each in shares}
+    assert os.fstat(fd).st_size == shares[0].num_bytes > 0
+    monkeypatch.setattr("appliance.fleet.boot.available_memory_bytes", lambda: 1000)
+    plan = plan_of(model=tiny_llama)
+    assert [setup.weights for _, setup in plan.workers] == [None] * 4
+    assert "each of 4 workers reads all weights" in caplog.text
+
+
+def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_path):
+    assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))[0]
+    on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
+    assert "attention" not in check_plan(on_cores)[0]
+
+
+def test_what_becomes_of_quantised_weights_is_said_beforehand(gpu, tiny_llama, tmp_path):
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
+    on_cores, _ = check_plan(config(tmp_path, model=path, devices="cpu"))
+    assert "weights are mostly q8_0 in the file" in on_cores
+    assert ("quantised as they are" in on_cores) == has_kernels()
+    assert "widened to bfloat16 at start" in check_plan(config(tmp_path, model=path))[0]
+
+
+def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, devices="cpu")
+    assert plan.roles == "elastic"
+    assert all(setup.gpu is None for _, setup in plan.workers)
+
+
+def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):
+    with caplog.at_level(logging.WARNING, "penstock"):
+        plan = plan_of(model=tiny_llama, kv_memory_bytes=400_000)
+    assert plan.placement.max_model_len < 2048
+    assert f"to {plan.placement.max_model_len} tokens" in caplog.text
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(CheckpointError) as refused:
+        make_plan(config(tmp_path, model=Path("/nonexistent/model")))
+    assert refused.value.where == "/nonexistent/model"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
+    plan_of, tiny_llama, monkeypatch, dtype
+):
+    monkeypatch.setattr(
+        "appliance.fleet.weights_plan._ways", lambda: Ways((1, 16), (WIDENED, TILES))
+    )
+    plan = plan_of(model=tiny_llama, dtype=dtype)
+    specs = [setup.weights for _, setup in plan.workers]
+    if dtype == "float32":
+        assert specs == [None, None]
+        return
+    for spec in specs:
+        assert (spec.is_packed, spec.way_starts, spec.ways) == (True, [1, 16], [WIDENED, TILES])
+        layout = packed_layout(plan.checkpoint, dtype)
+        assert os.fstat(spec.fd).st_size == spec.num_bytes == layout.num_bytes

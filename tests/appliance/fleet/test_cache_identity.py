@@ -1,0 +1,167 @@
+import dataclasses
+import json
+import os
+import stat
+
+import pytest
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet import cache_identity
+from appliance.fleet.boot import make_plan
+from appliance.fleet.cache_identity import (
+    KEY_NAME,
+    WEIGHTS_NAME,
+    fingerprint,
+    identity,
+    load_key,
+    make_hasher,
+)
+from engine.errors import ConfigError
+from tests.appliance.model_folder import make_model
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_key_stays_and_is_for_this_user_alone(tmp_path):
+    os.umask(os.umask(0))  # whatever it is, the file is private
+    key = load_key(tmp_path)
+    assert len(key) == 32
+    assert mode(tmp_path / KEY_NAME) == 0o600
+    assert load_key(tmp_path) == key
+
+
+@pytest.mark.parametrize("damage", ["readable", "short", "long"])
+def test_a_key_that_others_could_know_is_replaced(tmp_path, damage, caplog):
+    key, path = load_key(tmp_path), tmp_path / KEY_NAME
+    match damage:
+        case "readable":
+            path.chmod(0o640)
+        case "short":
+            path.write_bytes(key[:31])
+        case "long":
+            path.write_bytes(key + b"x")
+    other = load_key(tmp_path)
+    assert other != key
+    assert len(other) == 32
+    assert mode(path) == 0o600
+    assert "a new one is made" in caplog.text
+    assert load_key(tmp_path) == other
+
+
+def test_weights_are_known_by_their_bytes(tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    a.write_bytes(b"weights")
+    b.write_bytes(b"more")
+    one = fingerprint([a, b], tmp_path)
+    assert fingerprint([b, a], tmp_path) == one
+    b.write_bytes(b"less")
+    assert fingerprint([a, b], tmp_path) != one
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (moved / "a.safetensors").write_bytes(b"weights")
+    (moved / "b.safetensors").write_bytes(b"more")
+    assert fingerprint(list(moved.iterdir()), moved) == one
+    assert fingerprint([a], tmp_path) != one
+
+
+def test_a_file_is_read_once_while_it_is_the_same(tmp_path, monkeypatch):
+    read = []
+    digest = cache_identity._digest
+    monkeypatch.setattr(
+        cache_identity, "_digest", lambda file, size: read.append(file) or digest(file, size)
+    )
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"weights")
+    one = fingerprint([file], tmp_path)
+    assert fingerprint([file], tmp_path) == one
+    assert read == [file]
+    assert mode(tmp_path / WEIGHTS_NAME) == 0o600
+    file.write_bytes(b"WEIGHTS")
+    os.utime(file, ns=(1, 1))
+    assert fingerprint([file], tmp_path) != one
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "\xff"])
+def test_damaged_memory_is_no_memory(tmp_path, text):
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"weights")
+    one = fingerprint([file], tmp_path)
+    (tmp_path / WEIGHTS_NAME).write_text(text)
+    assert fingerprint([file], tmp_path) == one
+    assert json.loads((tmp_path / WEIGHTS_NAME).read_text())
+
+
+def test_parts_of_a_large_file_are_all_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_identity, "_PART_BYTES", 1000)
+    file = tmp_path / "a.safetensors"
+    data = bytearray(os.urandom(4500))
+    file.write_bytes(data)
+    one = fingerprint([file], tmp_path)
+    data[4400] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(2, 2))
+    assert fingerprint([file], tmp_path) != one
+
+
+def plan_of(folder, **changes):
+    plan = make_plan(ServeConfig(folder / "socket", folder, model=folder))
+    return dataclasses.replace(plan, **changes)
+
+
+def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
+    weights = make_model(tmp_path / "model")
+    folder = weights.parent
+    plan = plan_of(folder)
+    first = identity(plan, tmp_path)
+    assert identity(plan_of(folder), tmp_path) == first
+    other_size = dataclasses.replace(plan.placement, block_size=plan.placement.block_size * 2)
+    others = [
+        identity(dataclasses.replace(plan, dtype="other"), tmp_path),
+        identity(dataclasses.replace(plan, placement=other_size), tmp_path),
+    ]
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(1, 1))
+    others.append(identity(plan, tmp_path))
+    config = folder / "config.json"
+    config.write_text(config.read_text() + " ")
+    others.append(identity(plan, tmp_path))
+    assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("isolation", "are_apart"), [("none", False), ("user", True)], ids=["none", "user"]
+)
+def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolation, are_apart):
+    folder = make_model(tmp_path / "model").parent
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, cache_isolation=isolation)
+    hasher = make_hasher(config, make_plan(config))
+    assert hasher is not None
+    ana, ben, salted = (
+        hasher.chain(list(range(64)), salt, user).root
+        for salt, user in ((None, "ana"), (None, "ben"), ("secret", "ana"))
+    )
+    assert (ana != ben) == are_apart
+    assert salted not in (ana, ben)
+    assert hasher.chain([], "secret", "ben").root != salted or not are_apart
+
+
+def test_without_a_cache_nothing_is_hashed_or_written(tmp_path):
+    folder = make_model(tmp_path / "model").parent
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, prefix_cache=False)
+    assert make_hasher(config, make_plan(config)) is None
+    assert not (tmp_path / KEY_NAME).exists()
+
+
+def test_weights_that_cannot_be_read_are_an_error_with_a_hint(tmp_path):
+    weights = make_model(tmp_path / "model")
+    config = ServeConfig(tmp_path / "socket", tmp_path, model=weights.parent)
+    plan = make_plan(config)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="prefix cache") as refused:
+        make_hasher(config, plan)
+    assert "--prefix-cache off" in refused.value.hint

@@ -1,0 +1,66 @@
+"""What a disk allows an SSD cache, and folders that can hold none."""
+
+from collections import namedtuple
+
+import pytest
+
+from appliance.fleet import ssd_room
+from appliance.fleet.ssd_room import Allowance, allowance, ssd_problem
+
+GIB = 1 << 30
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    def has_free(num_bytes):
+        usage = Usage(1000 * GIB, 0, num_bytes)
+        monkeypatch.setattr(ssd_room.shutil, "disk_usage", lambda _: usage)
+
+    return has_free
+
+
+def test_more_than_the_disk_has_is_cut_to_what_it_has_and_said(disk, tmp_path):
+    disk(62 * GIB)
+    allowed = allowance(tmp_path, 500 * GIB)
+    assert allowed == Allowance(52 * GIB, 10 * GIB, 500 * GIB)
+    assert allowed.words == "asked for 500 GiB, the disk allows 52.0 GiB"
+    assert allowed.words in ssd_problem(tmp_path, 500 * GIB)
+    assert allowance(tmp_path, 5 * GIB) == Allowance(5 * GIB, 10 * GIB)
+    assert ssd_problem(tmp_path, 5 * GIB) is None
+
+
+def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_path):
+    disk(1000 * GIB)
+    assert allowance(tmp_path, "auto") == Allowance(20 * GIB, 10 * GIB)
+    disk(11 * GIB)
+    assert allowance(tmp_path, "auto") == Allowance(GIB, 10 * GIB)
+    disk(10 * GIB)
+    assert f"{tmp_path}: of its disk 10.0 GiB are free" in allowance(tmp_path, "auto")
+
+
+def test_on_a_small_disk_a_size_that_was_asked_for_leaves_a_part_of_it(disk, tmp_path):
+    disk(6 * GIB)
+    assert allowance(tmp_path, 20 * GIB).cap_bytes == 5 * GIB
+    disk(GIB)
+    assert isinstance(allowance(tmp_path, 20 * GIB), str)
+
+
+@pytest.mark.parametrize("asked", ["auto", GIB])
+def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(asked, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for folder, why in [
+        ("/proc/none", "/proc takes no files: "),
+        (tmp_path / "file", "file is not a folder"),
+        (tmp_path / "file" / "kv", "file is not a folder"),
+    ]:
+        told = ssd_problem(ssd_room.Path(folder), asked)
+        assert str(folder) in told
+        assert why in told
+        assert "--ssd-dir" in told
+        assert ssd_problem(ssd_room.Path(folder), "off") is None
+
+
+def test_looking_leaves_nothing(tmp_path):
+    allowance(tmp_path / "a" / "kv", "auto")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,303 @@
+"""Who comes in when, while models are swapped: no daemon, a swap is a line in a list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.fleet.swaps import Asker, Limits, Swaps
+from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
+
+
+class House:
+    """Requests that come in, stay, and end."""
+
+    def __init__(self, min_stay_s: float = 0.0, max_waiting: int = 100) -> None:
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.served: list[str] = []
+        """Models in the order in which they were served."""
+        self.broken: set[str] = set()
+        """Models whose files are bad."""
+        self.dying: set[str] = set()
+        """Models whose workers die."""
+        self.num_live = 0
+        self.swaps = Swaps(
+            "a",
+            ["a", "b", "c"],
+            prepare=self._prepare,
+            swap=self._swap,
+            idle=self.idle,
+            limits=lambda: Limits(min_stay_s, max_waiting, 1000),
+        )
+        self.running = asyncio.create_task(self.swaps.run())
+
+    async def _prepare(self, name: str) -> None:
+        if name in self.broken:
+            raise PenstockError("no such folder")
+
+    async def _swap(self, name: str) -> str | None:
+        assert self.num_live == 0, "a model was taken down under a request"
+        await asyncio.sleep(0)
+        assert self.num_live == 0
+        if name in self.dying:
+            return "its worker died"
+        self.served.append(name)
+        return None
+
+    async def request(
+        self,
+        name: str,
+        end: asyncio.Event | None = None,
+        *,
+        owner: str = "ana",
+        num_bytes: int = 10,
+        gone: asyncio.Future[None] | None = None,
+    ) -> str:
+        """Come in, live for a while, end; the model that served it, empty if its client left."""
+        if not await self.swaps.enter(name, Asker(owner, num_bytes, arrived_ns=1), gone):
+            return ""
+        with self.swaps:
+            await asyncio.sleep(0)  # it is read and tokenized
+            self.num_live += 1
+            self.idle.clear()
+            served = self.swaps.current
+        await (asyncio.sleep(0) if end is None else end.wait())
+        assert self.swaps.current == served
+        self.num_live -= 1
+        if not self.num_live:
+            self.idle.set()
+        return served
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("not in 1000 turns of the loop")
+
+
+async def test_a_request_for_another_waits_until_the_first_ones_end() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    third = asyncio.create_task(house.request("a"))  # it may not hold up the swap
+    await asyncio.sleep(0.01)
+    assert (house.served, second.done(), third.done()) == ([], False, False)
+    end.set()
+    assert [await first, await second, await third] == ["a", "b", "a"]
+    assert house.served == ["b", "a"]
+
+
+async def test_a_model_stays_for_a_while_so_that_two_users_do_not_thrash() -> None:
+    house = House(min_stay_s=0.2)
+    swapped = asyncio.create_task(house.request("b"))
+    for _ in range(5):
+        assert await house.request("a") == "a"  # meanwhile it serves its own
+    assert await swapped == "b"
+    assert house.served == ["b"]
+
+
+async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.swaps.enter("b", Asker("ann", 5, "r2", arrived_ns=0)))
+    await until(lambda: house.swaps.next == "b")
+    third = asyncio.create_task(house.swaps.enter("a", Asker("bob", 5, "r3", arrived_ns=10**9)))
+    await until(lambda: len(house.swaps.requests(0)) == 2)
+    shown = house.swaps.requests(3 * 10**9)
+    assert [(each.id, each.user, each.model, each.phase) for each in shown] == [
+        ("r2", "ann", "b", "queued"),
+        ("r3", "bob", "a", "queued"),
+    ]
+    assert [each.age_ms for each in shown] == [3000.0, 2000.0]
+    assert [each.waits_for for each in shown] == [
+        "model b, which is being loaded",
+        "model a, whose turn comes after b",
+    ]
+    assert house.swaps.owner_of("r2") == "ann"
+    assert house.swaps.cancel("r2", "root")
+    assert not house.swaps.cancel("r2", "root")
+    with pytest.raises(RequestError, match="cancelled by root while it waited"):
+        await second
+    end.set()
+    await first
+    assert await third
+    assert house.swaps.requests(0) == []
+    assert house.served == []
+
+
+async def test_without_a_name_it_is_whatever_is_served_or_comes() -> None:
+    house = House()
+    assert await house.request("") == "a"
+    assert await house.request("b") == "b"
+    assert await house.request("") == "b"
+    assert house.served == ["b"]
+
+
+async def test_what_cannot_be_served_is_an_error_for_those_who_asked_and_for_nobody_else() -> None:
+    house = House()
+    house.broken.add("b")
+    with pytest.raises(Unavailable, match="no such folder"):
+        await house.request("b")
+    assert [await house.request("a"), await house.request("c")] == ["a", "c"]
+
+
+async def test_a_model_that_dies_at_its_start_is_left_alone_for_a_while() -> None:
+    house = House()
+    house.dying.add("b")
+    with pytest.raises(Unavailable, match="its worker died") as first:
+        await house.request("b")
+    assert (first.value.code, first.value.retry_after_ms) == ("swap_failed", 30_000)
+    assert [await house.request("a"), await house.request("c")] == ["a", "c"]
+    with pytest.raises(Unavailable, match="its worker died"):
+        await house.request("b")  # at once: c stays
+    assert (house.served, house.swaps.current) == (["c"], "c")
+
+
+async def test_who_names_no_model_is_not_refused_with_those_of_one_that_fails() -> None:
+    house, end = House(), asyncio.Event()
+    house.dying.add("b")
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    third = asyncio.create_task(house.request(""))
+    await asyncio.sleep(0)
+    end.set()
+    assert [await first, await third] == ["a", "a"]
+    with pytest.raises(Unavailable):
+        await second
+
+
+async def test_only_so_many_wait_and_some_room_is_left_for_a_newcomer() -> None:
+    house, end = House(max_waiting=4), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    waiting = [asyncio.create_task(house.request("b")) for _ in range(3)]
+    await until(lambda: house.swaps.frame().num_waiting == 3)
+    with pytest.raises(QueueFull) as caught:
+        await house.request("b")
+    assert caught.value.code == "user_quota"
+    waiting.append(asyncio.create_task(house.request("c", owner="ben")))
+    await until(lambda: house.swaps.frame().num_waiting == 4)
+    with pytest.raises(QueueFull) as caught:
+        await house.request("c", owner="eve")
+    assert caught.value.code == "queue_full"
+    end.set()
+    assert [await first, *[await one for one in waiting]] == ["a", "b", "b", "b", "c"]
+    assert house.swaps.frame().num_waiting == 0
+
+
+async def test_bodies_that_wait_are_bounded_together() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b", num_bytes=800))
+    await until(lambda: house.swaps.next == "b")
+    with pytest.raises(QueueFull, match="bytes"):
+        await house.request("b", owner="ben", num_bytes=300)
+    end.set()
+    assert [await first, await second] == ["a", "b"]
+
+
+async def test_who_hangs_up_while_waiting_frees_its_place_and_holds_nobody_up() -> None:
+    house, end = House(max_waiting=1), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = asyncio.create_task(house.request("b", gone=gone))
+    await until(lambda: house.swaps.next == "b")
+    with pytest.raises(QueueFull):
+        await house.request("c", owner="ben")
+    gone.set_result(None)
+    assert await left == ""
+    third = asyncio.create_task(house.request("c", owner="ben"))
+    await asyncio.sleep(0)
+    end.set()
+    assert [await first, await third] == ["a", "c"]
+    assert house.served == ["c"]
+
+
+async def test_who_is_cancelled_while_waiting_holds_nobody_up() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    gone = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    gone.cancel()
+    end.set()
+    assert await first == "a"
+    assert [await house.request("a"), await house.request("c")] == ["a", "c"]
+
+
+async def test_a_drain_refuses_those_who_wait_and_a_resume_lets_them_come_again() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    house.swaps.close()
+    with pytest.raises(Unavailable, match="draining"):
+        await second
+    end.set()
+    assert await first == "a"
+    house.swaps.open()
+    assert await house.request("b") == "b"
+
+
+def test_a_name_is_also_known_as_ollamas_clients_write_it() -> None:
+    async def names() -> list[str]:
+        swaps = House().swaps
+        return [swaps.name_of(name) for name in ("b", "b:latest", "c:7b", "", "claude-x")]
+
+    assert asyncio.run(names()) == ["b", "b", "", "", ""]
+
+
+async def test_at_the_end_nobody_is_left_waiting() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    house.running.cancel()
+    house.swaps.close()
+    with pytest.raises(Unavailable, match="draining"):
+        await second
+    with pytest.raises(Unavailable, match="draining"):
+        await house.request("a")
+    end.set()
+    assert await first == "a"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=30))
+def test_everybody_who_stays_is_served_by_the_model_they_named(
+    asked: list[tuple[str, int, bool]],
+) -> None:
+    async def play() -> None:
+        house, tasks, leaving = House(), [], []
+        for name, num_turns, leaves in asked:
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            tasks.append(asyncio.create_task(house.request(name, gone=gone)))
+            leaving += [gone] if leaves else []
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            for one in leaving[:-1]:
+                one.set_result(None)
+            leaving = leaving[-1:]
+        served = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        for got, (name, _, leaves) in zip(served, asked, strict=True):
+            assert got == name or (leaves and not got)
+        assert len(house.served) <= len(asked)
+        assert await asyncio.wait_for(house.request("b"), 10) == "b"  # nobody has kept a place
+        house.running.cancel()
+
+    asyncio.run(play())

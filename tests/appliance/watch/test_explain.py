@@ -1,0 +1,140 @@
+"""Why a request was slow, and what limits the appliance, each in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.frame.protocol import LatencyFrame
+from appliance.watch.explain import Waiting, limit, slow_because
+from appliance.watch.windows import Usual
+from tests.tui.frames import request, worker
+
+USUAL = Usual(20.0, 0.2, 1.0, 1.0, 10.0)
+QUICK = {"tokenize_ms": 1.0, "queue_ms": 20.0, "prefill_ms": 100.0, "ttft_ms": 121.0}
+DONE = {**QUICK, "handoff_ms": 1.0, "decode_wait_ms": 1.0, "decode_ms": 290.0, "tpot_ms": 10.0}
+
+
+def finished(**changes):
+    frame = {**DONE, "output_tokens": 30, "e2e_ms": 413.0, "age_ms": 413.0, **changes}
+    return request(1, "finished", prompt_tokens=500, **frame)
+
+
+def live(phase, **changes):
+    stages = dict.fromkeys(("queue_ms", "prefill_ms", "ttft_ms", "handoff_ms"), None)
+    stages |= dict.fromkeys(("decode_wait_ms", "tpot_ms"), None)
+    return request(1, phase, **{**stages, "tokenize_ms": 1.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({}, None),
+        ({"queue_ms": 99.0}, None),
+        ({"queue_ms": 1500.0}, "queue: it waited 1.5 s for its turn, usually 20 ms"),
+        (
+            {"prefill_ms": 2100.0},
+            "prefill: 2.1 s for 500 prompt tokens, usually 100 ms",
+        ),
+        ({"prefill_ms": 199.0}, None),
+        ({"handoff_ms": 300.0}, "handoff: its KV was on the way for 300 ms, usually 1.0 ms"),
+        ({"decode_wait_ms": 400.0}, "wait: 400 ms to its first step of decoding, usually 1.0 ms"),
+        ({"tpot_ms": 60.0}, "decode: 60 ms a token, usually 10 ms"),
+        (
+            {"tpot_ms": 60.0, "queue_ms": 2000.0},
+            "queue: it waited 2.0 s for its turn, usually 20 ms",
+        ),
+        ({"queue_ms": 150.0, "e2e_ms": 9000.0}, None),
+    ],
+)
+def test_the_stage_that_took_most_too_much_is_named(changes, because):
+    assert slow_because(finished(**changes), USUAL) == because
+
+
+def test_a_wait_for_another_model_is_told_from_a_wait_for_a_turn():
+    frame = finished(queue_ms=6000.0, e2e_ms=6400.0, age_ms=6400.0)
+    assert slow_because(frame, USUAL, 5900.0) == "swap: it waited 5.9 s for its model to be loaded"
+    assert slow_because(frame, USUAL, 500.0).startswith("queue: it waited 5.5 s for its turn")
+
+
+def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
+    long = finished(prefill_ms=900.0)
+    long.prompt_tokens = 4100
+    assert slow_because(long, USUAL) is None
+    long.prefill_ms = 3000.0
+    assert slow_because(long, USUAL) == "prefill: 3.0 s for 4100 prompt tokens, usually 820 ms"
+
+
+def test_waiting_needs_no_comparison_and_computing_does():
+    assert slow_because(finished(queue_ms=1500.0), Usual()) == (
+        "queue: it waited 1.5 s for its turn"
+    )
+    assert slow_because(finished(prefill_ms=9000.0, tpot_ms=900.0), Usual()) is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "because"),
+    [
+        (live("queued", age_ms=50.0), None),
+        (live("queued", age_ms=801.0), "queue: it waited 800 ms for its turn, usually 20 ms"),
+        (
+            live("prefilling", age_ms=1021.0, queue_ms=20.0, prompt_tokens=700),
+            "prefill: 1.0 s for 700 prompt tokens, usually 140 ms",
+        ),
+        (
+            live("handing_off", age_ms=621.0, queue_ms=20.0, prefill_ms=100.0, ttft_ms=121.0),
+            "handoff: its KV was on the way for 500 ms, usually 1.0 ms",
+        ),
+    ],
+)
+def test_a_live_request_is_explained_by_the_stage_it_is_in(frame, because):
+    assert slow_because(frame, USUAL) == because
+
+
+IDLE = LatencyFrame(60.0, 0, *[None] * 8)
+LATE = LatencyFrame(60.0, 9, *[None] * 8, ttft_slo_ratio=0.4, itl_slo_ratio=0.2)
+RESTS = worker("decode", num_sequences=0)
+WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s=400.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (("ready", "", Waiting(), [RESTS], IDLE), ""),
+        (("ready", "", Waiting(), [RESTS], LATE), ""),
+        (
+            ("ready", "", Waiting(12, 3), [WORKS], LATE),
+            "queue: 12 sequences wait for KV blocks, 3 for prefill",
+        ),
+        (
+            ("ready", "", Waiting(for_prefill=1), [WORKS], LATE),
+            "queue: 1 sequence waits for prefill",
+        ),
+        (
+            ("ready", "", Waiting(for_prefill=1, for_swap=2), [WORKS], IDLE),
+            "queue: 1 sequence waits for prefill, 2 for a swap of models",
+        ),
+        (
+            ("loading", "x", Waiting(for_workers=2), [RESTS], IDLE),
+            "queue: 2 sequences wait for a worker to be ready",
+        ),
+        (
+            ("ready", "", Waiting(), [WORKS], LATE),
+            "prefill: 60% of the first tokens are later than their target",
+        ),
+        (
+            ("ready", "", Waiting(), [WORKS], IDLE),
+            "prefill: worker prefill has no idle time, with 1 sequence",
+        ),
+        (("ready", "", Waiting(), [worker("decode")], IDLE), ""),
+        (
+            ("degraded", "worker decode is restarting", Waiting(3), [WORKS], LATE),
+            "degraded: worker decode is restarting",
+        ),
+        (
+            ("draining", "draining", Waiting(), [], IDLE),
+            "draining: it takes no new requests",
+        ),
+    ],
+)
+def test_the_limit_is_the_first_thing_to_be_cured(asked, sentence):
+    assert limit(*asked) == sentence

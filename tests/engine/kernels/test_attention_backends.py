@@ -1,0 +1,114 @@
+"""The best attention that a machine has is taken, and what is passed over is named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kernels.attention_backends import (
+    ATTENTION_BACKENDS,
+    Machine,
+    Needs,
+    choose_attention,
+    this_machine,
+)
+
+LLAMA = Needs("bfloat16", 128, has_softcap=False)
+
+
+def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0)):
+    faults = {name: f"no {name}" for name in ("triton", "flash_attn") if name not in packages}
+    return Machine(torch, faults, capability)
+
+
+@pytest.mark.parametrize(
+    ("needs", "there", "title"),
+    [
+        (LLAMA, machine(), "flash"),
+        (LLAMA, machine(packages=["triton"]), "torch_varlen (flash: no flash_attn)"),
+        (
+            LLAMA,
+            machine((2, 11), ["triton"]),
+            "triton (flash: no flash_attn; torch_varlen: needs torch 2.12)",
+        ),
+        (
+            Needs("bfloat16", 256, has_softcap=True),
+            machine(packages=["triton"]),
+            "triton (flash: no flash_attn; torch_varlen: no softcap)",
+        ),
+        (
+            Needs("float32", 128, has_softcap=False),
+            machine(),
+            "triton (flash: no float32; torch_varlen: no float32)",
+        ),
+        (
+            Needs("bfloat16", 128, has_softcap=False, block_size=64),
+            machine(),
+            "triton (flash: blocks of 256; torch_varlen: blocks of 256)",
+        ),
+        (
+            Needs("float16", 100, has_softcap=False),
+            machine(capability=None),
+            "triton (flash: no heads of 100; torch_varlen: no heads of 100)",
+        ),
+        (
+            Needs("bfloat16", 64, has_softcap=False, has_sinks=True),
+            machine(),
+            "triton (flash: no sinks; torch_varlen: no sinks)",
+        ),
+        (
+            Needs("bfloat16", 256, has_softcap=False, has_uneven_heads=True),
+            machine(),
+            "torch (flash: no layers that differ in their heads; "
+            "torch_varlen: no layers that differ in their heads; "
+            "triton: no layers that differ in their heads)",
+        ),
+        (
+            Needs("float16", 64, has_softcap=False),
+            machine(capability=(7, 5)),
+            "torch (flash: needs compute capability 8.0; "
+            "torch_varlen: needs compute capability 8.0; triton: needs compute capability 8.0)",
+        ),
+        (
+            LLAMA,
+            machine(packages=[]),
+            "torch (flash: no triton; torch_varlen: no triton; triton: no triton)",
+        ),
+    ],
+)
+def test_the_first_that_can_is_taken_and_says_why_not_a_better_one(needs, there, title):
+    assert choose_attention(needs, there).title == title
+
+
+@given(
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    head_dim=st.integers(1, 512),
+    has_softcap=st.booleans(),
+    torch=st.sampled_from([(2, 11), (2, 12), (3, 0)]),
+    packages=st.sets(st.sampled_from(["triton", "flash_attn"])),
+)
+def test_a_pool_sized_for_the_chosen_one_does_not_change_the_choice(
+    dtype, head_dim, has_softcap, torch, packages
+):
+    there = machine(torch, packages, None)
+    chosen = choose_attention(Needs(dtype, head_dim, has_softcap), there).backend
+    sized = Needs(dtype, head_dim, has_softcap, chosen.default_block_size)
+    assert choose_attention(sized, there).backend is chosen
+
+
+def test_what_is_installed_is_found_without_importing_it():
+    found = this_machine()
+    assert found.torch >= (2, 11)
+    assert found.faults.keys() <= {"triton", "flash_attn"}
+
+
+def test_a_library_that_does_not_import_is_passed_over_with_the_reason():
+    fault = "not imported: ImportError: undefined symbol: _ZN3c10"
+    there = Machine((2, 11), {"flash_attn": fault}, (9, 0))
+    title = f"triton (flash: {fault}; torch_varlen: needs torch 2.12)"
+    assert choose_attention(LLAMA, there).title == title
+    there = Machine((2, 11), {"triton": "no C compiler for triton"}, (9, 0))
+    assert choose_attention(LLAMA, there).backend.name == "torch"
+
+
+def test_every_backend_likes_a_block_that_it_can_use():
+    assert all(b.default_block_size % b.block_multiple == 0 for b in ATTENTION_BACKENDS)

@@ -1,0 +1,137 @@
+"""Adjusted logits against a slow reference in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
+from engine.wire.sampling import SamplingParams
+
+VOCAB_SIZE = 24
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
+INF = math.inf
+
+
+def params(**changes):
+    return SamplingParams(**({"max_tokens": 8, "seed": 0} | changes))
+
+
+def reference(logits, p, prompt_ids, output_ids, ending_ids, allowed):
+    """One logit at a time, as the documentation of each field says it."""
+    result = []
+    for token, raw in enumerate(logits):
+        value = raw + p.logit_bias.get(token, 0.0)
+        if len(output_ids) < p.min_tokens and token in ending_ids:
+            value = -INF
+        if allowed is not None and not allowed[token]:
+            value = -INF
+        if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
+            value = -INF
+        if any([*output_ids, token][-len(word) :] == list(word) for word in p.bad_words):
+            value = -INF
+        if token in prompt_ids or token in output_ids:
+            value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        value -= p.frequency_penalty * output_ids.count(token)
+        value -= p.presence_penalty * (token in output_ids)
+        result.append(value)
+    return result
+
+
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE),
+    prompt_ids=TOKENS,
+    output_ids=TOKENS,
+    presence=st.sampled_from([0.0, -2.0, 0.5, 2.0]),
+    frequency=st.sampled_from([0.0, -1.5, 0.1, 2.0]),
+    repetition=st.sampled_from([1.0, 0.5, 1.3, 2.0]),
+    bias=st.dictionaries(st.integers(0, VOCAB_SIZE - 1), st.floats(-100, 100, width=32)),
+    min_tokens=st.sampled_from([0, 3, 100]),
+    ending_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+    forbidden=st.none() | st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=VOCAB_SIZE - 4),
+    only=st.none() | st.frozensets(st.integers(0, VOCAB_SIZE + 3), min_size=1),
+    bad_words=st.lists(st.lists(st.integers(0, VOCAB_SIZE + 1), min_size=1, max_size=3)),
+)
+def test_every_adjustment_is_the_references(
+    logits, prompt_ids, output_ids, presence, frequency, repetition, bias, min_tokens, ending_ids,
+    forbidden, only, bad_words,
+):  # fmt: skip
+    p = params(
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+        allowed_token_ids=None if only is None else tuple(only),
+        bad_words=tuple(map(tuple, bad_words)),
+    )
+    allowed = None
+    if forbidden is not None:
+        allowed = bytes(200 * (i not in forbidden) for i in range(VOCAB_SIZE))
+    row = torch.tensor(logits)
+    allowed_ids = None if only is None else torch.tensor(tuple(only))
+    expected = reference(logits, p, prompt_ids, output_ids, ending_ids, allowed)
+    if max(expected) == -INF:  # the grammar allows more than the end, so that no minimum gives way
+        with pytest.raises(NothingAllowedError):
+            adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
+        return
+    adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
+    assert row.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
+
+
+def test_nothing_but_the_end_is_left_and_the_minimum_gives_way():
+    row = torch.zeros(4)
+    adjust(row, params(min_tokens=5), [], [1], [3], bytes([0, 0, 0, 200]))
+    assert row.tolist() == [-INF, -INF, -INF, 0.0]
+
+
+def test_a_minimum_does_not_give_way_to_anything_but_a_complete_grammar():
+    only_the_end = params(min_tokens=5, allowed_token_ids=(3,))
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
+        adjust(torch.zeros(4), only_the_end, [], [1], [3], None, torch.tensor([3]))
+    adjust(torch.zeros(4), only_the_end, [], [3] * 5, [3], None, torch.tensor([3]))
+    grammar = bytes([0, 9, 0, 9])  # goes on with 1, which is not allowed
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
+        adjust(torch.zeros(4), only_the_end, [], [], [3], grammar, torch.tensor([3]))
+
+
+def test_the_minimum_holds_up_to_its_last_token():
+    for num_outputs, is_forbidden in ((2, True), (3, False)):
+        row = torch.zeros(4)
+        adjust(row, params(min_tokens=3), [], [0] * num_outputs, [3], None)
+        assert math.isinf(row[3]) is is_forbidden
+
+
+def test_ids_that_the_model_has_not_are_passed_over():
+    row = torch.zeros(4)
+    adjust(row, params(min_tokens=3, logit_bias={9: 5.0, 1: 2.0}), [], [], [7, 2], None)
+    assert row.tolist() == [0.0, 2.0, -INF, 0.0]
+
+
+def test_what_leaves_no_token_is_named():
+    limits = params(allowed_token_ids=(1, 2), bad_words=((1,), (0, 2)))
+    adjust(torch.zeros(4), limits, [], [3], [], None, torch.tensor([1, 2]))
+    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `bad_words`"):
+        adjust(torch.zeros(4), limits, [], [0], [], None, torch.tensor([1, 2]))
+    with pytest.raises(NothingAllowedError, match="by the grammar and `bad_words`"):
+        adjust(torch.zeros(2), params(grammar="g", bad_words=((1,),)), [], [], [], bytes([0, 9]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logit_bias": {1: 0.5}},
+        {"min_tokens": 1},
+        {"grammar": "g"},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ((1, 2),)},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 0.9},
+    ],
+)
+def test_only_rows_that_ask_for_it_are_adjusted(change):
+    assert is_adjusted(params(**change))
+    assert not is_adjusted(params(temperature=0.5, top_k=3, logprobs=2, prompt_logprobs=1))

@@ -1,0 +1,197 @@
+"""Matrices packed in pairs: every way to multiply by them, on any machine, and who gets which."""
+
+import mmap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import CheckpointError
+from engine.folder.checkpoint import Checkpoint, packed_layout
+from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, load_kernels
+from engine.kernels.product_ways import EXACT, NUM_INPUTS, Ways, find_ways, judge
+from engine.model.linear import CompiledLinear
+from engine.model.packing import packed_weight
+from engine.model.transformer import Transformer
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
+from tests.checkpoints import make_checkpoint
+from tests.engine.model.test_linear import assert_close, levels
+from tests.engine.model.test_transformer import Pool
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no compiled kernels")
+WAYS = (WIDENED, DOTS, TILES)
+"""Of every level: what a processor has no instruction for is computed in C."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def packed_linear(level, matrices, biases, way):
+    weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
+    ways = Ways((1,), (way,))
+    return CompiledLinear(load_kernels(level)[0], weights, list(biases), ways=ways)
+
+
+def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
+    matrix = torch.randn(35, 41).bfloat16()
+    packed = packed_weight(Weight.plain(matrix))
+    assert packed.shape == (35, 41)
+    rows = packed.data.permute(0, 2, 1, 3).reshape(48, 64)
+    assert torch.equal(rows[:35, :41], matrix)
+    assert not rows[35:].any()
+    assert not rows[:, 41:].any()
+
+
+@pytest.mark.parametrize("level", levels())
+@settings(max_examples=20, deadline=None)
+@given(
+    num_tokens=st.one_of(st.integers(1, 40), st.sampled_from([64, 65, 97])),
+    depth=st.one_of(st.integers(1, 130), st.sampled_from([576, 1031])),
+    rows=st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    has_bias=st.booleans(),
+    way=st.sampled_from(WAYS),
+    num_threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_way_agrees_with_float64_for_any_shape(
+    level, num_tokens, depth, rows, has_bias, way, num_threads, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, depth, generator=generator).bfloat16()
+    matrices = [torch.randn(n, depth, generator=generator).bfloat16() for n in rows]
+    biases = [torch.randn(n, generator=generator) for n in rows] if has_bias else []
+    torch.set_num_threads(num_threads)
+    assert_close(packed_linear(level, matrices, biases, way), x, matrices, biases)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("level", levels())
+def test_threads_change_nothing_in_the_result(level, way):
+    matrices = [torch.randn(301, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
+    linear = packed_linear(level, matrices, [], way)
+    for num_tokens in (1, 5, 40):
+        x = torch.randn(num_tokens, 200).bfloat16()
+        alone = linear(x)
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x), alone)
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("level", levels())
+def test_an_input_that_is_not_a_number_stays_in_its_row(level, way):
+    matrix, x = torch.randn(48, 48).bfloat16(), torch.randn(40, 48).bfloat16()
+    x[2, 5] = torch.nan
+    output = packed_linear(level, [matrix], [], way)(x)
+    assert output[2].isnan().all()
+    assert output[[0, 1, *range(3, 40)]].isfinite().all()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "mixtral"])
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param, "bfloat16")
+
+
+def filled_arena(checkpoint, count=2):
+    layout = packed_layout(checkpoint, "bfloat16")
+    arena = mmap.mmap(-1, layout.num_bytes)
+    for index in range(count):
+        told = []
+        load_weights(
+            checkpoint,
+            "bfloat16",
+            arena,
+            (index, count),
+            lambda *progress, told=told: told.append(progress),
+            is_packed=True,
+        )
+        assert told[-1][0] == told[-1][1]
+    return arena
+
+
+def test_shares_fill_the_arena_together(folder):
+    checkpoint = Checkpoint.open(folder)
+    whole = filled_arena(checkpoint, 1)
+    for count in (2, 3, 7):
+        assert filled_arena(checkpoint, count)[:] == whole[:]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+def test_a_model_of_packed_matrices_is_the_model(folder, way):
+    checkpoint = Checkpoint.open(folder)
+    ignore = lambda *_: None  # noqa: E731
+    arena = filled_arena(checkpoint)
+    packed = load_weights(checkpoint, "bfloat16", arena, None, ignore, is_packed=True)
+    stored = load_weights(checkpoint, "bfloat16", None, None, ignore)
+    assert sum(weight.scheme == "bfloat16_pairs" for weight in packed.values()) > 8
+    found, expected = (
+        Transformer(checkpoint.config, weights, "bfloat16", 64, ways=Ways((1,), (way,)))
+        for weights in (packed, stored)
+    )
+    logits = []
+    for model in (found, expected):
+        generator = torch.Generator().manual_seed(0)
+        pool = Pool(model, 8, generator)
+        tokens = torch.randint(0, 90, (40,), generator=generator).tolist()
+        table = pool.table(41)
+        logits.append(torch.cat([pool.step([(tokens, 0, table)]), pool.step([([7], 40, table)])]))
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
+
+
+def test_only_bfloat16_is_packed_and_only_files_that_can_be_mapped(folder):
+    checkpoint = Checkpoint.open(folder)
+    assert packed_layout(checkpoint, "float32") is None
+    assert packed_layout(checkpoint, "float16") is None
+    layout = packed_layout(checkpoint, "bfloat16")
+    assert all(offset % 64 == 0 for offset in layout.offset_by_name.values())
+
+
+def test_packed_values_cannot_be_read_one_by_one():
+    packed = packed_weight(Weight.plain(torch.zeros(3, 4)))
+    with pytest.raises(CheckpointError, match="bfloat16_pairs has no values"):
+        _ = packed.values
+
+
+def test_this_machine_is_tried_and_says_what_was_found():
+    kernels, level = load_kernels()
+    found = find_ways(kernels, level)
+    assert ("rearranged at start" if found.ways else "as they are stored") in found.why
+    assert "wrongly" not in found.why
+    assert find_ways(*load_kernels("portable")).ways is None
+
+
+def times(stored, **ways):
+    numbers = dict(zip(WAY_NAMES, WAYS, strict=True))
+    return {
+        count: {None: stored[i]} | {numbers[name]: taken[i] for name, taken in ways.items()}
+        for i, count in enumerate(NUM_INPUTS)
+    }
+
+
+def test_each_number_of_inputs_gets_its_fastest_way():
+    tiles = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], tiles=[2, 2, 1, 1, 4]), [])
+    assert tiles.ways == Ways(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
+    assert [tiles.ways.way_of(n) for n in (1, 3, 15, 16, 5000)] == [0, 0, 0, 2, 2]
+    assert tiles.why.endswith("just now, 1x as fast for 1 token at a time, 4x for 256")
+    assert EXACT.way_of(9000) == WIDENED
+
+
+def test_matrices_stay_as_they_are_where_packing_gains_nothing_or_costs_decode():
+    for packed in ([1, 1, 1, 4, 15], [1.5, 1, 1, 1, 4]):
+        found = judge(times([1, 1, 1, 4, 16], widened=packed), [])
+        assert found.ways is None
+        assert found.why.startswith("used as they are stored: rearranged ")
+
+
+def test_a_way_that_computes_wrongly_is_not_used_and_named():
+    found = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 1, 1, 1]), ["tiles"])
+    assert found.ways.ways == (WIDENED,) * 5
+    assert "tiles compute wrongly" in found.why
+    assert judge({1: {None: 1.0}}, ["widened"]).ways is None

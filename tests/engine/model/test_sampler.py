@@ -1,0 +1,202 @@
+"""Draws follow the stated distribution and depend on seed and position alone."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from engine.model.sampler import logprobs, sample, uniform
+from engine.wire.sampling import SamplingParams
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def params(**changes):
+    return SamplingParams(**({"max_tokens": 8, "seed": 0} | changes))
+
+
+def noise(num_rows, vocab_size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * 2
+
+
+def reference(logits, p):
+    """The distribution in float64, slowly: token ids, likeliest first, and probabilities."""
+    ids = sorted(range(len(logits)), key=lambda i: -logits[i])
+    scaled = [float(logits[i]) / p.temperature for i in ids]
+    weights = [math.exp(s - scaled[0]) for s in scaled]
+    kept = [(i, w) for i, w in zip(ids, weights, strict=True) if w >= p.min_p]
+    if p.top_k:
+        kept = kept[: p.top_k]
+    total, nucleus, mass = sum(w for _, w in kept), [], 0.0
+    for token, weight in kept:
+        if nucleus and mass >= p.top_p * total:
+            break
+        nucleus.append((token, weight))
+        mass += weight
+    return [token for token, _ in nucleus], [weight / mass for _, weight in nucleus]
+
+
+@given(
+    vocab_size=st.sampled_from([1, 2, 50, 700]),
+    logits_seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.01, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 2, 40, 300, 1000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+    index=st.integers(0, 100_000),
+)
+def test_a_draw_is_the_references_draw(
+    vocab_size, logits_seed, temperature, top_k, top_p, min_p, seed, index
+):
+    p = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    logits = noise(1, vocab_size, logits_seed)
+    ids, probabilities = reference(logits[0].tolist(), p)
+    u, borders = uniform(seed, index), torch.tensor(probabilities).cumsum(0)
+    assume(len(ids) == 1 or (borders[:-1] - u).abs().min() > 1e-4)
+    expected = min(int((borders <= u).sum()), len(ids) - 1)
+    ((token, logprob),) = sample(logits, [p], [index])
+    assert logprob is None
+    # float32 may see one token more or less at the edge of a filter
+    assert token in ids[max(expected - 1, 0) : expected + 2]
+
+
+def test_a_nucleus_wider_than_the_sorted_prefix_is_drawn_from_whole():
+    p, logits = params(temperature=5.0, top_p=0.7, seed=9), noise(1, 1000)
+    ids, probabilities = reference(logits[0].tolist(), p)
+    assert len(ids) > 500
+    borders = torch.tensor(probabilities, dtype=torch.float64).cumsum(0)
+    for index in range(100):
+        expected = int((borders <= uniform(9, index)).sum())
+        ((token, _),) = sample(logits, [p], [index])
+        assert token in ids[max(expected - 1, 0) : expected + 2]
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        params(),
+        params(temperature=0.7),
+        params(temperature=1.5, top_k=5),
+        params(top_p=0.8),
+        params(min_p=0.2),
+        params(temperature=2.0, top_k=12, top_p=0.9, min_p=0.02),
+    ],
+    ids=["plain", "temperature", "top_k", "top_p", "min_p", "all"],
+)
+def test_many_draws_pass_a_chi_square_test(p):
+    num_draws, vocab_size = 4000, 20
+    logits = noise(1, vocab_size, seed=5)
+    rows = logits.expand(num_draws, -1)
+    tokens = [token for token, _ in sample(rows, [p] * num_draws, range(num_draws))]
+    ids, probabilities = reference(logits[0].tolist(), p)
+    assert set(tokens) <= set(ids)
+    expected = torch.tensor(probabilities) * num_draws
+    observed = torch.tensor([tokens.count(i) for i in ids])
+    is_common = expected >= 5
+    statistic = ((observed - expected) ** 2 / expected)[is_common].sum()
+    freedom = max(int(is_common.sum()) - 1, 1)
+    # mean and deviation of chi-square are freedom and sqrt(2 freedom)
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_uniform_numbers_are_uniform_along_seeds_and_positions():
+    for numbers in (
+        [uniform(7, i) for i in range(10_000)],
+        [uniform(s, 0) for s in range(10_000)],
+        [uniform(2**62 + s, s) for s in range(10_000)],
+    ):
+        counts = torch.histc(torch.tensor(numbers), bins=20, min=0, max=1)
+        assert ((counts - 500) ** 2 / 500).sum() < 45  # 19 degrees of freedom, p = 0.0007
+        assert all(0 <= u < 1 for u in numbers)
+        assert len(set(numbers)) == 10_000
+
+
+def test_the_counter_hash_never_changes():
+    """Sequences resumed by a newer version must go on as they began."""
+    published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)  # splitmix64 of 0
+    assert [uniform(0, i) for i in range(3)] == [(z >> 11) / 2**53 for z in published]
+    assert uniform(2**63 - 1, 4095) == 0.15300673037090073
+
+
+@given(st.permutations(range(6)))
+def test_a_row_draws_the_same_in_any_batch(order):
+    logits = noise(6, 400)
+    rows = [params(seed=i, temperature=0.5 + i / 4, top_p=0.95) for i in range(6)]
+    alone = [sample(logits[i : i + 1], [rows[i]], [3 * i])[0] for i in range(6)]
+    batch = sample(logits[list(order)], [rows[i] for i in order], [3 * i for i in order])
+    assert batch == [alone[i] for i in order]
+
+
+def test_seeds_and_positions_differ():
+    logits = torch.zeros(1, 1000)
+    tokens = {sample(logits, [params(seed=s)], [i])[0][0] for s in range(10) for i in range(10)}
+    assert len(tokens) > 80
+
+
+def test_zero_and_tiny_temperatures_are_greedy():
+    logits = noise(3, 50)
+    rows = [params(temperature=t) for t in (0.0, 1e-9, 0.0)]
+    assert [token for token, _ in sample(logits, rows, [0, 0, 0])] == logits.argmax(-1).tolist()
+
+
+def test_low_temperatures_stay_finite():
+    logits = noise(1, 50) * 1e6
+    assert sample(logits, [params(temperature=1e-5)], [0])[0][0] == int(logits.argmax())
+
+
+def test_top_k_keeps_ties_with_the_last_kept():
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -5.0]])
+    tokens = {sample(logits, [params(seed=s, top_k=2)], [0])[0][0] for s in range(200)}
+    assert tokens == {0, 1, 2, 3}
+
+
+@given(st.integers(0, 5000), st.integers(0, 12), st.sampled_from([0.0, 0.3, 1.0]))
+def test_logprobs_are_of_the_raw_logits(seed, num_alternatives, temperature):
+    logits = noise(1, 10, seed)
+    p = params(logprobs=num_alternatives, temperature=temperature, top_k=3, seed=seed)
+    ((token, logprob),) = sample(logits, [p], [0])
+    expected = logits[0].double().log_softmax(-1)
+    assert logprob.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+    assert len(logprob.top_ids) == min(num_alternatives, 10)
+    best = expected.sort(descending=True)
+    assert logprob.top_ids == best.indices[:num_alternatives].tolist()
+    assert logprob.top_logprobs == pytest.approx(best.values[:num_alternatives].tolist(), abs=1e-5)
+
+
+def test_ranks_count_the_likelier():
+    rows = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 4.0, 3.0, 2.0]])
+    assert [one.rank for one in logprobs(rows, [2, 3], 1)] == [3, 4]
+    assert [one.rank for one in logprobs(rows, [3, 0], 0)] == [1, 1]
+
+
+def test_a_mixed_batch_reports_logprobs_only_where_asked():
+    rows = [params(temperature=0.0), params(logprobs=0), params(temperature=0.0, logprobs=2)]
+    results = sample(noise(3, 30), rows, [0, 0, 0])
+    assert [None if r is None else len(r.top_ids) for _, r in results] == [None, 0, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_give_a_token_and_finite_logprobs(temperature):
+    inf, nan = math.inf, math.nan
+    logits = torch.tensor(
+        [
+            [nan, 1.0, 0.5, -inf],
+            [0.0, inf, 1.0, nan],
+            [-inf, -inf, -inf, -inf],
+            [nan, nan, nan, nan],
+            [0.0, FLOAT_MAX, -FLOAT_MAX, 0.0],
+        ]
+    )
+    p = params(temperature=temperature, top_k=1, logprobs=4)
+    results = sample(logits, [p] * 5, [0] * 5)
+    assert [token for token, _ in results] == [1, 1, 0, 0, 1]
+    numbers = [x for _, r in results for x in (r.logprob, *r.top_logprobs)]
+    assert all(math.isfinite(x) for x in numbers)
+
+
+def test_nothing_to_sample_is_nothing():
+    assert sample(torch.empty(0, 30), [], []) == []

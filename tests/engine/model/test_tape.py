@@ -1,0 +1,171 @@
+"""A replayed step is the step, bit for bit, whatever has happened since it was recorded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.folder.checkpoint import Checkpoint
+from engine.kernels.cpu import load_kernels
+from engine.model.tape import MAX_TAPES, MAX_TOKENS
+from engine.model.transformer import Transformer
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
+from tests.checkpoints import make_checkpoint
+from tests.engine.model.test_attention import batch_of
+
+try:
+    load_kernels()
+except ImportError:
+    pytest.skip("no compiled kernels", allow_module_level=True)
+
+NUM_BLOCKS = 160
+TAPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        family: make_checkpoint(tmp_path_factory.mktemp(family), family)
+        for family in (*TAPED, "mixtral")
+    }
+
+
+class Model:
+    """A model with tapes beside the same one without, each with a pool of its own."""
+
+    def __init__(self, folder, dtype="float32"):
+        checkpoint = Checkpoint.open(folder)
+        weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
+        to = getattr(torch, dtype)
+        weights = {name: Weight.plain(w.values.to(to)) for name, w in weights.items()}
+        self.taped, self.plain = (
+            Transformer(checkpoint.config, weights, dtype, 512) for _ in range(2)
+        )
+        self.plain._tapes = None
+        self.config = checkpoint.config
+        self.dtype = getattr(torch, dtype)
+        self.pools = self.new_pools()
+
+    def new_pools(self, block_size=8):
+        c = self.config
+        shape = (NUM_BLOCKS, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
+        self.pools = torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
+        return self.pools
+
+    def assert_same(self, sequences, seed=0):
+        """Of [(context, new tokens)] side by side in the pool."""
+        block_size = self.pools[0].shape[3]
+        tables, first = [], 1
+        for context, new in sequences:
+            count = -(-(context + new) // block_size)
+            tables.append(list(range(first, first + count)))
+            first += count
+        batch = batch_of(sequences, tables, block_size)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(5, 290, batch.positions.shape, generator=generator)
+        ends = torch.tensor([new for _, new in sequences]).cumsum(0) - 1
+        batch = replace(batch, input_ids=ids, logit_rows=ends.tolist())
+        logits = self.taped.forward(batch, self.pools[0])
+        assert torch.equal(logits, self.plain.forward(batch, self.pools[1]))
+        assert torch.equal(*self.pools)
+
+    @property
+    def num_tapes(self):
+        return len(self.taped._tapes._tapes)
+
+
+@pytest.mark.parametrize("family", TAPED)
+def test_a_growing_sequence_is_decoded_as_without_tapes(folders, family):
+    model = Model(folders[family])
+    model.assert_same([(0, 5)])
+    for context in range(5, 75):
+        model.assert_same([(context, 1)], seed=context)
+    assert 1 <= model.num_tapes <= 5  # one for each power of two that its table passes
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_batches_come_and_go_in_any_order(folders, data):
+    model = Model(folders["llama"], data.draw(st.sampled_from(["float32", "bfloat16"])))
+    for seed in range(8):
+        num_new = data.draw(st.sampled_from([1, 1, 1, 9]))
+        contexts = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=5))
+        model.assert_same([(context, num_new) for context in contexts], seed)
+
+
+def test_a_buffer_that_moves_ends_its_tapes(folders):
+    model = Model(folders["llama"])
+    for _ in range(3):
+        model.assert_same([(9, 1)])
+    model.assert_same([(0, 100)])
+    for _ in range(3):
+        model.assert_same([(9, 1)])
+
+
+def test_another_pool_has_tapes_of_its_own(folders):
+    model = Model(folders["llama"])
+    for block_size in (8, 16, 8, 4):
+        kept = model.new_pools(block_size)
+        for seed in range(3):
+            model.assert_same([(20, 1), (3, 1)], seed)
+        assert kept is model.pools
+
+
+def test_more_cores_have_tapes_of_their_own(folders):
+    model = Model(folders["llama"])
+    for num_threads in (1, 2, 1, 3):
+        torch.set_num_threads(num_threads)
+        for seed in range(2):
+            model.assert_same([(40, 1)], seed)
+    torch.set_num_threads(1)
+
+
+def test_longer_tables_of_cosines_are_found(folders):
+    model = Model(folders["llama"])
+    model.taped._num_table_positions = model.plain._num_table_positions = 0
+    model.assert_same([(9, 1)])
+    for transformer in (model.taped, model.plain):
+        transformer._num_table_positions = 0  # as after a longer sequence: new tables
+    for _ in range(2):
+        model.assert_same([(9, 1)])
+
+
+def test_there_are_only_so_many_tapes(folders):
+    model = Model(folders["llama"])
+    model.assert_same([(3, 1)] * MAX_TOKENS)
+    for num_sequences in range(1, MAX_TOKENS + 2):
+        for context in (3, 9, 20):
+            model.assert_same([(context, 1)] * num_sequences)
+    assert model.num_tapes == MAX_TAPES
+
+
+def test_steps_that_torch_has_a_part_in_are_not_taped(folders):
+    model = Model(folders["mixtral"])
+    assert model.taped._tapes is None
+    model.assert_same([(9, 1)])
+
+
+def test_a_step_that_fails_leaves_no_tape(folders, monkeypatch):
+    model = Model(folders["llama"])
+    model.assert_same([(0, 9)])
+
+    def fail(*_):
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(model.taped._tapes, "_layers", fail)
+    with pytest.raises(RuntimeError):
+        model.assert_same([(9, 1)])
+    monkeypatch.undo()
+    for _ in range(3):
+        model.assert_same([(9, 1)])

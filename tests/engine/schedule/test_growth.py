@@ -1,0 +1,53 @@
+"""Who loses its blocks when there are too few."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.schedule.growth import Holder, victim
+from engine.schedule.journeys import MAX_PREEMPTIONS
+from engine.schedule.sequence import Sequence, Stamps
+from engine.schedule.whereabouts import age
+from engine.wire.sampling import SamplingParams
+
+
+def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0):
+    sampling = SamplingParams(max_tokens=9, seed=0)
+    sequence = Sequence(seq_id, "r", 0, [1], sampling, Stamps(arrived_ns))
+    sequence.num_preemptions = num_preemptions
+    return Holder(sequence, num_freed, num_lost)
+
+
+HOLDERS = st.lists(
+    st.tuples(
+        st.integers(0, 5), st.integers(0, 4), st.integers(0, 40), st.integers(0, MAX_PREEMPTIONS)
+    ),
+    max_size=8,
+).map(lambda rows: [holder(seq_id, *row) for seq_id, row in enumerate(rows)])
+
+
+@given(HOLDERS)
+def test_the_victim_costs_least_for_each_block_and_is_never_the_oldest(holders):
+    found = victim(holders)
+    oldest = min(holders, key=lambda each: age(each.sequence), default=None)
+    open_to_it = [
+        each
+        for each in holders
+        if each is not oldest and each.num_freed and each.sequence.num_preemptions < MAX_PREEMPTIONS
+    ]
+    if found is None:
+        assert not open_to_it
+        return
+    assert found in open_to_it
+    for other in open_to_it:
+        # lost by freed, compared without dividing
+        assert found.num_lost * other.num_freed <= other.num_lost * found.num_freed
+
+
+def test_of_equals_the_youngest_loses_its_blocks():
+    holders = [holder(1, 0, 2, 8), holder(2, 5, 2, 8), holder(3, 9, 2, 8), holder(4, 7, 2, 8)]
+    assert victim(holders).sequence.seq_id == 3
+
+
+def test_what_frees_nothing_or_was_preempted_too_often_is_left_alone():
+    holders = [holder(1, 0, 2, 8), holder(2, 1, 0, 0), holder(3, 2, 2, 1, MAX_PREEMPTIONS)]
+    assert victim(holders) is None

@@ -1,0 +1,81 @@
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.schedule.plan import AGEING_TOKENS_PER_S, plan
+
+
+@dataclass(eq=False)
+class Fake:
+    num_tokens: int
+    num_computed_tokens: int
+    admitted_ns: int = 0
+
+    @property
+    def is_decoding(self):
+        return self.num_tokens == self.num_computed_tokens + 1
+
+
+def test_decoding_sequences_get_one_token_each_and_prompts_the_budget():
+    decoding = [Fake(10, 9), Fake(20, 19)]
+    prompt = Fake(1000, 100)
+    assert plan([*decoding, prompt], 512, 0) == [
+        (decoding[0], 1),
+        (decoding[1], 1),
+        (prompt, 512),
+    ]
+
+
+def test_prompts_that_fit_go_together_shortest_first():
+    long, short = Fake(400, 0), Fake(100, 0)
+    assert plan([long, short], 512, 0) == [(short, 100), (long, 400)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_chunk_of_a_long_one():
+    long, short = Fake(2000, 0), Fake(100, 0)
+    assert plan([long, short], 512, 0) == [(short, 100)]
+    assert plan([long], 512, 0) == [(long, 512)]
+
+
+def test_an_old_long_prompt_goes_before_a_new_short_one():
+    second_ns = 10**9
+    old = Fake(2000, 0, admitted_ns=0)
+    waited_s = 1900 / AGEING_TOKENS_PER_S + 1
+    now_ns = int(waited_s * second_ns)
+    new = Fake(100, 0, admitted_ns=now_ns)
+    assert plan([new, old], 512, now_ns)[0][0] is old
+
+
+def test_many_decoding_sequences_do_not_starve_prompts():
+    prompt = Fake(1000, 0)
+    planned = plan([*(Fake(2, 1) for _ in range(600)), prompt], 512, 0)
+    assert planned[-1] == (prompt, 512)
+
+
+sequences = st.lists(
+    st.builds(
+        lambda computed, remaining, admitted: Fake(computed + remaining, computed, admitted),
+        st.integers(0, 500),
+        st.integers(0, 500),
+        st.integers(0, 10**10),
+    ),
+    max_size=30,
+)
+
+
+@given(sequences, st.integers(1, 600), st.integers(10**10, 10**11))
+def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, now_ns):
+    planned = plan(running, max_step_tokens, now_ns)
+    assert len({id(s) for s, _ in planned}) == len(planned)
+    for sequence, num_new_tokens in planned:
+        assert 1 <= num_new_tokens <= sequence.num_tokens - sequence.num_computed_tokens
+    runnable = [s for s in running if s.num_tokens > s.num_computed_tokens]
+    assert bool(planned) == bool(runnable)
+    singles = [s for s in runnable if s.num_tokens - s.num_computed_tokens == 1]
+    assert {id(s) for s in singles} <= {id(s) for s, _ in planned}
+    num_tokens = sum(n for _, n in planned)
+    assert num_tokens - len(singles) <= max_step_tokens
+    prompts = [(s, n) for s, n in planned if s.num_tokens - s.num_computed_tokens > 1]
+    if any(n < s.num_tokens - s.num_computed_tokens for s, n in prompts):
+        assert len(prompts) == 1  # a chunk goes alone

@@ -1,0 +1,106 @@
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from engine.errors import ChannelClosed
+from engine.wire.channel import DaemonChannel, WorkerChannel
+from engine.wire.messages import Admit, Go, LoadingProgress, Release
+from engine.wire.sampling import SamplingParams
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def admit(num_tokens):
+    return Admit(
+        seq_id=1,
+        generation=1,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_table=[1],
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        until_output=1,
+    )
+
+
+async def test_large_and_small_messages_arrive_whole_and_in_order(pair):
+    ours, theirs = pair
+    daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
+    sent = [admit(200_000), Release(1, 1), admit(3), *[Release(i, 1) for i in range(1000)]]
+    for command in sent:
+        daemon.send(command)
+    received = []
+    while len(received) < len(sent):
+        received += await asyncio.to_thread(worker.receive, wait=True)
+    assert received == sent
+    daemon.close()
+
+
+def test_receive_without_waiting_returns_nothing_when_nothing_has_come(pair):
+    _, theirs = pair
+    assert WorkerChannel(theirs).receive(wait=False) == []
+
+
+async def test_everything_a_dead_worker_sent_is_read_before_the_end(pair):
+    ours, theirs = pair
+    daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
+    for i in range(3):
+        worker.send(LoadingProgress(i, 3))
+    theirs.close()
+    assert [(await daemon.receive()).loaded_bytes for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ChannelClosed):
+        await daemon.receive()
+    daemon.send(Go())  # to a dead worker: lost, not an error
+    daemon.close()
+
+
+async def test_a_frame_cut_by_death_is_the_end(pair):
+    ours, theirs = pair
+    daemon = await DaemonChannel.open(ours)
+    theirs.sendall(b"\x10\x00\x00\x00half")
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        await daemon.receive()
+    daemon.close()
+
+
+async def test_worker_sees_the_end_after_the_last_command(pair):
+    ours, theirs = pair
+    daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
+    daemon.send(Go())
+    await asyncio.sleep(0)
+    daemon.close()
+    await asyncio.sleep(0.01)
+    assert worker.receive(wait=True) == [Go()]
+    with pytest.raises(ChannelClosed):
+        worker.receive(wait=False)
+    with pytest.raises(ChannelClosed):
+        worker.send(LoadingProgress(1, 1))
+
+
+def test_a_waiting_receive_wakes_up_for_a_command(pair):
+    ours, theirs = pair
+    worker = WorkerChannel(theirs)
+    received = []
+    thread = threading.Thread(target=lambda: received.extend(worker.receive(wait=True)))
+    thread.start()
+    body = b"\x81\xa4type\xa2Go"
+    ours.sendall(len(body).to_bytes(4, "little") + body)
+    thread.join(5)
+    assert received == [Go()]
+
+
+def test_a_thread_that_sends_on_an_end_that_another_has_closed_is_told_as_of_a_dead_daemon(pair):
+    _, theirs = pair
+    worker = WorkerChannel(theirs)
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        worker.send(LoadingProgress(0, 1))
