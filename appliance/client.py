@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from appliance.configuration import paths
-from appliance.configuration.address import Address, Line, SshAddress, TcpAddress, UnixAddress
+from appliance.configuration.address import Address, DaemonLine, SshAddress, TcpAddress, UnixAddress
 from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
@@ -230,7 +230,7 @@ class _Connection(http.client.HTTPConnection):
         super().__init__(address.host if isinstance(address, TcpAddress) else "localhost")
         self._address = address
         self._timeout_s = timeout_s
-        self._line: Line | None = None
+        self._line: DaemonLine | None = None
 
     def connect(self) -> None:
         self._line = self._address.dial(self._timeout_s)

@@ -26,7 +26,7 @@ from appliance.configuration.config import ServeConfig, changes, take_over, unkn
 from appliance.configuration.folders import prepare_directories
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fetching import Fetching
-from appliance.fleet.boot import Plan, check_others, is_to_be_fetched, lock_state_dir, make_plan
+from appliance.fleet.boot import BootPlan, check_others, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
@@ -35,7 +35,7 @@ from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_so
 from appliance.http.server import ApiServer
 from appliance.journal import Formatter, has_terminal
 from appliance.log.request_log import RequestLog
-from appliance.log.retention import Limits
+from appliance.log.retention import RetentionLimits
 from appliance.models.names import HubName
 from appliance.notify import notify, notify_watchdog
 from appliance.open_files import raise_limit
@@ -98,8 +98,8 @@ def _address(listener: socket.socket, is_tls: bool) -> str:
     return str(TcpAddress(host, port, is_tls))
 
 
-def _log_limits(config: ServeConfig) -> Limits:
-    return Limits(config.log_keep_days, config.log_max_bytes)
+def _log_limits(config: ServeConfig) -> RetentionLimits:
+    return RetentionLimits(config.log_keep_days, config.log_max_bytes)
 
 
 class _Daemon:
@@ -109,7 +109,7 @@ class _Daemon:
         self,
         config: ServeConfig,
         load_config: Callable[[], ServeConfig],
-        plan: Plan | None,
+        plan: BootPlan | None,
         inherited: list[socket.socket],
         stacks_fd: int,
     ) -> None:
@@ -210,7 +210,7 @@ class _Daemon:
             ).swaps
         return self._service
 
-    def _start_workers(self, plan: Plan) -> tuple[Router, Supervisor]:
+    def _start_workers(self, plan: BootPlan) -> tuple[Router, Supervisor]:
         self._plan = plan
         self._supervisor = Supervisor(
             plan.workers,

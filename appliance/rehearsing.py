@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.pairing import is_two_better, pair_times, programme
 from appliance.fleet.step_memory import StepMemory, key_of
 from engine.schedule.rehearsal import Rehearsal, steps
@@ -131,7 +131,7 @@ def _words(rehearsal: Rehearsal, elapsed_s: float) -> str:
 
 
 def rehearsing_of(
-    plan: Plan, state_dir: Path, router: Router, send: Callable[[str, Command], None]
+    plan: BootPlan, state_dir: Path, router: Router, send: Callable[[str, Command], None]
 ) -> Rehearsing:
     """That of a plan; what steps take on its GPUs is kept in the state directory."""
     gpu = next((worker.gpu for worker in plan.placement.workers if worker.gpu is not None), None)

@@ -20,7 +20,7 @@ from appliance.api.appliance import Readings
 from appliance.closed import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
-from appliance.fleet.boot import Plan, model_info
+from appliance.fleet.boot import BootPlan, model_info
 from appliance.fleet.cache_identity import PromptHasher, make_hasher
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
@@ -53,7 +53,7 @@ class Service:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BootPlan,
         router: Router,
         supervisor: Supervisor,
         tokenizer: Tokenizer,
@@ -112,7 +112,7 @@ class Service:
         return self._router.queue.max_tokens_per_request
 
     def change_model(
-        self, plan: Plan, router: Router, workers: Supervisor, text: Tokenizer
+        self, plan: BootPlan, router: Router, workers: Supervisor, text: Tokenizer
     ) -> None:
         """Serve another model from now on; no request is live."""
         old, self._router, self._supervisor = self._router, router, workers
@@ -139,7 +139,7 @@ class Service:
         """What is wrong while others serve on; None: nothing."""
         return self.availability.degraded_reason
 
-    async def rekey(self, config: ServeConfig, plan: Plan) -> None:
+    async def rekey(self, config: ServeConfig, plan: BootPlan) -> None:
         """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""
         self.hasher = await asyncio.to_thread(make_hasher, config, plan)
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from appliance.configuration.config import ServeConfig
 from appliance.fetching import Fetching
-from appliance.fleet.boot import Plan, check_files, is_to_be_fetched, make_plan
+from appliance.fleet.boot import BootPlan, check_files, is_to_be_fetched, make_plan
 from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.swaps import Limits, Swaps
+from appliance.fleet.swaps import SwapLimits, Swaps
 from appliance.log.request_log import RequestLog
 from appliance.models.names import HubName
 from appliance.service import Service
@@ -39,7 +39,7 @@ class Swapping:
         service: Service,
         request_log: RequestLog,
         *,
-        start: Callable[[Plan], tuple[Router, Supervisor]],
+        start: Callable[[BootPlan], tuple[Router, Supervisor]],
         stop: Callable[[], Awaitable[None]],
         load: Callable[[], Awaitable[object]],
     ) -> None:
@@ -67,10 +67,10 @@ class Swapping:
             limits=self._limits,
         )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> SwapLimits:
         config = self._config()
         num_bytes = BYTES_PER_TOKEN * config.max_queued_tokens
-        return Limits(config.min_stay_s, config.max_queued, num_bytes)
+        return SwapLimits(config.min_stay_s, config.max_queued, num_bytes)
 
     async def _prepare(self, name: str) -> None:
         config = self._configs[name]
@@ -123,7 +123,7 @@ class Swapping:
         await self._load()
         self._service.make_frame()
 
-    def _plan(self, name: str) -> Plan:
+    def _plan(self, name: str) -> BootPlan:
         """With the roles that an operator may have changed."""
         plan = make_plan(self._configs[name])
         roles = plan.roles if plan.placement.places.is_colocated else self._service.frame.roles

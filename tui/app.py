@@ -22,9 +22,9 @@ from tui import actions, feed, keys
 from tui import filter as filters
 from tui import format as fmt
 from tui.feed_messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
-from tui.request_listing import Listing
-from tui.view import READ_ONLY, WINDOWS_S, Caller, Link, View
-from tui.widgets.dialogs import YES, Ask, Choose, Confirm, Detail, Explain, Help, Reader
+from tui.request_listing import RequestListing
+from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, View
+from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.main_screen import MainScreen
 from tui.widgets.request_table import RequestTable
 from tui.widgets.themes import ALL_CLASSES, THEMES
@@ -125,7 +125,7 @@ class Console(App[None]):
         if self._latest.link.is_live or not self._latest.link.why:
             self._down_since_s = now_s
         self._retry_at_s = now_s + message.retry_in_s
-        self._latest = self._latest.over(Link(message.loss.word, str(message.loss)))
+        self._latest = self._latest.over(DaemonLink(message.loss.word, str(message.loss)))
         self._tick()
 
     def on_caller_known(self, message: CallerKnown) -> None:
@@ -302,9 +302,9 @@ class Console(App[None]):
         text = self._latest.listing.filter.text
         hint = f"as {filters.GRAMMAR}; empty shows all"
         check = actions.problem_of(filters.parse)
-        self.push_screen(Ask("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
+        self.push_screen(AskDialog("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
 
-    def _list_anew(self, listing: Listing) -> None:
+    def _list_anew(self, listing: RequestListing) -> None:
         self._latest = replace(self._latest, listing=listing)
         self._show()
         if self.main.table is not None:
@@ -379,7 +379,7 @@ class Console(App[None]):
                 self._confirm(actions.set_targets(text))
 
         text, check = actions.targets_text(frame), actions.problem_of(actions.targets)
-        ask = Ask("TARGETS", actions.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
+        ask = AskDialog("TARGETS", actions.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
         self.push_screen(ask, aim)
 
     def _confirm(self, action: actions.Action) -> None:

@@ -43,27 +43,27 @@ class Tone(StrEnum):
     BAD = "bad"
 
 
-class Span(NamedTuple):
+class Run(NamedTuple):
     """A run of text in one tone."""
 
     text: str
     tone: Tone = Tone.PLAIN
 
 
-Line = list[Span]
+Line = list[Run]
 
 
-def width_of(line: Iterable[Span]) -> int:
+def width_of(line: Iterable[Run]) -> int:
     """Cells that the line takes."""
     return sum(cell_len(span.text) for span in line)
 
 
-def text_of(line: Iterable[Span]) -> str:
+def text_of(line: Iterable[Run]) -> str:
     """The line without its tones."""
     return "".join(span.text for span in line)
 
 
-def fit(line: Iterable[Span], width: int, *, is_ascii: bool = False) -> Line:
+def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
     """The line in exactly `width` cells, cut or filled, with nothing unprintable left in it."""
     fitted: Line = []
     room = width
@@ -74,9 +74,9 @@ def fit(line: Iterable[Span], width: int, *, is_ascii: bool = False) -> Line:
         if is_ascii:
             text = to_ascii(text)  # the mark of a cut
         room -= cell_len(text)
-        fitted.append(Span(text, span.tone))
+        fitted.append(Run(text, span.tone))
     if room > 0:
-        fitted.append(Span(" " * room))
+        fitted.append(Run(" " * room))
     return fitted
 
 
@@ -90,8 +90,8 @@ def pairs(width: int, *items: tuple[str, str]) -> Line:
     line: Line = []
     for index, (label, value) in enumerate(items):
         start = index * width // len(items)
-        line.append(Span(" " * max(1 if line else 0, start - width_of(line))))
-        line += [Span(f"{label} " if label else "", Tone.MUTED), Span(value, Tone.STRONG)]
+        line.append(Run(" " * max(1 if line else 0, start - width_of(line))))
+        line += [Run(f"{label} " if label else "", Tone.MUTED), Run(value, Tone.STRONG)]
     return line
 
 
@@ -99,33 +99,33 @@ def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> l
     """Labels with their values one after the other, on as many lines as it takes."""
     lines: list[Line] = []
     for label, value in items:
-        item = [Span(f"{label} " if label else "", Tone.MUTED), Span(value, Tone.STRONG)]
+        item = [Run(f"{label} " if label else "", Tone.MUTED), Run(value, Tone.STRONG)]
         if not lines or width_of(lines[-1]) + 3 + width_of(item) > width:
-            lines.append([Span(" " * indent), *item])
+            lines.append([Run(" " * indent), *item])
         else:
-            lines[-1] += [Span("   "), *item]
+            lines[-1] += [Run("   "), *item]
     return lines
 
 
 def rule(title: str, width: int, note: str = "") -> Line:
     """A line that a section begins with: `─ POOLS ───────── 64 tokens a block ─`."""
-    head = [Span("─ ", Tone.MUTED), Span(fmt.clip(title, width - 4), Tone.ACCENT), Span(" ")]
+    head = [Run("─ ", Tone.MUTED), Run(fmt.clip(title, width - 4), Tone.ACCENT), Run(" ")]
     room = width - width_of(head) - 3
-    tail = [Span(f" {fmt.clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
+    tail = [Run(f" {fmt.clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
     dashes = max(0, width - width_of(head) - width_of(tail))
-    return [*head, Span("─" * dashes, Tone.MUTED), *tail]
+    return [*head, Run("─" * dashes, Tone.MUTED), *tail]
 
 
 def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> list[Line]:
     """A sentence on as many lines as it takes."""
     rows = textwrap.wrap(fmt.clean(text), max(1, width - indent))
-    return [[Span(" " * indent), Span(row, tone)] for row in rows]
+    return [[Run(" " * indent), Run(row, tone)] for row in rows]
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list[Line]:
     """Two columns, two cells apart; the left one in exactly `left_width` cells."""
     return [
-        [*fit(left[y] if y < len(left) else [], left_width), Span("  ")]
+        [*fit(left[y] if y < len(left) else [], left_width), Run("  ")]
         + (right[y] if y < len(right) else [])
         for y in range(max(len(left), len(right)))
     ]
@@ -135,9 +135,9 @@ def marked(graph: str, marks: Sequence[float | None]) -> Line:
     """A graph in which the cells above 0 in `marks` are ticks; there are as many marks as cells."""
     line: Line = []
     for char, mark in zip(graph, marks, strict=True):
-        span = Span(STALL_MARK, Tone.BAD) if mark else Span(char, Tone.ACCENT)
+        span = Run(STALL_MARK, Tone.BAD) if mark else Run(char, Tone.ACCENT)
         if line and line[-1].tone == span.tone:
-            line[-1] = Span(line[-1].text + span.text, span.tone)
+            line[-1] = Run(line[-1].text + span.text, span.tone)
         else:
             line.append(span)
     return line

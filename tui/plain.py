@@ -17,7 +17,7 @@ from tui import format as fmt
 from tui.lines import Line, fit, text_of, to_ascii
 from tui.panels import gauges, header, lanes, latency, log
 from tui.panels import requests as table
-from tui.view import Link, View
+from tui.view import DaemonLink, View
 
 EXIT_UNREACHABLE = 3
 _POOL_LINES = 5
@@ -82,7 +82,7 @@ async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
 
     def on_lost(loss: feed.FeedLost, retry_in_s: float) -> None:
         nonlocal view
-        view = view.over(Link(loss.word, str(loss)))
+        view = view.over(DaemonLink(loss.word, str(loss)))
         _write([f"{loss.word}: {loss}; retry in {fmt.seconds(retry_in_s)}"], is_ascii=is_ascii)
 
     await feed.follow(socket_path, on_frame, on_lost)

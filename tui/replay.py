@@ -29,7 +29,7 @@ from appliance.frame.recording import FramePacker, RecordingError, open_recordin
 from tui.history import HISTORY_FRAMES
 from tui.rebuild import PastRequest, ended, request_at
 from tui.timeline import Playback, iso, parse_moment, unix_ms
-from tui.view import REPLAY, Link, View
+from tui.view import REPLAY, DaemonLink, View
 
 _FRAMES = "SELECT at, run_id, seq FROM frames WHERE version = ? ORDER BY at, run_id, seq"
 _FRAME = "SELECT * FROM frames WHERE at = ? AND run_id = ? AND seq = ?"
@@ -128,7 +128,7 @@ class Replay:
         why = "this frame of the recording is damaged" if index in self._damaged else ""
         if frame is not None:
             frame = self._whole(frame, self._run_ids[index])
-        return replace(view, frame=frame, link=Link(REPLAY, why))
+        return replace(view, frame=frame, link=DaemonLink(REPLAY, why))
 
     def finished_at(self, index: int) -> tuple[RequestFrame, ...]:
         """The requests that had ended by a frame's time, the newest end first.

@@ -21,7 +21,7 @@ from tui.lines import Line
 from tui.panels.replay import bar, landing
 from tui.replay import Replay
 from tui.timeline import Playback, parse_moment
-from tui.widgets.dialogs import Ask, Detail
+from tui.widgets.dialogs import AskDialog, Detail
 from tui.widgets.panel import Panel
 
 TICK_S = 0.25
@@ -158,7 +158,9 @@ class ReplayConsole(Console, inherit_bindings=False):
     def action_go(self) -> None:
         """Ask for a time and go there."""
         hint = "14:02:11, -5m, +30s (UTC)"
-        self.push_screen(Ask("GO TO", hint, "", lambda _: "", is_ascii=self._is_ascii), self._go)
+        self.push_screen(
+            AskDialog("GO TO", hint, "", lambda _: "", is_ascii=self._is_ascii), self._go
+        )
 
     def _go(self, text: str | None) -> None:
         if not text:

@@ -21,7 +21,7 @@ SORTS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RequestListing:
     """Order and filter of both tables."""
 
     sort: str = "age"
@@ -29,7 +29,7 @@ class Listing:
     """The least first."""
     filter: Filter = field(default_factory=Filter)
 
-    def sorted_by_next(self) -> Listing:
+    def sorted_by_next(self) -> RequestListing:
         """The same by the next of SORTS."""
         names = list(SORTS)
         return replace(self, sort=names[(names.index(self.sort) + 1) % len(names)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
 from tui.history import History, Samples, spread
-from tui.request_listing import Listing
+from tui.request_listing import RequestListing
 
 WINDOWS_S = (60, 300)
 READ_ONLY = "read-only"
@@ -22,7 +22,7 @@ REPLAY = "REPLAY"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DaemonLink:
     """How the console stands with the daemon."""
 
     word: str = "LIVE"
@@ -62,14 +62,14 @@ class View:
 
     frame: Frame | None = None
     history: History = field(default_factory=History)
-    link: Link = Link("CONNECTING")
+    link: DaemonLink = DaemonLink("CONNECTING")
     paused_s: float | None = None
     """Age of the frame shown, by the daemon's clock; None unless paused."""
     finished: tuple[RequestFrame, ...] = ()
     """The newest finished requests, as far as somebody has asked for them."""
     caller: Caller | None = None
     """None until the daemon has said."""
-    listing: Listing = field(default_factory=Listing)
+    listing: RequestListing = field(default_factory=RequestListing)
     window_s: int = WINDOWS_S[0]
     """Time that the graphs span; frames come once a second."""
 
@@ -80,11 +80,11 @@ class View:
             self,
             frame=frame,
             history=self.history.after(frame),
-            link=Link(),
+            link=DaemonLink(),
             finished=self.finished if is_same else (),
         )
 
-    def over(self, link: Link) -> View:
+    def over(self, link: DaemonLink) -> View:
         """The same reading over another state of the link."""
         return replace(self, link=link)
 

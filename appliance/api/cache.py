@@ -26,7 +26,7 @@ from appliance.api.wire import appliance_of
 from appliance.request import Role
 from engine.cache.prefix_hashes import Hash
 from engine.errors import RequestError
-from engine.schedule.cache_contents import Block, CacheContents, Change
+from engine.schedule.cache_contents import Block, CacheContents, ContentsChange
 
 LOOK_INTERVAL_S = 0.05
 MAX_LINE_BLOCKS = 256
@@ -83,7 +83,7 @@ def _all(contents: CacheContents, root: Hash) -> Iterator[bytes]:
     yield from _stored(contents.blocks(root))
 
 
-def _of(changes: Iterable[Change]) -> Iterator[bytes]:
+def _of(changes: Iterable[ContentsChange]) -> Iterator[bytes]:
     for is_stored, group in groupby(changes, key=lambda change: change.is_stored):
         blocks = [change.block for change in group]
         if is_stored:

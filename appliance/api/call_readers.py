@@ -20,9 +20,9 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.api.call_values import as_json, inner, python_as_json, quoted
-from appliance.api.reading import ObjectScanner, Reading, Step, drop
+from appliance.api.reading import ObjectScanner, Step, TextReading, drop
 
-CallReader = Callable[[Reading, int], Step[int | None]]
+CallReader = Callable[[TextReading, int], Step[int | None]]
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """How a call begins if it says its name first; any other is read when it is complete."""
@@ -34,7 +34,7 @@ class _Call(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-def read_json(reading: Reading, at: int, *, also: str = "") -> Step[int | None]:
+def read_json(reading: TextReading, at: int, *, also: str = "") -> Step[int | None]:
     """`{"name": "f", "arguments": {...}}`, in a list if `also` is its bracket."""
     at = yield from reading.skip_space(at, also)
     if reading.text[at : at + 1] != "{":
@@ -63,7 +63,7 @@ def read_json(reading: Reading, at: int, *, also: str = "") -> Step[int | None]:
 read_json_list: CallReader = functools.partial(read_json, also="[")
 
 
-def _whole_call(reading: Reading, text: str) -> tuple[str, str] | None:
+def _whole_call(reading: TextReading, text: str) -> tuple[str, str] | None:
     """Name and arguments of a call of one of the functions."""
     try:
         call = msgspec.json.decode(text, type=_Call)
@@ -75,7 +75,7 @@ def _whole_call(reading: Reading, text: str) -> tuple[str, str] | None:
     return call.name, arguments
 
 
-def read_mistral(reading: Reading, at: int) -> Step[int | None]:
+def read_mistral(reading: TextReading, at: int) -> Step[int | None]:
     """`[{"name": ...}]`, or as newer models write it `f[ARGS]{...}`, perhaps with `[CALL_ID]id`."""
     begin = yield from reading.skip_space(at)
     if reading.text[begin : begin + 1] in ("[", "{"):
@@ -89,7 +89,7 @@ def read_mistral(reading: Reading, at: int) -> Step[int | None]:
     return (yield from _named_object(reading, name, after))
 
 
-def read_deepseek(reading: Reading, at: int) -> Step[int | None]:
+def read_deepseek(reading: TextReading, at: int) -> Step[int | None]:
     """`function<sep>f`, a line break and a fenced object, or `f<sep>{...}`."""
     mark, sep, fence = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"
     begin = yield from reading.skip_space(at)
@@ -109,7 +109,7 @@ def read_deepseek(reading: Reading, at: int) -> Step[int | None]:
     return (yield from _named_object(reading, name, after))
 
 
-def _named_object(reading: Reading, name: str, at: int) -> Step[int | None]:
+def _named_object(reading: TextReading, name: str, at: int) -> Step[int | None]:
     """The arguments of a function whose name has been read."""
     at = yield from reading.skip_space(at)
     if name not in reading.schemas or reading.text[at : at + 1] != "{":
@@ -122,7 +122,7 @@ def _named_object(reading: Reading, name: str, at: int) -> Step[int | None]:
 # Python
 
 
-def read_pythonic(reading: Reading, at: int) -> Step[int | None]:
+def read_pythonic(reading: TextReading, at: int) -> Step[int | None]:
     """`[f(a=1, b="x"), g()]`: each argument is passed on when it is complete."""
     at = yield from reading.skip_space(at)
     if reading.text[at : at + 1] != "[":
@@ -147,7 +147,7 @@ def read_pythonic(reading: Reading, at: int) -> Step[int | None]:
         at = 0
 
 
-def _python_arguments(reading: Reading) -> Step[bool]:
+def _python_arguments(reading: TextReading) -> Step[bool]:
     """Those of one call; false if the text ends in them."""
     separator = "{"
     while True:
@@ -164,7 +164,7 @@ def _python_arguments(reading: Reading) -> Step[bool]:
             return True
 
 
-def _python_piece(reading: Reading) -> Step[str | None]:
+def _python_piece(reading: TextReading) -> Step[str | None]:
     """The text up to a comma or the bracket that closes the call, it included."""
     at, depth, quote = 0, 0, ""
     while True:
@@ -191,7 +191,7 @@ def _python_piece(reading: Reading) -> Step[str | None]:
 # Gemma
 
 
-def read_gemma(reading: Reading, at: int, *, quote: str) -> Step[int | None]:
+def read_gemma(reading: TextReading, at: int, *, quote: str) -> Step[int | None]:
     """`call:f{key:<|"|>text<|"|>,other:3}`: like JSON, with quotes that no text has in it."""
     begin = yield from reading.skip_space(at)
     if not (yield from reading.starts(begin, "call:")):
@@ -206,7 +206,7 @@ def read_gemma(reading: Reading, at: int, *, quote: str) -> Step[int | None]:
     return None
 
 
-def _gemma_value(reading: Reading, quote: str) -> Step[bool]:
+def _gemma_value(reading: TextReading, quote: str) -> Step[bool]:
     """One value; false if the text ends in it."""
     reading.take((yield from reading.skip_space(0)))
     if (yield from reading.starts(0, quote)):
@@ -222,7 +222,7 @@ def _gemma_value(reading: Reading, quote: str) -> Step[bool]:
     return is_whole
 
 
-def _gemma_text(reading: Reading, quote: str) -> Step[bool]:
+def _gemma_text(reading: TextReading, quote: str) -> Step[bool]:
     reading.argue('"')
     mark = yield from reading.pass_until((quote,), lambda text: reading.argue(inner(text)))
     if mark is None:
@@ -232,7 +232,7 @@ def _gemma_text(reading: Reading, quote: str) -> Step[bool]:
     return True
 
 
-def _gemma_members(reading: Reading, quote: str, closer: str) -> Step[bool]:
+def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
     """An object's or a list's, up to its end."""
     reading.argue(reading.take(1))
     separator = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.api.call_values import as_json, inner, quoted, types_of
-from appliance.api.reading import Reading, Step, drop
+from appliance.api.reading import Step, TextReading, drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ DSML_ELEMENTS = ElementSyntax(
 )
 
 
-def read_elements(reading: Reading, at: int, *, syntax: ElementSyntax) -> Step[int | None]:
+def read_elements(reading: TextReading, at: int, *, syntax: ElementSyntax) -> Step[int | None]:
     """Parameters as elements; their types are those of the function's schema."""
     begin = yield from reading.skip_space(at)
     if syntax.name_begin:
@@ -87,7 +87,7 @@ def read_elements(reading: Reading, at: int, *, syntax: ElementSyntax) -> Step[i
     return None
 
 
-def _element_arguments(reading: Reading, name: str, syntax: ElementSyntax) -> Step[None]:
+def _element_arguments(reading: TextReading, name: str, syntax: ElementSyntax) -> Step[None]:
     schema = reading.schemas[name] or {}
     types = schema.get("properties")
     separator = "{"
@@ -111,7 +111,7 @@ def _element_arguments(reading: Reading, name: str, syntax: ElementSyntax) -> St
     reading.argue("{}" if separator == "{" else "}")
 
 
-def _element_value(reading: Reading, syntax: ElementSyntax, types: set[str]) -> Step[bool]:
+def _element_value(reading: TextReading, syntax: ElementSyntax, types: set[str]) -> Step[bool]:
     """One value, up to its end, which is consumed if it is its own; false if cut off."""
     ends = syntax.value_ends
     if syntax.is_on_lines:

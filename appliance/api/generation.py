@@ -29,7 +29,7 @@ from appliance.api.appliance import Appliance
 from appliance.api.arrival import arrival_of
 from appliance.api.ask import Ask
 from appliance.api.authority import require
-from appliance.api.stream import Delta, Reply
+from appliance.api.stream import Delta, OpenReply
 from appliance.api.turns import hang_up
 from appliance.api.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
 from appliance.fleet.swaps import Asker
@@ -47,7 +47,7 @@ MAX_IGNORED = 20
 _log = logging.getLogger(__name__)
 
 
-class Shape(Protocol):
+class ReplyForm(Protocol):
     """How a reply looks to its client, whole or as a stream."""
 
     @property
@@ -85,7 +85,7 @@ class Endpoint:
     """Of its requests' ids."""
     read: Callable[[Fields, HttpRequest], Ask]
     """Validates a body; called in a thread where that is large."""
-    shape: Callable[[Accepted, HttpRequest], Shape]
+    shape: Callable[[Accepted, HttpRequest], ReplyForm]
     """What its replies look like."""
     refusal: Callable[[RequestError], RequestError] = lambda error: error
     """A refusal of what was asked, in words that its clients know."""
@@ -163,7 +163,7 @@ class Generation:
         self._appliance = appliance_of(http)
         self._ask = accepted.ask
         self._request = accepted.request
-        self._reply = Reply(self._appliance, accepted.request, accepted.ask, accepted.echoes)
+        self._reply = OpenReply(self._appliance, accepted.request, accepted.ask, accepted.echoes)
         self._shape = endpoint.shape(accepted, http)
         self._in_its_words = endpoint.refusal
         self._has_hung_up = False

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from appliance.api.wire import appliance_of
 from appliance.metrics.exposition import MEDIA_TYPE, exposition
-from appliance.metrics.metric import Family, counter
+from appliance.metrics.metric import MetricFamily, counter
 
 PROBES = ("/health", "/ready", "/metrics")
 _METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
@@ -43,7 +43,7 @@ class HttpCounts:
         self._replies[handler, method, f"{status // 100}xx"] += 1
         self._seconds[handler, method] += seconds
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> Iterator[MetricFamily]:
         """As vLLM's server and most others name them."""
         yield counter(
             "http_requests_total",
@@ -56,7 +56,7 @@ class HttpCounts:
         totals: Counter[tuple[str, str]] = Counter()
         for (handler, method, _), number in self._replies.items():
             totals[handler, method] += number
-        yield Family(
+        yield MetricFamily(
             "summary",
             "http_request_duration_seconds",
             "To the end of the reply.",

@@ -12,7 +12,7 @@ import re
 
 from appliance.api.call_readers import read_json
 from appliance.api.output_format import OutputFormat
-from appliance.api.reading import CallDelta, Part, Reading, Step, partial_match_chars
+from appliance.api.reading import CallDelta, Part, Step, TextReading, partial_match_chars
 from appliance.api.tools import Tools
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -43,7 +43,7 @@ class OutputParser:
         self._thoughts = output_format.thoughts if is_free else None
         self._is_parallel = tools is None or tools.is_parallel
         self._is_forced = tools is not None and tools.is_required
-        self._reading = Reading(
+        self._reading = TextReading(
             tools.schemas if tools else {},
             output_format.tools.new_call_id,
             is_reasoning=is_reasoning and self._thoughts is not None,

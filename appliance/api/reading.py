@@ -47,7 +47,7 @@ class Thought:
 Part = str | Thought | CallDelta
 
 
-class Reading:
+class TextReading:
     """One sequence's text, and what has been found in it.
 
     Args:

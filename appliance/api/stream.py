@@ -115,7 +115,7 @@ class Delta:
             self.calls.append(dataclasses.replace(part))
 
 
-class Reply:
+class OpenReply:
     """The deltas of one request, from the first token to the last finish reason."""
 
     def __init__(

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from appliance.bench.exchange import exchange
-from appliance.bench.reply_events import Reply
+from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.target import Target
 from appliance.configuration import address, config
 from appliance.ephemeral import daemon
@@ -111,7 +111,7 @@ class Arms:
             where = address.find(place)
         target = Target(label, where, self._rng, is_text=self._is_text)
         target.meet()
-        request, reply = target.request(*self._warm_up), Reply(time.perf_counter_ns())
+        request, reply = target.request(*self._warm_up), ReceivedReply(time.perf_counter_ns())
         asyncio.run(exchange(where, request, reply, WARM_UP_S))
         if reply.problem is not None or reply.ended_ns is None:
             problem = reply.problem or f"no end within {WARM_UP_S:.0f} s"

@@ -25,7 +25,7 @@ TICK_S = 3.0
 """Mooncake's traces tell arrivals in steps of so long."""
 
 
-class Arrival(NamedTuple):
+class PlannedArrival(NamedTuple):
     """A request that is to be sent, when, and with how many tokens."""
 
     at_s: float
@@ -68,7 +68,7 @@ def drawn(
     inputs: Lengths,
     outputs: Lengths,
     rng: random.Random,
-) -> list[Arrival]:
+) -> list[PlannedArrival]:
     """Arrivals whose gaps follow a gamma distribution of mean 1 / rate.
 
     Args:
@@ -81,7 +81,7 @@ def drawn(
         rng: of the schedule.
     """
     times = _gamma_times(rate_per_s, burstiness, seconds, rng)
-    return [Arrival(at_s, inputs.draw(rng), outputs.draw(rng)) for at_s in times]
+    return [PlannedArrival(at_s, inputs.draw(rng), outputs.draw(rng)) for at_s in times]
 
 
 def _gamma_times(
@@ -92,10 +92,10 @@ def _gamma_times(
         yield at_s
 
 
-def regular(interval_s: float, seconds: float, inputs: int, outputs: int) -> list[Arrival]:
+def regular(interval_s: float, seconds: float, inputs: int, outputs: int) -> list[PlannedArrival]:
     """One after every `interval_s`, of that many tokens in and out; at least one."""
     count = max(1, math.ceil(seconds / interval_s) - 1)
-    return [Arrival(i * interval_s, inputs, outputs) for i in range(1, count + 1)]
+    return [PlannedArrival(i * interval_s, inputs, outputs) for i in range(1, count + 1)]
 
 
 class TraceLine(msgspec.Struct, omit_defaults=True):
@@ -109,7 +109,7 @@ class TraceLine(msgspec.Struct, omit_defaults=True):
     """One for each 512 tokens of the prompt that are begun; the same id says the same prefix."""
 
 
-def read_trace(path: Path) -> list[Arrival]:
+def read_trace(path: Path) -> list[PlannedArrival]:
     """Arrivals from lines of JSON, as `TraceLine` has them; times count from the earliest.
 
     Further keys are ignored.
@@ -128,7 +128,7 @@ def read_trace(path: Path) -> list[Arrival]:
     return [each._replace(at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
 
 
-def _arrival(line: bytes, where: str) -> Arrival:
+def _arrival(line: bytes, where: str) -> PlannedArrival:
     try:
         each = msgspec.json.decode(line, type=TraceLine)
     except msgspec.MsgspecError as error:
@@ -144,17 +144,19 @@ def _arrival(line: bytes, where: str) -> Arrival:
             hint=f"give one for each {TRACE_BLOCK_TOKENS} tokens that are begun",
         )
     lengths = each.input_length, each.output_length
-    return Arrival(each.timestamp / 1000, *lengths, tuple(each.hash_ids))
+    return PlannedArrival(each.timestamp / 1000, *lengths, tuple(each.hash_ids))
 
 
-def spread(arrivals: list[Arrival], rng: random.Random) -> list[Arrival]:
+def spread(arrivals: list[PlannedArrival], rng: random.Random) -> list[PlannedArrival]:
     """The same within their ticks, as they may have come; a trace without ticks stays as it is."""
     if len(arrivals) < 2 or any(each.at_s % TICK_S for each in arrivals):
         return arrivals
     return sorted(each._replace(at_s=each.at_s + rng.uniform(0, TICK_S)) for each in arrivals)
 
 
-def scaled(arrivals: list[Arrival], speed: float, length_scale: float) -> list[Arrival]:
+def scaled(
+    arrivals: list[PlannedArrival], speed: float, length_scale: float
+) -> list[PlannedArrival]:
     """The same in less time and with other lengths.
 
     Args:
@@ -167,7 +169,7 @@ def scaled(arrivals: list[Arrival], speed: float, length_scale: float) -> list[A
         return max(1, round(num_tokens * length_scale))
 
     return [
-        Arrival(
+        PlannedArrival(
             each.at_s / speed,
             length(each.input_tokens),
             length(each.output_tokens),
@@ -178,7 +180,7 @@ def scaled(arrivals: list[Arrival], speed: float, length_scale: float) -> list[A
     ]
 
 
-def reusable_tokens(arrivals: list[Arrival]) -> list[int | None]:
+def reusable_tokens(arrivals: list[PlannedArrival]) -> list[int | None]:
     """Of each prompt, how many tokens an earlier one began with; None where that is not told."""
     seen: set[int] = set()
     found: list[int | None] = []

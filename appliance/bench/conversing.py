@@ -17,14 +17,14 @@ from appliance.bench.load import PATIENCE_S, Measured, Tick, send
 from appliance.bench.samples import Sample
 from appliance.bench.talk import CompletionTalk, MessageTalk, Talk
 from appliance.bench.target import Target
-from appliance.bench.workloads import Conversation
+from appliance.bench.workloads import PlannedConversation
 
 MAX_WAIT_S = 3600.0
 """For all of it; a server that answers nothing has failed long before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TurnPace:
     """How a workload is brought to a server."""
 
     api: str
@@ -39,8 +39,8 @@ class Pace:
 
 async def converse(
     target: Target,
-    conversations: Sequence[Conversation],
-    pace: Pace,
+    conversations: Sequence[PlannedConversation],
+    pace: TurnPace,
     label: str,
     round_index: int,
     tick: Tick,
@@ -56,7 +56,7 @@ async def converse(
         num_done += number
         tick(num_done / num_due)
 
-    async def have(each: Conversation) -> list[Sample]:
+    async def have(each: PlannedConversation) -> list[Sample]:
         await asyncio.sleep(each.starts_at_s / pace.speed)
         partner = _Partner(target, shared, pace, each, origin_ns)
         for _ in each.turns:
@@ -75,7 +75,7 @@ async def converse(
 class _Shared:
     """The system prompt of a workload, new for each server and turn."""
 
-    def __init__(self, target: Target, pace: Pace, num_tokens: int) -> None:
+    def __init__(self, target: Target, pace: TurnPace, num_tokens: int) -> None:
         is_bare = pace.api == "completions"
         self.num_tokens = num_tokens
         self.ids = (target.ids(num_tokens) if is_bare else None) if num_tokens else None
@@ -90,8 +90,8 @@ class _Partner:
         self,
         target: Target,
         shared: _Shared,
-        pace: Pace,
-        conversation: Conversation,
+        pace: TurnPace,
+        conversation: PlannedConversation,
         origin_ns: int,
     ) -> None:
         self._target = target

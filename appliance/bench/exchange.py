@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.bench.reply_events import Reply, ReplyReader
+from appliance.bench.reply_events import ReceivedReply, ReplyReader
 from appliance.configuration.address import Address, TcpAddress, UnixAddress
 from engine.errors import ConfigError
 
 
-async def exchange(address: Address, request: bytes, reply: Reply, deadline_s: float) -> None:
+async def exchange(
+    address: Address, request: bytes, reply: ReceivedReply, deadline_s: float
+) -> None:
     """Send a request and fill its reply until that ends, or until so many seconds have passed.
 
     A reply that the deadline cut off has neither an end nor a problem. Hanging up, as by
@@ -52,7 +54,7 @@ async def exchange(address: Address, request: bytes, reply: Reply, deadline_s: f
 class _Line(asyncio.Protocol):
     """Both directions of one exchange."""
 
-    def __init__(self, request: bytes, reply: Reply, ended: asyncio.Future[None]) -> None:
+    def __init__(self, request: bytes, reply: ReceivedReply, ended: asyncio.Future[None]) -> None:
         self.ended = ended
         self._request = request
         self._reader = ReplyReader(reply)

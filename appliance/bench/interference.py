@@ -22,7 +22,7 @@ import msgspec
 from appliance.bench.arrivals import Lengths, regular
 from appliance.bench.exchange import exchange
 from appliance.bench.load import PATIENCE_S, Load, Tick, measure, offer
-from appliance.bench.reply_events import Reply
+from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.statistics import Figures
 from appliance.bench.target import Target
@@ -35,7 +35,7 @@ PROMPT_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InterferencePlan:
     """Two phases of `seconds` each, and a quarter of that for the prompts alone."""
 
     num_streams: int
@@ -79,7 +79,7 @@ class Disturbed(msgspec.Struct):
 
 
 async def disturb(
-    target: Target, plan: Plan, label: str, round_index: int, tick: Tick
+    target: Target, plan: InterferencePlan, label: str, round_index: int, tick: Tick
 ) -> Disturbed:
     """Measure all three.
 
@@ -97,11 +97,11 @@ async def disturb(
 
 
 async def _phase(
-    target: Target, plan: Plan, *, has_prompts: bool
+    target: Target, plan: InterferencePlan, *, has_prompts: bool
 ) -> tuple[list[float], list[Sample]]:
     """The streams' gaps and the prompts."""
     origin_ns = time.perf_counter_ns()
-    replies: list[list[Reply]] = [[] for _ in range(plan.num_streams)]
+    replies: list[list[ReceivedReply]] = [[] for _ in range(plan.num_streams)]
     streams = [asyncio.create_task(_stream(target, into)) for into in replies]
     prompts: list[Sample] = []
     if has_prompts:
@@ -122,10 +122,10 @@ async def _phase(
     return gaps_between(samples, end_ms), prompts
 
 
-async def _stream(target: Target, replies: list[Reply]) -> NoReturn:
+async def _stream(target: Target, replies: list[ReceivedReply]) -> NoReturn:
     """One request after another until it is cancelled."""
     while True:
-        request, reply = target.request(*STREAM_TOKENS), Reply(time.perf_counter_ns())
+        request, reply = target.request(*STREAM_TOKENS), ReceivedReply(time.perf_counter_ns())
         replies.append(reply)
         await exchange(target.address, request, reply, PATIENCE_S)
         if reply.ended_ns is None or reply.problem is not None:

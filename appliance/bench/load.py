@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appliance.bench.arrivals import Arrival, Lengths, drawn, reusable_tokens
+from appliance.bench.arrivals import Lengths, PlannedArrival, drawn, reusable_tokens
 from appliance.bench.exchange import exchange
-from appliance.bench.reply_events import Reply
+from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.target import Target
 
@@ -47,10 +47,10 @@ class Load:
     concurrency: int | None = None
     rate_per_s: float | None = None
     burstiness: float = 1.0
-    trace: tuple[Arrival, ...] | None = None
+    trace: tuple[PlannedArrival, ...] | None = None
     seed: int = 0
 
-    def schedule(self, round_index: int) -> list[Arrival]:
+    def schedule(self, round_index: int) -> list[PlannedArrival]:
         """The arrivals of an open loop in one round, the same for all arms."""
         if self.trace is not None:
             return [each for each in self.trace if each.at_s <= self.seconds]
@@ -89,7 +89,7 @@ async def measure(target: Target, load: Load, label: str, round_index: int, tick
     return Measured(label, round_index, load.seconds * 1000, samples, energy_j)
 
 
-async def offer(target: Target, schedule: list[Arrival], patience_s: float) -> list[Sample]:
+async def offer(target: Target, schedule: list[PlannedArrival], patience_s: float) -> list[Sample]:
     """Send each request when it is due, whatever has become of the others."""
     requests = target.requests(schedule)
     origin_ns = time.perf_counter_ns()
@@ -132,10 +132,10 @@ async def _keep_open(
 
 async def send(
     target: Target, request: bytes, origin_ns: int, due_ns: int, until_s: float
-) -> tuple[Sample, Reply]:
+) -> tuple[Sample, ReceivedReply]:
     """Send a request, and wait for its reply, but not beyond `until_s` after the origin."""
     left_s = until_s - (time.perf_counter_ns() - origin_ns) / 1e9
-    reply = Reply(time.perf_counter_ns())
+    reply = ReceivedReply(time.perf_counter_ns())
     await exchange(target.address, request, reply, left_s)
     if reply.ended_ns is None and reply.problem is None:
         reply.problem = f"no end {PATIENCE_S:.0f} s after the last request was due"

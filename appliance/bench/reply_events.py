@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reply:
+class ReceivedReply:
     """What came back so far."""
 
     sent_ns: int
@@ -110,7 +110,7 @@ class _ErrorBody(msgspec.Struct):
 class ReplyReader:
     """Reads one reply; is over once nothing more can come."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReceivedReply) -> None:
         self.is_over = False
         self._reply = reply
         self._decode = msgspec.json.Decoder(_Event).decode

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from appliance.bench.reply_events import Reply
+from appliance.bench.reply_events import ReceivedReply
 
 REFUSALS = (429, 503)
 
@@ -79,7 +79,7 @@ class Sample(msgspec.Struct):
         return list(accumulate(self.itl_ms, initial=self.offered_ms + self.ttft_ms))
 
 
-def sample_of(reply: Reply, *, origin_ns: int, due_ns: int) -> Sample:
+def sample_of(reply: ReceivedReply, *, origin_ns: int, due_ns: int) -> Sample:
     """A reply as a sample.
 
     Args:

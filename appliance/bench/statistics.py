@@ -20,7 +20,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 
 
-class Slo(NamedTuple):
+class Goodness(NamedTuple):
     """What makes a completed request a good one; None asks nothing."""
 
     ttft_ms: float | None = None
@@ -30,7 +30,7 @@ class Slo(NamedTuple):
     @property
     def is_set(self) -> bool:
         """There is a bound to meet."""
-        return self != Slo()
+        return self != Goodness()
 
     def is_met(self, sample: Sample) -> bool:
         """Completed within both bounds."""
@@ -56,7 +56,7 @@ def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def summarize(
-    samples: Sequence[Sample], window_ms: float, slo: Slo, energy_j: float | None = None
+    samples: Sequence[Sample], window_ms: float, slo: Goodness, energy_j: float | None = None
 ) -> Figures:
     """One round of one arm in figures."""
     num_tokens = sum(at_ms <= window_ms for sample in samples for at_ms in sample.token_times_ms())

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import Plan, make_plan
+from appliance.fleet.boot import BootPlan, make_plan
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
@@ -26,14 +26,14 @@ from engine.wire.messages import Admit, Report, Setup, Stepped
 from engine.wire.sampling import SamplingParams
 
 
-class Case(NamedTuple):
+class StepCase(NamedTuple):
     """So many sequences with so many prompt tokens each."""
 
     batch: int
     context: int
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> StepCase:
         """Read `8x128`.
 
         Raises:
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     """Tokens of each sequence before the prompt's chunk, or before the first decode step."""
 
 
-class StepTimes(msgspec.Struct):
+class MeasuredSteps(msgspec.Struct):
     """One kind of step and every time that it took."""
 
     kind: str
@@ -85,12 +85,12 @@ class StepTimes(msgspec.Struct):
 
 async def time_steps(
     config: ServeConfig,
-    cases: list[Case],
+    cases: list[StepCase],
     *,
     num_rounds: int,
     num_steps: int,
     tick: Callable[[float], None],
-) -> list[StepTimes]:
+) -> list[MeasuredSteps]:
     """Step times of every case, prefill first; the worker is that which decodes.
 
     Args:
@@ -121,13 +121,13 @@ async def time_steps(
         await worker.stop()
     tick(1.0)
     ordered = sorted(taken, key=lambda kind: (kind.kind != "prefill", *kind))
-    return [StepTimes(*kind, taken[kind]) for kind in ordered]
+    return [MeasuredSteps(*kind, taken[kind]) for kind in ordered]
 
 
 class _Worker:
     """One worker of a plan, and what it reports."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BootPlan) -> None:
         placed, self._setup = plan.workers[-1]
         self._name = placed.name
         self._vocab_size = plan.checkpoint.config.vocab_size
@@ -143,7 +143,7 @@ class _Worker:
             on_lost=self._died,
         )
 
-    def check(self, case: Case, num_steps: int) -> None:
+    def check(self, case: StepCase, num_steps: int) -> None:
         """Refuse what does not fit."""
         room = self._setup.pool.num_blocks - 1
         needed = case.batch * _num_blocks(case, num_steps, self._setup)
@@ -169,7 +169,7 @@ class _Worker:
     async def stop(self) -> None:
         await self._supervisor.stop()
 
-    async def run(self, case: Case, num_steps: int) -> list[tuple[Kind, float]]:
+    async def run(self, case: StepCase, num_steps: int) -> list[tuple[Kind, float]]:
         """Run a case to its end; its steps in order."""
         live = {self._admit(case, index, num_steps) for index in range(case.batch)}
         times = []
@@ -184,7 +184,7 @@ class _Worker:
             live -= {entry.seq_id for entry in report.entries if entry.released}
         return times
 
-    def _admit(self, case: Case, index: int, num_steps: int) -> int:
+    def _admit(self, case: StepCase, index: int, num_steps: int) -> int:
         """Send one sequence of a case, on blocks of its own."""
         self._last_id += 1
         count = _num_blocks(case, num_steps, self._setup)
@@ -207,7 +207,7 @@ class _Worker:
         self._reports.put_nowait(WorkerFailed(about, where=name))
 
 
-def kind_of(step: Stepped, case: Case) -> Kind | None:
+def kind_of(step: Stepped, case: StepCase) -> Kind | None:
     """What a step was; None if it was a mixture, or had not the whole batch."""
     scheduled = [entry for entry in step.entries if entry.num_scheduled_tokens]
     if not step.num_prefill_tokens and step.num_decode_tokens == case.batch:
@@ -218,6 +218,6 @@ def kind_of(step: Stepped, case: Case) -> Kind | None:
     return None
 
 
-def _num_blocks(case: Case, num_steps: int, setup: Setup) -> int:
+def _num_blocks(case: StepCase, num_steps: int, setup: Setup) -> int:
     """Of one sequence."""
     return -(-(case.context + num_steps + 1) // setup.block_size)

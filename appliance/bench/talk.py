@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.bench.reply_events import Reply
+from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.target import Target
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ class Talk(Protocol):
             output_tokens: at most.
         """
 
-    def hear(self, reply: Reply) -> None:
+    def hear(self, reply: ReceivedReply) -> None:
         """Keep what was answered."""
 
 
@@ -62,7 +62,7 @@ class CompletionTalk:
         self._say(new)
         return self._target.completion(self._said, output_tokens)
 
-    def hear(self, reply: Reply) -> None:
+    def hear(self, reply: ReceivedReply) -> None:
         """Keep it as it came: as ids where the server tells them."""
         self._say("".join(reply.text) if isinstance(self._said, str) else reply.token_ids)
 
@@ -100,7 +100,7 @@ class MessageTalk:
             self._api.body(self._system, self._items, output_tokens, has_tools=self._has_tools),
         )
 
-    def hear(self, reply: Reply) -> None:
+    def hear(self, reply: ReceivedReply) -> None:
         """Keep its text, and behind an agent's a call."""
         text = "".join(reply.text)
         if self._has_tools:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.bench.arrivals import Arrival
+from appliance.bench.arrivals import PlannedArrival
 from appliance.client import Client, ClientError, ReplyError
 from appliance.configuration.address import Address, TcpAddress
 from engine.errors import PenstockError
@@ -84,11 +84,11 @@ class Target:
         """A request for a streamed completion with a fresh prompt, ready to send."""
         return self.completion(self._prompt(self._rng, input_tokens), output_tokens)
 
-    def requests(self, schedule: Sequence[Arrival]) -> list[bytes]:
+    def requests(self, schedule: Sequence[PlannedArrival]) -> list[bytes]:
         """The same for each arrival; prompts that a trace says begin alike do so, in these only."""
         salt = self._rng.getrandbits(64)
 
-        def prompt(each: Arrival) -> list[int] | str:
+        def prompt(each: PlannedArrival) -> list[int] | str:
             if not each.hash_ids:
                 return self._prompt(self._rng, each.input_tokens)
             blocks = [

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlannedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of a conversation, whose prompt is all that was said before and this."""
 
     input_tokens: Count
@@ -30,10 +30,10 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From the end of the reply before to this request."""
 
 
-class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlannedConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Turns one after the other, and what all conversations of a workload have in front."""
 
-    turns: Annotated[list[Turn], msgspec.Meta(min_length=1)]
+    turns: Annotated[list[PlannedTurn], msgspec.Meta(min_length=1)]
     starts_at_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     shared_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Of a system prompt, the same in all of them; tools come on top."""
@@ -41,12 +41,12 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """It is an agent's: what comes in is the result of the call that was answered with."""
 
 
-def chats(rng: random.Random, count: int) -> list[Conversation]:
+def chats(rng: random.Random, count: int) -> list[PlannedConversation]:
     """People who ask two to ten times: a long first message, then short ones, with pauses."""
     return [
-        Conversation(
+        PlannedConversation(
             turns=[
-                Turn(
+                PlannedTurn(
                     rng.randint(200, 2000) if number == 0 else rng.randint(20, 200),
                     rng.randint(50, 300),
                     rng.expovariate(1 / 8) if number else 0.0,
@@ -60,15 +60,15 @@ def chats(rng: random.Random, count: int) -> list[Conversation]:
     ]
 
 
-def agents(rng: random.Random, count: int) -> list[Conversation]:
+def agents(rng: random.Random, count: int) -> list[PlannedConversation]:
     """Agents on one system prompt with tools: 20 to 40 calls, each with a result that is read.
 
     All prompts together have about a hundred tokens for each that is written.
     """
     return [
-        Conversation(
+        PlannedConversation(
             turns=[
-                Turn(
+                PlannedTurn(
                     rng.randint(100, 300) if number == 0 else rng.randint(50, 350),
                     rng.randint(20, 80),
                     rng.expovariate(1.0) if number else 0.0,
@@ -83,7 +83,7 @@ def agents(rng: random.Random, count: int) -> list[Conversation]:
     ]
 
 
-CONVERSATIONS: dict[str, Callable[[random.Random, int], list[Conversation]]] = {
+CONVERSATIONS: dict[str, Callable[[random.Random, int], list[PlannedConversation]]] = {
     "chat": chats,
     "agent": agents,
 }
@@ -116,12 +116,12 @@ def trace(rng: random.Random, count: int) -> list[TraceLine]:
     return lines
 
 
-def lines(workload: Sequence[Conversation | TraceLine]) -> str:
+def lines(workload: Sequence[PlannedConversation | TraceLine]) -> str:
     """The workload as the lines of its file."""
     return "".join(msgspec.json.encode(each).decode() + "\n" for each in workload)
 
 
-def read_conversations(path: Path) -> list[Conversation]:
+def read_conversations(path: Path) -> list[PlannedConversation]:
     """Conversations from lines of JSON.
 
     Raises:
@@ -134,7 +134,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     found = []
     for number, line in enumerate(read, start=1):
         try:
-            found += [msgspec.json.decode(line, type=Conversation)] if line.strip() else []
+            found += [msgspec.json.decode(line, type=PlannedConversation)] if line.strip() else []
         except msgspec.MsgspecError as error:
             raise ConfigError(
                 f"not a conversation: {error}",

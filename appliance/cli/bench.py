@@ -22,12 +22,12 @@ import typer
 
 from appliance.bench import comparison, plot
 from appliance.bench.arms import ROLES, Arms
-from appliance.bench.conversing import Pace, converse
-from appliance.bench.interference import Disturbed, Plan, disturb
+from appliance.bench.conversing import TurnPace, converse
+from appliance.bench.interference import Disturbed, InterferencePlan, disturb
 from appliance.bench.load import Load, Measured, measure
 from appliance.bench.rounds import interleaved
 from appliance.bench.samples import Sample
-from appliance.bench.statistics import Figures, Slo, by_turn, summarize, times
+from appliance.bench.statistics import Figures, Goodness, by_turn, summarize, times
 from appliance.bench.talk import APIS
 from appliance.bench.target import Target
 from appliance.cli import bench_device, bench_pages, bench_workload, tables, terminal
@@ -67,7 +67,7 @@ def run(
     with arms, arms.ready(place) as target:
         measured = asyncio.run(measure(target, load, place, 0, bar.turn(place)))
     bar.end()
-    figures = _figures(measured, Slo(slo_ttft_ms, slo_itl_ms))
+    figures = _figures(measured, Goodness(slo_ttft_ms, slo_itl_ms))
     about = {"figures": figures, "statuses": _statuses(measured.samples)}
     _keep(about, [measured], save)
     _draw({place: [measured]}, plot_file)
@@ -98,7 +98,7 @@ def compare(
     The first has two turns in each round: by how much they differ is the A/A band, and a ratio
     within it says nothing.
     """
-    slo, bar = Slo(slo_ttft_ms, slo_itl_ms), Bar(rounds * (len(specs) + 1))
+    slo, bar = Goodness(slo_ttft_ms, slo_itl_ms), Bar(rounds * (len(specs) + 1))
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
         return asyncio.run(measure(target, load, label, round_index, bar.turn(label)))
@@ -142,8 +142,8 @@ def turns(
     if api not in APIS:
         raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
     conversations = bench_workload.conversations(workload, count, seed)
-    slo = Slo(slo_ttft_ms, slo_itl_ms)
-    pace, bar = Pace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
+    slo = Goodness(slo_ttft_ms, slo_itl_ms)
+    pace, bar = TurnPace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
         return asyncio.run(
@@ -183,7 +183,10 @@ def interference(
 
     Each turn has three parts: the prompts alone, the replies alone (quiet), both (loaded).
     """
-    plan, bar = Plan(streams, prompt_tokens, every, seconds), Bar(rounds * (len(specs) + 1))
+    plan, bar = (
+        InterferencePlan(streams, prompt_tokens, every, seconds),
+        Bar(rounds * (len(specs) + 1)),
+    )
 
     def turn(target: Target, label: str, round_index: int) -> Disturbed:
         return asyncio.run(disturb(target, plan, label, round_index, bar.turn(label)))
@@ -221,7 +224,7 @@ def step(
     if roles not in ROLES:
         raise typer.BadParameter(f"roles are {', '.join(ROLES)}")
     try:
-        cases = [steps.Case.parse(text) for text in case or ("1x512", "1x2048", "8x128")]
+        cases = [steps.StepCase.parse(text) for text in case or ("1x512", "1x2048", "8x128")]
     except ValueError as error:
         raise typer.BadParameter(f"give cases as 8x128 ({error})") from error
     settings, bar = config.load({"model": model, "roles": roles, "transport": "auto"}), Bar(1)
@@ -238,7 +241,7 @@ def step(
         terminal.write(terminal.listing("bench", bench_pages.STEPS, output).render(rows))
 
 
-def _figures(measured: Measured, slo: Slo) -> Figures:
+def _figures(measured: Measured, slo: Goodness) -> Figures:
     return summarize(measured.samples, measured.window_ms, slo, measured.energy_j)
 
 

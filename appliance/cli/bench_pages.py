@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.bench.statistics import QUANTILES, TIMES
 from appliance.cli import terminal
-from appliance.cli.tables import Column, Format, Listing, Row
+from appliance.cli.tables import Format, Listing, Row, TableColumn
 from appliance.cli.text import DASH, count, ms, printable
 
 BAR_CELLS = 24
@@ -25,45 +25,45 @@ def figure(value: Any) -> str:
 
 
 COMPARISON = (
-    Column("ARM", "arm"),
-    Column("METRIC", "metric"),
-    Column("MEDIAN", "median", figure),
-    Column("LOW", "low", figure),
-    Column("HIGH", "high", figure),
-    Column("RATIO", "ratio", figure),
-    Column("R LOW", "ratio_low", figure),
-    Column("R HIGH", "ratio_high", figure),
-    Column("A/A LOW", "band_low", figure, is_wide=True),
-    Column("A/A HIGH", "band_high", figure, is_wide=True),
-    Column("VERDICT", "verdict"),
+    TableColumn("ARM", "arm"),
+    TableColumn("METRIC", "metric"),
+    TableColumn("MEDIAN", "median", figure),
+    TableColumn("LOW", "low", figure),
+    TableColumn("HIGH", "high", figure),
+    TableColumn("RATIO", "ratio", figure),
+    TableColumn("R LOW", "ratio_low", figure),
+    TableColumn("R HIGH", "ratio_high", figure),
+    TableColumn("A/A LOW", "band_low", figure, is_wide=True),
+    TableColumn("A/A HIGH", "band_high", figure, is_wide=True),
+    TableColumn("VERDICT", "verdict"),
 )
 
 STEPS = (
-    Column("STEP", "kind"),
-    Column("BATCH", "batch", count),
-    Column("TOKENS", "num_tokens", count),
-    Column("CONTEXT", "context", count),
-    Column("P50", "ms_p50", ms),
-    Column("MIN", "ms_min", ms),
-    Column("MAX", "ms_max", ms),
-    Column("TOK/S", "tokens_per_s", figure),
-    Column("STEPS", "steps", count, is_wide=True),
+    TableColumn("STEP", "kind"),
+    TableColumn("BATCH", "batch", count),
+    TableColumn("TOKENS", "num_tokens", count),
+    TableColumn("CONTEXT", "context", count),
+    TableColumn("P50", "ms_p50", ms),
+    TableColumn("MIN", "ms_min", ms),
+    TableColumn("MAX", "ms_max", ms),
+    TableColumn("TOK/S", "tokens_per_s", figure),
+    TableColumn("STEPS", "steps", count, is_wide=True),
 )
 
 DEVICE = (
-    Column("WHAT", "what"),
-    Column("SHAPE", "shape"),
-    Column("P50", "ms", ms),
-    Column("RATE", "rate", figure),
-    Column("UNIT", "unit"),
-    Column("OF CEILING", "share", figure),
+    TableColumn("WHAT", "what"),
+    TableColumn("SHAPE", "shape"),
+    TableColumn("P50", "ms", ms),
+    TableColumn("RATE", "rate", figure),
+    TableColumn("UNIT", "unit"),
+    TableColumn("OF CEILING", "share", figure),
 )
 
 
 def run_page(content: Row) -> str:
     """`penstock bench run`: quantiles of each time, then the rest, one a line."""
     figures = content["figures"]
-    columns = [Column("", "name"), *(Column(q.upper(), q, ms) for q in QUANTILES)]
+    columns = [TableColumn("", "name"), *(TableColumn(q.upper(), q, ms) for q in QUANTILES)]
     times = [
         {"name": name.removesuffix("_ms")} | {q: figures[f"{name}_{q}"] for q in QUANTILES}
         for name in TIMES

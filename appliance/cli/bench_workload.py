@@ -13,7 +13,7 @@ import typer
 
 from appliance.bench.workloads import (
     CONVERSATIONS,
-    Conversation,
+    PlannedConversation,
     lines,
     read_conversations,
     trace,
@@ -43,7 +43,7 @@ def workload(
     terminal.write(lines(drawn))
 
 
-def conversations(name: str, count: int, seed: int) -> list[Conversation]:
+def conversations(name: str, count: int, seed: int) -> list[PlannedConversation]:
     """Those of a kind, drawn, or those of a file."""
     if name in CONVERSATIONS:
         return CONVERSATIONS[name](random.Random(f"{seed}/{name}"), count)

@@ -24,7 +24,7 @@ from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
     MaxTokens,
     Model,
-    Reply,
+    PrintedReply,
     Seed,
     Stats,
     Stop,
@@ -99,7 +99,7 @@ class Session:
         self._client = client
         self._conversation = conversation
         self._has_stats = has_stats
-        self._last = Reply()
+        self._last = PrintedReply()
         self._sampling: dict[str, Any] | None = None
         """What holds where nothing is set here; None: nobody has asked the daemon."""
         self._commands: dict[str, Command] = {
@@ -152,7 +152,7 @@ class Session:
             terminal.note(answer)
 
     def _answer(self) -> None:
-        self._last = Reply()
+        self._last = PrintedReply()
         try:
             stream(self._client, "/v1/chat/completions", self._conversation.body, self._last)
         finally:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from appliance.cli import terminal
-from appliance.cli.tables import Column, Format
+from appliance.cli.tables import Format, TableColumn
 from appliance.cli.terminal import Output
 from appliance.cli.text import DASH, count, in_unit, size, word
 
@@ -33,29 +33,29 @@ def _per_s(value: float | None) -> str:
 
 
 _DEVICES = (
-    Column("DEVICE", "name"),
-    Column("KIND", "kind"),
-    Column("POWER", "power_w", in_unit("W")),
-    Column("LIMIT", "power_limit_w", in_unit("W")),
-    Column("TEMP", "temperature_c", in_unit("C")),
-    Column("CLOCK", "clock_mhz", in_unit("MHz")),
-    Column("BUSY", "utilization_ratio", in_unit("%", 100)),
-    Column("MEMORY", "memory_used_bytes", size),
-    Column("OF", "memory_total_bytes", size),
-    Column("THROTTLED", "throttle_reasons", _reasons),
-    Column("XID", "last_xid", count),
-    Column("POWER BY", "power_source", is_wide=True),
-    Column("NOW", "power_instant_w", in_unit("W"), is_wide=True),
-    Column("MEM CLOCK", "memory_clock_mhz", in_unit("MHz"), is_wide=True),
-    Column("SM", "sm_ratio", in_unit("%", 100), is_wide=True),
-    Column("TENSOR", "tensor_ratio", in_unit("%", 100), is_wide=True),
-    Column("MEM BW", "memory_bandwidth_ratio", in_unit("%", 100), is_wide=True),
-    Column("PCIE IN", "pcie_rx_bytes_per_s", _per_s, is_wide=True),
-    Column("PCIE OUT", "pcie_tx_bytes_per_s", _per_s, is_wide=True),
-    Column("NVLINK IN", "nvlink_rx_bytes_per_s", _per_s, is_wide=True),
-    Column("NVLINK OUT", "nvlink_tx_bytes_per_s", _per_s, is_wide=True),
-    Column("MODEL", "model", is_wide=True),
-    Column("UUID", "uuid", is_wide=True),
+    TableColumn("DEVICE", "name"),
+    TableColumn("KIND", "kind"),
+    TableColumn("POWER", "power_w", in_unit("W")),
+    TableColumn("LIMIT", "power_limit_w", in_unit("W")),
+    TableColumn("TEMP", "temperature_c", in_unit("C")),
+    TableColumn("CLOCK", "clock_mhz", in_unit("MHz")),
+    TableColumn("BUSY", "utilization_ratio", in_unit("%", 100)),
+    TableColumn("MEMORY", "memory_used_bytes", size),
+    TableColumn("OF", "memory_total_bytes", size),
+    TableColumn("THROTTLED", "throttle_reasons", _reasons),
+    TableColumn("XID", "last_xid", count),
+    TableColumn("POWER BY", "power_source", is_wide=True),
+    TableColumn("NOW", "power_instant_w", in_unit("W"), is_wide=True),
+    TableColumn("MEM CLOCK", "memory_clock_mhz", in_unit("MHz"), is_wide=True),
+    TableColumn("SM", "sm_ratio", in_unit("%", 100), is_wide=True),
+    TableColumn("TENSOR", "tensor_ratio", in_unit("%", 100), is_wide=True),
+    TableColumn("MEM BW", "memory_bandwidth_ratio", in_unit("%", 100), is_wide=True),
+    TableColumn("PCIE IN", "pcie_rx_bytes_per_s", _per_s, is_wide=True),
+    TableColumn("PCIE OUT", "pcie_tx_bytes_per_s", _per_s, is_wide=True),
+    TableColumn("NVLINK IN", "nvlink_rx_bytes_per_s", _per_s, is_wide=True),
+    TableColumn("NVLINK OUT", "nvlink_tx_bytes_per_s", _per_s, is_wide=True),
+    TableColumn("MODEL", "model", is_wide=True),
+    TableColumn("UUID", "uuid", is_wide=True),
 )
 
 

@@ -14,16 +14,16 @@ from typing import Annotated
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import Column, Format
+from appliance.cli.tables import Format, TableColumn
 from appliance.cli.terminal import Host, Output
 
 BAD_EXIT_CODE = 8
 
 _FINDINGS = (
-    Column("CHECK", "check"),
-    Column("VERDICT", "verdict"),
-    Column("FOUND", "found"),
-    Column("WHAT TO DO", "hint"),
+    TableColumn("CHECK", "check"),
+    TableColumn("VERDICT", "verdict"),
+    TableColumn("FOUND", "found"),
+    TableColumn("WHAT TO DO", "hint"),
 )
 
 

@@ -16,7 +16,7 @@ from appliance.cli import terminal
 from appliance.cli.reply import (
     MaxTokens,
     Model,
-    Reply,
+    PrintedReply,
     Seed,
     Stats,
     Stop,
@@ -65,7 +65,7 @@ def run(
         seed=seed,
         stop=stop,
     )
-    reply = Reply()
+    reply = PrintedReply()
     if chat or system is not None:
         instructions = [] if system is None else [{"role": "system", "content": system}]
         content["messages"] = [*instructions, {"role": "user", "content": text}]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from appliance.cli import listings, short_ids, terminal
-from appliance.cli.tables import Column, Format, Listing
+from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output
 from appliance.cli.text import printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
@@ -174,7 +174,7 @@ class _Source:
         return rows
 
 
-def _print(source: _Source, columns: tuple[Column, ...], form: Format, follow: bool) -> None:
+def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, follow: bool) -> None:
     """The rows there are, and if they are followed those that come, until a signal."""
     if follow and form is Format.JSON:
         raise typer.BadParameter("-f has no end, and a document has: use -o ndjson")

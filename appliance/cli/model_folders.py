@@ -31,35 +31,35 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 4 << 20
 
 
-class Found(NamedTuple):
+class FoundModel(NamedTuple):
     """A folder with a config.json, or a GGUF file, and the name that people know it by."""
 
     name: str
     folder: Path
 
 
-def in_hub_cache(root: Path) -> Iterator[Found]:
+def in_hub_cache(root: Path) -> Iterator[FoundModel]:
     """Snapshots of models, as owner/name@revision."""
     for snapshot in cache.snapshots(root):
         if (snapshot.folder / "config.json").exists():
-            yield Found(snapshot.name, snapshot.folder)
+            yield FoundModel(snapshot.name, snapshot.folder)
             continue
         for path in models_in(snapshot.folder):
-            yield Found(f"{snapshot.name}:{path.name}", path)
+            yield FoundModel(f"{snapshot.name}:{path.name}", path)
 
 
-def under(root: Path) -> Iterator[Found]:
+def under(root: Path) -> Iterator[FoundModel]:
     """The folder itself, its folders, and theirs."""
     for pattern in ("config.json", "*/config.json", "*/*/config.json"):
         for path in sorted(root.glob(pattern)):
             name = root.name if path.parent == root else str(path.parent.relative_to(root))
-            yield Found(name, path.parent)
+            yield FoundModel(name, path.parent)
     for folder in (root, *sorted(path for path in root.glob("*") if path.is_dir())):
         for path in models_in(folder):
-            yield Found(str(path.relative_to(root)), path)
+            yield FoundModel(str(path.relative_to(root)), path)
 
 
-def describe(found: Found) -> dict[str, Any]:
+def describe(found: FoundModel) -> dict[str, Any]:
     """What `models list` says of a folder."""
     unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
     try:
@@ -69,7 +69,7 @@ def describe(found: Found) -> dict[str, Any]:
     return {**_place(found), **_basics(checkpoint), "problem": None}
 
 
-def detail(found: Found) -> dict[str, Any]:
+def detail(found: FoundModel) -> dict[str, Any]:
     """What `models show` says of a folder.
 
     Raises:
@@ -94,7 +94,7 @@ def detail(found: Found) -> dict[str, Any]:
     }
 
 
-def need_of(found: Found) -> fits.Need:
+def need_of(found: FoundModel) -> fits.Need:
     """What serving it takes, by the tensors that it has, whatever its config.json says of those.
 
     Raises:
@@ -162,7 +162,7 @@ def expected_sums(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
     return sums
 
 
-def _place(found: Found) -> dict[str, Any]:
+def _place(found: FoundModel) -> dict[str, Any]:
     return {"name": found.name, "folder": str(found.folder)}
 
 

@@ -240,7 +240,7 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     settings = config.load_asked({})
     named = settings.model
     found = [*_configured(settings)]
-    found += [model_folders.Found(named.name, named)] if isinstance(named, Path) else []
+    found += [model_folders.FoundModel(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
     for root in dirs or ():
@@ -258,7 +258,7 @@ def _configured(settings: config.ServeConfig) -> Iterator[Any]:
 
     for name, own in settings.models.items():
         with suppress(ConfigError):  # it is yet to be pulled: serve does that when it is asked for
-            yield model_folders.Found(name, model_folder(own.model))
+            yield model_folders.FoundModel(name, model_folder(own.model))
 
 
 def _named(name: str, dirs: list[Path] | None) -> Any:
@@ -267,9 +267,9 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
 
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return model_folders.Found(path.stem, path.absolute())
+        return model_folders.FoundModel(path.stem, path.absolute())
     if path.is_dir():
-        return model_folders.Found(path.absolute().name, path.absolute())
+        return model_folders.FoundModel(path.absolute().name, path.absolute())
     settings = config.load_asked({})
     if name in settings.models:
         asked = settings.models[name].model
@@ -280,9 +280,9 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     if isinstance(asked, HubName):
         in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
         if in_cache is not None and asked.file is not None:
-            return model_folders.Found(str(asked), cache.gguf_file(in_cache, asked.file))
+            return model_folders.FoundModel(str(asked), cache.gguf_file(in_cache, asked.file))
         if in_cache is not None:
-            return model_folders.Found(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
+            return model_folders.FoundModel(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
     matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]

@@ -35,7 +35,7 @@ Stats = Annotated[bool, typer.Option("--stats", help="Timings on stderr at the e
 
 
 @dataclass
-class Reply:
+class PrintedReply:
     """How far a generation has come; what is known of it when it is interrupted."""
 
     request_id: str | None = None
@@ -48,7 +48,7 @@ def body(**options: object) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> None:
+def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
     """Print one completion as it comes, and keep `reply` up to date.
 
     A reply that the daemon's default length cut short is followed by a note. Interrupted, this
@@ -70,13 +70,13 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: Reply) -> 
         _note_cut(client, reply)
 
 
-def print_stats(client: Client, reply: Reply) -> None:
+def print_stats(client: Client, reply: PrintedReply) -> None:
     """The request's timings as the daemon measured them, on stderr."""
     if reply.request_id is not None:
         terminal.note(pages.stats_line(client.request(reply.request_id)))
 
 
-def _print(events: Stream, reply: Reply) -> None:
+def _print(events: Stream, reply: PrintedReply) -> None:
     is_terminal = sys.stdout.isatty()
     try:
         for event in events:
@@ -91,7 +91,7 @@ def _print(events: Stream, reply: Reply) -> None:
             terminal.write("\n")
 
 
-def _why_incomplete(client: Client, reply: Reply) -> str:
+def _why_incomplete(client: Client, reply: PrintedReply) -> str:
     """Whose doing it was, as far as the daemon says."""
     frame: dict[str, Any] = {}
     if reply.request_id is not None:
@@ -103,7 +103,7 @@ def _why_incomplete(client: Client, reply: Reply) -> str:
     return f"the reply is incomplete (finish reason {reply.finish_reason!r})"
 
 
-def _note_cut(client: Client, reply: Reply) -> None:
+def _note_cut(client: Client, reply: PrintedReply) -> None:
     """Say at which length nobody asked for the reply ended."""
     at = "the default length"
     if reply.request_id is not None:
@@ -112,7 +112,7 @@ def _note_cut(client: Client, reply: Reply) -> None:
     terminal.note(f"penstock: cut at {at}; --max-tokens gives more, up to the model's length")
 
 
-def _cancel_after(client: Client, reply: Reply, ending: BaseException) -> None:
+def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) -> None:
     """Tell the daemon, so that it need not find out, and the person what was generated."""
     if reply.request_id is None:
         return  # hanging up, which the caller does next, cancels as well

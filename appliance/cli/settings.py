@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import Column, Format
+from appliance.cli.tables import Format, TableColumn
 from appliance.cli.terminal import Output
 from appliance.cli.text import yes_or_no
-from appliance.configuration.config import Found, explain
+from appliance.configuration.config import FoundSetting, explain
 from appliance.configuration.setting_kinds import (
     a_duration,
     on_or_off,
@@ -40,14 +40,14 @@ def show(
     """Show every setting as serve would find it here and now."""
     written = _for_people if output.is_for_people else _plain
     rows = [_row(found, written) for found in explain({"config": config_file})]
-    columns = [Column("SETTING", "name"), Column("VALUE", "value")]
-    columns += [Column("ORIGIN", "origin", is_wide=not origin)]
-    columns += [Column("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
-    columns += [Column("MEANING", "about", is_wide=True)]
+    columns = [TableColumn("SETTING", "name"), TableColumn("VALUE", "value")]
+    columns += [TableColumn("ORIGIN", "origin", is_wide=not origin)]
+    columns += [TableColumn("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
+    columns += [TableColumn("MEANING", "about", is_wide=True)]
     terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
 
 
-def _row(found: Found, written: Callable[[Found], Any]) -> dict[str, Any]:
+def _row(found: FoundSetting, written: Callable[[FoundSetting], Any]) -> dict[str, Any]:
     setting = _setting(found)
     return {
         "name": found.name,
@@ -58,12 +58,12 @@ def _row(found: Found, written: Callable[[Found], Any]) -> dict[str, Any]:
     }
 
 
-def _setting(found: Found) -> Setting:
+def _setting(found: FoundSetting) -> Setting:
     """What it is; `models.small.dtype` is the setting `dtype` of one model."""
     return SETTINGS[found.name.rpartition(".")[2]]
 
 
-def _for_people(found: Found) -> Any:
+def _for_people(found: FoundSetting) -> Any:
     """As one would type it: a size or a time with its unit."""
     parse = _setting(found).parse
     if parse is a_duration:
@@ -75,7 +75,7 @@ def _for_people(found: Found) -> Any:
     return _plain(found)
 
 
-def _plain(found: Found) -> Any:
+def _plain(found: FoundSetting) -> Any:
     """As JSON has it; an address and a list as the file and the environment have them."""
     match found.value:
         case None | bool() | int() | float():

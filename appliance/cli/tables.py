@@ -34,7 +34,7 @@ class Format(StrEnum):
         return self in (Format.TABLE, Format.WIDE)
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column: its title for people, its field for programs."""
 
     title: str
@@ -70,7 +70,7 @@ class Listing:
     def __init__(
         self,
         verb: str,
-        columns: Sequence[Column],
+        columns: Sequence[TableColumn],
         form: Format,
         *,
         colour: bool = False,
@@ -158,7 +158,9 @@ def one(verb: str, content: Row, form: Format) -> str:
     if form is Format.NDJSON:
         return json.dumps(content) + "\n"
     rows = [{"key": key, "value": value} for key, value in flat(content).items()]
-    return Listing(verb, [Column("KEY", "key"), Column("VALUE", "value")], form).render(rows)
+    return Listing(verb, [TableColumn("KEY", "key"), TableColumn("VALUE", "value")], form).render(
+        rows
+    )
 
 
 def csv_cell(value: object) -> object:

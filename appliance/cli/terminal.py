@@ -20,7 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from appliance.cli import tables
-from appliance.cli.tables import Column, Format, Listing, Row
+from appliance.cli.tables import Format, Listing, Row, TableColumn
 from appliance.cli.text import printable
 from appliance.client import Client
 from appliance.configuration.address import find
@@ -51,7 +51,7 @@ def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
     return Client(find(host), timeout_s=timeout_s)
 
 
-def listing(verb: str, columns: tuple[Column, ...], form: Format) -> Listing:
+def listing(verb: str, columns: tuple[TableColumn, ...], form: Format) -> Listing:
     """An empty list in a format, with colour where the terminal has it, fitted to its width."""
     return Listing(verb, columns, form, colour=has_colour(), room=room())
 

@@ -29,7 +29,7 @@ SSH_PATIENCE_S = 30.0
 """Logging in takes longer than any daemon needs for an answer."""
 
 
-class Line(NamedTuple):
+class DaemonLine(NamedTuple):
     """An open connection, and the process that carries it if there is one."""
 
     socket: socket.socket
@@ -57,13 +57,13 @@ class UnixAddress:
     def __str__(self) -> str:
         return f"unix://{self.path}"
 
-    def dial(self, timeout_s: float | None) -> Line:
+    def dial(self, timeout_s: float | None) -> DaemonLine:
         """Connect.
 
         Raises:
             OSError: there is no way through; dial() of the other addresses likewise.
         """
-        line = Line(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        line = DaemonLine(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         line.socket.settimeout(timeout_s)
         try:
             line.socket.connect(str(self.path))
@@ -85,7 +85,7 @@ class TcpAddress:
         scheme = "https" if self.is_tls else "http"
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    def dial(self, timeout_s: float | None) -> Line:
+    def dial(self, timeout_s: float | None) -> DaemonLine:
         """Connect to it; raises OSError."""
         connection = socket.create_connection((self.host, self.port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,7 +95,7 @@ class TcpAddress:
             # roots are this machine's, and those that SSL_CERT_FILE names
             context = ssl.create_default_context()
             connection = context.wrap_socket(connection, server_hostname=self.host)
-        return Line(connection)
+        return DaemonLine(connection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class SshAddress:
         quoted = [shlex.quote(word) for word in there]  # ssh hands them to a shell
         return ["ssh", *port, *options, "--", self.destination, "penstock", *quoted]
 
-    def dial(self, timeout_s: float | None) -> Line:
+    def dial(self, timeout_s: float | None) -> DaemonLine:
         """Start ssh with one end of a socket pair as its input and output."""
         import subprocess
 
@@ -134,7 +134,7 @@ class SshAddress:
                 ours.close()
                 raise ConnectionError(f"cannot run ssh: {error.strerror}") from error
         ours.settimeout(None if timeout_s is None else max(timeout_s, SSH_PATIENCE_S))
-        return Line(ours, process)
+        return DaemonLine(ours, process)
 
 
 Address = UnixAddress | TcpAddress | SshAddress

@@ -131,7 +131,7 @@ OTHER_VARIABLES = ("PENSTOCK_CONFIG", "PENSTOCK_HOST", "PENSTOCK_API_KEY")
 """The file of settings, and what clients read."""
 
 
-class Found(NamedTuple):
+class FoundSetting(NamedTuple):
     """A setting as it stands, and the place that set it: a flag, a variable, a line, `default`."""
 
     name: str
@@ -149,23 +149,25 @@ class _Sources(NamedTuple):
     text: str
     unknown: ConfigError | None = None  # of keys that are no settings
 
-    def lookup(self, name: str) -> Found | None:
+    def lookup(self, name: str) -> FoundSetting | None:
         """The first source that sets it, unparsed; None leaves the default."""
         if (flag := self.flags.get(name)) is not None:
-            return Found(name, flag, f"--{name.replace('_', '-')}")
+            return FoundSetting(name, flag, f"--{name.replace('_', '-')}")
         if value := self.environ.get(variable(name)):
-            return Found(name, value, variable(name))
+            return FoundSetting(name, value, variable(name))
         if name in self.table:
-            return Found(name, self.table[name], f"{self.file}:{_line_of(self.text, name)}: {name}")
+            return FoundSetting(
+                name, self.table[name], f"{self.file}:{_line_of(self.text, name)}: {name}"
+            )
         return None
 
-    def parsed(self, name: str) -> Found | None:
+    def parsed(self, name: str) -> FoundSetting | None:
         """The same with its value checked, out of a file that has no unknown keys."""
         if self.unknown is not None:
             raise self.unknown
         return self.checked(name)
 
-    def checked(self, name: str) -> Found | None:
+    def checked(self, name: str) -> FoundSetting | None:
         """The same whatever else is in the file."""
         if (found := self.lookup(name)) is None:
             return None
@@ -196,9 +198,9 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     return replace(config, models=_models(sources, config))
 
 
-def _all_parsed(sources: _Sources) -> list[Found]:
+def _all_parsed(sources: _Sources) -> list[FoundSetting]:
     """Every setting that is set; all that is wrong is told at once, tables of models too."""
-    given, wrong = list[Found](), [] if sources.unknown is None else [sources.unknown]
+    given, wrong = list[FoundSetting](), [] if sources.unknown is None else [sources.unknown]
     for name in SETTINGS:
         try:
             if (found := sources.checked(name)) is not None:
@@ -233,7 +235,7 @@ def _where(sources: _Sources, key: str) -> str:
 
 def explain(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
-) -> list[Found]:
+) -> list[FoundSetting]:
     """Every setting as load() would have it, with its origin; then those of the models' tables.
 
     Where the daemon that a client would ask is the unit's, its folders are what is shown.
@@ -244,12 +246,14 @@ def explain(
     environ = _environ_of_asked(flags, environ)
     config, sources = load(flags, environ), _read(flags, environ)
     everybodys = [
-        Found(name, getattr(config, setting.field or name), found.origin if found else DEFAULT)
+        FoundSetting(
+            name, getattr(config, setting.field or name), found.origin if found else DEFAULT
+        )
         for name, setting in SETTINGS.items()
         for found in (sources.lookup(name),)
     ]
     of_models = [
-        Found(f"{MODELS}.{name}.{key}", value, _where(sources, f"{MODELS}.{name}"))
+        FoundSetting(f"{MODELS}.{name}.{key}", value, _where(sources, f"{MODELS}.{name}"))
         for name, own in _model_tables(sources).items()
         for key, value in own.items()
     ]
@@ -352,9 +356,9 @@ def configured_socket(environ: Mapping[str, str]) -> Path | None:
     return None if found is None else Path(found.value)
 
 
-def _socket(sources: _Sources) -> Found:
+def _socket(sources: _Sources) -> FoundSetting:
     found = sources.parsed("socket")
-    return found or Found("socket", paths.default_socket(sources.environ), DEFAULT)
+    return found or FoundSetting("socket", paths.default_socket(sources.environ), DEFAULT)
 
 
 def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sources:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Growth(NamedTuple):
+class CounterGain(NamedTuple):
     """What a counter has gained between two readings."""
 
     amount: int
@@ -29,7 +29,7 @@ class Counter:
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
 
-    def growth(self, now_ns: int, value: int | None, size: int | None = None) -> Growth | None:
+    def growth(self, now_ns: int, value: int | None, size: int | None = None) -> CounterGain | None:
         """Since the last reading; None without one.
 
         Args:
@@ -48,7 +48,7 @@ class Counter:
             if size is None:
                 return None
             amount += size
-        return Growth(amount, (now_ns - last[0]) / 1e9)
+        return CounterGain(amount, (now_ns - last[0]) / 1e9)
 
 
 class EnergyReading(NamedTuple):

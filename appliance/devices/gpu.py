@@ -42,7 +42,9 @@ _THROTTLE_REASONS = (
 class _Instance:
     """A MIG instance: memory of its own, and activity where the GPU measures it."""
 
-    def __init__(self, nvml: Nvml, gpu: Gpu, handle: Any, name: str, instance_id: int) -> None:
+    def __init__(
+        self, nvml: Nvml, gpu: GpuReader, handle: Any, name: str, instance_id: int
+    ) -> None:
         self.name = name
         self.handle = handle
         self.gpm = Gpm(nvml, gpu.handle, instance_id) if gpu.has_gpm else None
@@ -62,7 +64,7 @@ class _Instance:
         )
 
 
-class Gpu:
+class GpuReader:
     """One GPU, by its index in the driver's order."""
 
     def __init__(self, nvml: Nvml, index: int) -> None:

@@ -7,7 +7,7 @@ Never: needs a driver; is read so often that a counter's difference says nothing
 
 from __future__ import annotations
 
-from appliance.devices.gpu import Gpu
+from appliance.devices.gpu import GpuReader
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.devices.rapl import Package, find_packages
 from appliance.frame.protocol import DeviceFrame
@@ -19,7 +19,7 @@ MIN_INTERVAL_NS = 200_000_000
 class Devices:
     """CPU packages, then GPUs, each followed by its MIG instances."""
 
-    def __init__(self, packages: list[Package], gpus: list[Gpu]) -> None:
+    def __init__(self, packages: list[Package], gpus: list[GpuReader]) -> None:
         self._packages = packages
         self._gpus = gpus
         self._frames: list[DeviceFrame] = []
@@ -42,8 +42,8 @@ class Devices:
         return self._frames
 
 
-def find_gpus(nvml: Nvml | None) -> list[Gpu]:
+def find_gpus(nvml: Nvml | None) -> list[GpuReader]:
     """Every GPU that the driver counts, also one that it has lost; none without a driver."""
     if nvml is None:
         return []
-    return [Gpu(nvml, index) for index in range(nvml.ask("nvmlDeviceGetCount") or 0)]
+    return [GpuReader(nvml, index) for index in range(nvml.ask("nvmlDeviceGetCount") or 0)]

@@ -20,26 +20,26 @@ from engine.folder.model_config import ModelConfig
 from engine.units import size_text
 
 
-def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.Place]:
+def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.PlaceToServe]:
     """This machine's memory and GPUs, and GPUs that one thinks of.
 
     Args:
         imagined: how many, and bytes of each.
     """
     cores = f"this machine, {len(available_cores())} cores"
-    found = [fits.Place(cores, available_memory_bytes(), is_gpu=False)]
+    found = [fits.PlaceToServe(cores, available_memory_bytes(), is_gpu=False)]
     found += [
-        fits.Place(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
+        fits.PlaceToServe(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
         for gpu in list_gpus()
         if gpu.obstacle is None
     ]
     for count, num_bytes in imagined:
         name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"
-        found.append(fits.Place(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
+        found.append(fits.PlaceToServe(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
     return found
 
 
-def on_hub(name: HubName, where: Sequence[fits.Place]) -> dict[str, Any]:
+def on_hub(name: HubName, where: Sequence[fits.PlaceToServe]) -> dict[str, Any]:
     """What `models show` says of a model that is on the hub.
 
     Raises:

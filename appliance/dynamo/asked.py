@@ -22,7 +22,7 @@ MAX_PROMPTS = 1 << 16
 Json = dict[str, Any]
 
 
-class Refused(Exception):
+class RefusedAsk(Exception):
     """What was asked cannot be done; the message is for the client."""
 
 
@@ -91,7 +91,7 @@ def asked_of(request: Json, request_id: str, num_output: int, served: Served) ->
     room = served.max_model_len - len(token_ids)
     if room < 1:
         what = f"the model's context is {served.max_model_len} tokens"
-        raise Refused(f"{what}, and the prompt has {len(token_ids)}")
+        raise RefusedAsk(f"{what}, and the prompt has {len(token_ids)}")
     body: Json = {
         "model": served.model_id,
         "prompt": token_ids,
@@ -122,19 +122,19 @@ def asked_of(request: Json, request_id: str, num_output: int, served: Served) ->
 def _check(request: Json, sampling: Json, options: Json, routing: Json) -> None:
     for name, values in _NEUTRAL.items():
         if sampling.get(name) not in values:
-            raise Refused(f"`{name}` is not supported")
+            raise RefusedAsk(f"`{name}` is not supported")
     if options.get("prompt_logprobs") is not None:
-        raise Refused("`prompt_logprobs` are not supported in a stream")
+        raise RefusedAsk("`prompt_logprobs` are not supported in a stream")
     if routing.get("lora_name"):
-        raise Refused("there are no adapters (LoRA) here")
+        raise RefusedAsk("there are no adapters (LoRA) here")
     if request.get("multi_modal_data"):
-        raise Refused("the model takes text only")
+        raise RefusedAsk("the model takes text only")
 
 
 def _constraint(guided: Json) -> Json:
     """The form that an answer must have."""
     if guided.get("structural_tag") is not None:
-        raise Refused("`structural_tag` is not supported")
+        raise RefusedAsk("`structural_tag` is not supported")
     forms = {name: guided[name] for name in _FORMS if guided.get(name) is not None}
     return {"structured_outputs": forms} if forms else {}
 

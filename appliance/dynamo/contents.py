@@ -23,7 +23,7 @@ class Publisher(Protocol):
         """Blocks are gone."""
 
 
-class Contents:
+class RouterContents:
     """Of one daemon.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from appliance.dynamo.asked import Refused
+from appliance.dynamo.asked import RefusedAsk
 from appliance.dynamo.told import LostError
 from engine.errors import ConfigError
 
@@ -158,7 +158,7 @@ class DynamoPlane:
         try:
             async for output in self.adapter.generate(request, _Asker(context)):
                 yield output
-        except Refused as refusal:
+        except RefusedAsk as refusal:
             raise self._errors.InvalidArgument(str(refusal)) from refusal
         except LostError as error:
             if context.is_stopped():

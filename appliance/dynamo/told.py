@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.dynamo.asked import Refused
+from appliance.dynamo.asked import RefusedAsk
 
 Json = dict[str, Any]
 _DATA = b"data:"
@@ -61,7 +61,7 @@ def raise_error(error: Json) -> None:
     """
     message = str(error.get("message") or "the daemon failed")
     if error.get("type") in ("invalid_request_error", "not_found_error"):
-        raise Refused(message)
+        raise RefusedAsk(message)
     raise LostError(message)
 
 

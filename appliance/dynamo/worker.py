@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from appliance.dynamo.asked import Asked, Prompts, asked_of
-from appliance.dynamo.contents import Contents, Publisher
+from appliance.dynamo.contents import Publisher, RouterContents
 from appliance.dynamo.line import Line, get
 from appliance.dynamo.served import Served, served_of, used_blocks
 from appliance.dynamo.told import LostError, output_of, raise_error
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 log = logging.getLogger("penstock.dynamo")
 
 
-class Asker(Protocol):
+class DaemonAsker(Protocol):
     """Who has asked: Dynamo's context."""
 
     def id(self) -> str:
@@ -76,7 +76,7 @@ class Adapter:
     def __init__(self, socket: Path, plane: Plane) -> None:
         self._socket = socket
         self._plane = plane
-        self._contents = Contents(plane)
+        self._contents = RouterContents(plane)
         self.prompts = Prompts()
         self._served: Served | None = None
         self._is_joined = False
@@ -200,7 +200,7 @@ class Adapter:
         """Another adapter has got a request, whose prompt is so long."""
         self.prompts.came(request_id, num_tokens)
 
-    async def generate(self, request: Json, asker: Asker) -> AsyncIterator[Json]:
+    async def generate(self, request: Json, asker: DaemonAsker) -> AsyncIterator[Json]:
         """Outputs for one request, the last with a finish reason.
 
         Raises:

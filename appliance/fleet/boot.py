@@ -38,7 +38,7 @@ STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothin
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BootPlan:
     """What the daemon will serve, with what, where."""
 
     model_id: str
@@ -102,7 +102,7 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
     return fd
 
 
-def make_plan(config: ServeConfig) -> Plan:
+def make_plan(config: ServeConfig) -> BootPlan:
     """Check options and checkpoint against each other and this machine.
 
     Raises:
@@ -127,7 +127,7 @@ def make_plan(config: ServeConfig) -> Plan:
     if model_id in config.models:
         what = "the model that is served first has this name, too"
         raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
-    return Plan(
+    return BootPlan(
         model_id,
         checkpoint,
         note,
@@ -370,7 +370,7 @@ def _memfd(name: str, num_bytes: int) -> int:
     return fd
 
 
-def model_info(plan: Plan) -> ModelInfo:
+def model_info(plan: BootPlan) -> ModelInfo:
     """What the api must know of the model that the plan serves."""
     config = plan.checkpoint.config
     return ModelInfo(

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from engine.cache.prefix_hashes import KEY_BYTES, PrefixChain, PrefixHasher
 from engine.errors import ConfigError
 
@@ -61,7 +61,7 @@ class PromptHasher:
         return chain
 
 
-def make_hasher(config: ServeConfig, plan: Plan) -> PromptHasher | None:
+def make_hasher(config: ServeConfig, plan: BootPlan) -> PromptHasher | None:
     """What the prefix cache of a model is kept by; None: it is off.
 
     Raises:
@@ -81,7 +81,7 @@ def make_hasher(config: ServeConfig, plan: Plan) -> PromptHasher | None:
     return PromptHasher(hasher, isolates_users=config.cache_isolation == "user")
 
 
-def identity(plan: Plan, state_dir: Path) -> bytes:
+def identity(plan: BootPlan, state_dir: Path) -> bytes:
     """All that the bytes of a block depend on beside tokens.
 
     Raises:

@@ -11,13 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.tier_parts import Prediction, frame_of
 from appliance.frame.tier_frame import TierFrame
 from engine.cache.places import DRAM
 from engine.schedule.router import Router
-from engine.tiers.arena import Arena
+from engine.tiers.arena import CacheArena
 from engine.tiers.context import Context, Patience
 from engine.tiers.costs import Costs
 from engine.tiers.index import SlabIndex
@@ -43,7 +43,7 @@ class DramCache:
         """Why there is none although there is to be one."""
         self._tell = tell
 
-    def open(self, plan: Plan, router: Router, workers: Supervisor) -> None:
+    def open(self, plan: BootPlan, router: Router, workers: Supervisor) -> None:
         """Attach it to the router, if the plan has an arena; the workers are ready."""
         self.tier = self._reason = None
         if plan.arena is None:
@@ -70,7 +70,7 @@ class DramCache:
 
 
 def _tier(
-    plan: Plan,
+    plan: BootPlan,
     router: Router,
     workers: Supervisor,
     costs: Costs,
@@ -89,7 +89,7 @@ def _tier(
         tier.done(job)
 
     head = SlabHead(0, PAGE, num_blocks, bytes(DIGEST_BYTES))
-    arena = Arena(head, worker_of, workers.send, loop.call_later, report)
+    arena = CacheArena(head, worker_of, workers.send, loop.call_later, report)
     context = Context(
         router.ledger,
         DRAM,

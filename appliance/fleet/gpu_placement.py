@@ -27,7 +27,7 @@ from appliance.models.fits import GPU_OVERHEAD_BYTES
 from engine.cache.places import COLOCATED, DECODE, PREFILL, Places, make_places
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
-from engine.kernels.attention_backends import Choice, Machine, Needs, choose_attention
+from engine.kernels.attention_backends import AttentionChoice, Machine, Needs, choose_attention
 
 PREFILL_PERCENT = 70
 """Of a GPU's processors for the worker that prefills, where MPS lets two compute at once: its
@@ -122,7 +122,7 @@ def installed_torch() -> str | None:
         return None
 
 
-def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> Choice:
+def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> AttentionChoice:
     """What computes attention, with blocks as large as it likes them."""
     return choose_attention(Needs.of(checkpoint.config, dtype), machine)
 

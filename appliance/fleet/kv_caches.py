@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
@@ -32,7 +32,7 @@ class KvCaches:
         self._ssd = SsdCache(config, tell)
 
     async def open(
-        self, plan: Plan, hasher: PromptHasher | None, router: Router, workers: Supervisor
+        self, plan: BootPlan, hasher: PromptHasher | None, router: Router, workers: Supervisor
     ) -> None:
         """Attach them to the router; what is wrong is said.
 

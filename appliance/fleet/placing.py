@@ -24,8 +24,8 @@ from appliance.fleet.gpu_placement import (
 )
 from appliance.fleet.pairing import is_two_better
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
-from appliance.fleet.spread import Shape, Spot, check_weights, spread, too_small
-from appliance.fleet.step_memory import Measured, StepMemory, key_of
+from appliance.fleet.spread import ModelShape, Spot, check_weights, spread, too_small
+from appliance.fleet.step_memory import MeasuredModel, StepMemory, key_of
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint, arena_layout, choose_dtype
 from engine.kernels.attention_backends import Machine
@@ -117,7 +117,7 @@ class Placing:
             capability=min((gpu.capability for gpu in gpus if gpu.capability), default=None),
         )
 
-    def _shape(self, gpus: list[Gpu], dtype: str) -> Shape:
+    def _shape(self, gpus: list[Gpu], dtype: str) -> ModelShape:
         """Of the model; blocks are as large as suits the attention of all these GPUs."""
         checkpoint = self._checkpoint
         sizes = [
@@ -126,7 +126,7 @@ class Placing:
         ]
         weights_bytes = arena_layout(checkpoint, dtype).num_bytes
         wanted_len = self._config.max_model_len
-        return Shape.of(checkpoint.config, weights_bytes, dtype, max(sizes), wanted_len)
+        return ModelShape.of(checkpoint.config, weights_bytes, dtype, max(sizes), wanted_len)
 
     def _machine_with(self, gpu: Gpu) -> Machine:
         return replace(self._machine, capability=gpu.capability)
@@ -145,7 +145,7 @@ class Placing:
             memory_bytes=inventory.memory_bytes,
         )
 
-    def _on_one_by_measure(self, gpu: Gpu, shape: Shape, dtype: str) -> Placement:
+    def _on_one_by_measure(self, gpu: Gpu, shape: ModelShape, dtype: str) -> Placement:
         """One worker or two, as they were timed here; two, to be timed, where they never were."""
         config = self._config
         if not (config.roles == config.transport == "auto" and config.place == ONE_OF_EACH):
@@ -162,7 +162,7 @@ class Placing:
         why = "they are timed at this start, by which it is decided whether both go on"
         return replace(self._on_one(gpu, shape, dtype, "elastic", why), is_trial=True)
 
-    def _measured(self, gpu: Gpu, dtype: str) -> Measured:
+    def _measured(self, gpu: Gpu, dtype: str) -> MeasuredModel:
         """What is known of this model on such a GPU."""
         key = key_of(self._checkpoint, dtype, gpu)
         return StepMemory(self._config.state_dir, key).read()
@@ -170,7 +170,7 @@ class Placing:
     def _on_one(
         self,
         gpu: Gpu,
-        shape: Shape,
+        shape: ModelShape,
         dtype: str,
         roles: str | None = None,
         why: str | None = None,
@@ -204,7 +204,7 @@ class Placing:
         )
 
     def _on_several(
-        self, gpus: list[Gpu], shape: Shape, dtype: str
+        self, gpus: list[Gpu], shape: ModelShape, dtype: str
     ) -> tuple[Placement, str | None]:
         """A worker on each, or on as many as are wanted."""
         config = self._config
@@ -243,7 +243,7 @@ class Placing:
         about = f"{', '.join(unused)} not used: --place says {config.place}" if unused else None
         return placement, about
 
-    def _by_hand(self, gpus: list[Gpu], shape: Shape, dtype: str) -> Placement:
+    def _by_hand(self, gpus: list[Gpu], shape: ModelShape, dtype: str) -> Placement:
         """As --place names them."""
         config, wanted, inventory = self._config, self._config.place, self._inventory
         if config.devices != "auto":

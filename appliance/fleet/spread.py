@@ -58,7 +58,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What of the model placement depends on, in the dtype and with the blocks that it gets."""
 
     weights_bytes: int
@@ -75,7 +75,7 @@ class Shape:
         dtype: str,
         block_size: int,
         wanted: int | None,
-    ) -> Shape:
+    ) -> ModelShape:
         """Of a model in a dtype."""
         longest = config.max_position_embeddings
         block_bytes = config.kv_block_bytes(block_size, dtype)
@@ -91,7 +91,7 @@ class Shape:
         return gpu.memory_bytes - self.weights_bytes - GPU_OVERHEAD_BYTES
 
 
-def too_small(gpu: Gpu, shape: Shape) -> str | None:
+def too_small(gpu: Gpu, shape: ModelShape) -> str | None:
     """Why a GPU cannot even hold the weights; None: it can."""
     short_bytes = MIN_BLOCKS * shape.block_bytes - shape.room_bytes(gpu)
     if short_bytes <= 0:
@@ -103,7 +103,7 @@ def too_small(gpu: Gpu, shape: Shape) -> str | None:
     )
 
 
-def check_weights(gpus: Sequence[Gpu], shape: Shape, where: str) -> None:
+def check_weights(gpus: Sequence[Gpu], shape: ModelShape, where: str) -> None:
     """Refuse a GPU that cannot even hold the weights.
 
     Raises:
@@ -121,7 +121,7 @@ def spread(
     prefill: Sequence[Spot],
     decode: Sequence[Spot],
     inventory: Inventory,
-    shape: Shape,
+    shape: ModelShape,
     *,
     transport: str,
     kv_memory_bytes: int | None,
@@ -204,7 +204,7 @@ def _best_transport(one: Spot, other: Spot, inventory: Inventory) -> tuple[str, 
 
 
 def _rooms(
-    spots: Sequence[Spot], inventory: Inventory, shape: Shape, asked: int | None
+    spots: Sequence[Spot], inventory: Inventory, shape: ModelShape, asked: int | None
 ) -> dict[str, int]:
     """Bytes by worker for its pool, at most."""
     on_host = [spot for spot in spots if spot.gpu is None]
@@ -231,7 +231,7 @@ def _rooms(
     return dict.fromkeys(rooms, each)
 
 
-def _counts(places: Places, rooms: Mapping[str, int], shape: Shape) -> dict[str, int]:
+def _counts(places: Places, rooms: Mapping[str, int], shape: ModelShape) -> dict[str, int]:
     counts = {
         places.pool_of(name): num_bytes // shape.block_bytes for name, num_bytes in rooms.items()
     }

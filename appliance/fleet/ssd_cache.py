@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.ssd_room import HINT, Allowance, allowance
 from appliance.fleet.tier_parts import Prediction, frame_of
@@ -51,7 +51,7 @@ class Blocks:
     """Memory of the pools, by name."""
 
 
-def _kept_blocks(plan: Plan, hasher: PromptHasher) -> Blocks:
+def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> Blocks:
     """What is kept of a plan's pools: those in the host's memory, rings left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
@@ -90,7 +90,7 @@ class SsdCache:
         self._settled: asyncio.Event | None = None
         """Set when nothing is left to be stored."""
 
-    async def open(self, plan: Plan, hasher: PromptHasher | None, router: Router) -> None:
+    async def open(self, plan: BootPlan, hasher: PromptHasher | None, router: Router) -> None:
         """Read what is there, and attach it to the router; what is wrong is said."""
         self.is_off = self._has_failed = False
         if hasher is None:

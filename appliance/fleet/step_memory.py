@@ -33,7 +33,7 @@ class PairTimes(msgspec.Struct, frozen=True):
     decode_beside_ms: float
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredModel(msgspec.Struct, frozen=True):
     """Of one model in one dtype on one kind of device."""
 
     steps: list[RehearsedStep] = []
@@ -57,20 +57,20 @@ class StepMemory:
         self._path = state_dir / FILE_NAME
         self._key = key
 
-    def read(self) -> Measured:
+    def read(self) -> MeasuredModel:
         """What is known; nothing where there is no file, or one of another form."""
-        return self._all().get(self._key, Measured())
+        return self._all().get(self._key, MeasuredModel())
 
-    def write(self, measured: Measured) -> None:
+    def write(self, measured: MeasuredModel) -> None:
         """Keep it for the next start, whole or not at all."""
         everything = self._all() | {self._key: measured}
         beside = self._path.with_suffix(".new")
         beside.write_bytes(msgspec.json.encode(everything))
         os.replace(beside, self._path)
 
-    def _all(self) -> dict[str, Measured]:
+    def _all(self) -> dict[str, MeasuredModel]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Measured])
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, MeasuredModel])
         except (OSError, msgspec.MsgspecError):
             return {}
 

@@ -29,7 +29,7 @@ REST_S = 30.0
 """That a model is left alone which could not be started: each try takes the served one down."""
 
 
-class Limits(NamedTuple):
+class SwapLimits(NamedTuple):
     """What the settings say; a reload may change it."""
 
     min_stay_s: float
@@ -60,7 +60,7 @@ class Asker(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     name: str
     """The model; empty for whichever is served."""
     asker: Asker
@@ -84,7 +84,7 @@ class Swaps(AbstractContextManager[None]):
         prepare: Callable[[str], Awaitable[None]],
         swap: Callable[[str], Awaitable[str | None]],
         idle: asyncio.Event,
-        limits: Callable[[], Limits],
+        limits: Callable[[], SwapLimits],
     ) -> None:
         """Serve `current`.
 
@@ -104,7 +104,7 @@ class Swaps(AbstractContextManager[None]):
         self._prepare, self._swap, self._idle = prepare, swap, idle
         self._limits = limits
         self._since_s = time.monotonic()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingRequest] = []
         self._places = Room("requests for another model", limits().max_waiting)
         self._bytes = Room("bytes of requests for another model", limits().max_waiting_bytes)
         self._resting: dict[str, _Rest] = {}
@@ -143,7 +143,7 @@ class Swaps(AbstractContextManager[None]):
         if self.can_enter(name):
             self._num_entering += 1
             return True
-        one = _Waiting(name, asker)
+        one = _WaitingRequest(name, asker)
         self._check(one)
         self._waiting.append(one)
         self._places.enter(asker.owner, 1)
@@ -292,7 +292,7 @@ class Swaps(AbstractContextManager[None]):
         self._resting[name] = _Rest(about, now_s + REST_S)
         self._refuse(_cannot(name, about, REST_S), name)
 
-    def _check(self, one: _Waiting) -> None:
+    def _check(self, one: _WaitingRequest) -> None:
         """Refuse what cannot wait."""
         if self._is_closed:
             raise _draining()
@@ -304,7 +304,7 @@ class Swaps(AbstractContextManager[None]):
         self._places.check(one.asker.owner, 1, is_single=True)
         self._bytes.check(one.asker.owner, one.asker.num_bytes, is_single=True)
 
-    def _leave(self, one: _Waiting) -> None:
+    def _leave(self, one: _WaitingRequest) -> None:
         """Whoever asked is gone: its place is free, or the model that it was just let in to."""
         if not one.is_in.done():
             self._take(one)
@@ -312,7 +312,7 @@ class Swaps(AbstractContextManager[None]):
             self._num_entering -= 1
         self.look()
 
-    def _take(self, one: _Waiting) -> None:
+    def _take(self, one: _WaitingRequest) -> None:
         self._waiting.remove(one)
         self._places.leave(one.asker.owner, 1)
         self._bytes.leave(one.asker.owner, one.asker.num_bytes)

@@ -21,7 +21,7 @@ from engine.folder.checkpoint import (
 )
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
 from engine.kernels.cpu import has_kernels, load_kernels
-from engine.kernels.product_ways import Ways, find_ways
+from engine.kernels.product_ways import ProductWays, find_ways
 from engine.units import size_text
 from engine.wire.messages import WeightsLoss, WeightsSpec
 
@@ -34,7 +34,7 @@ class WeightsPlan:
 
     layout: WeightsLayout | PanelsLayout | None
     """None: the files are mapped, or each worker makes its own memory on its GPU."""
-    ways: Ways | None
+    ways: ProductWays | None
     """How matrices that are packed in pairs are multiplied; None: none is."""
     weights: str
     """As the setting says."""
@@ -152,7 +152,7 @@ def _words(
     return packed
 
 
-def _ways() -> Ways | None:
+def _ways() -> ProductWays | None:
     """How packed matrices are multiplied; None: they are read as they are stored."""
     try:
         kernels, level = load_kernels()

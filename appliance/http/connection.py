@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 from appliance.api.wire import error_object
 from appliance.http.access import Credentials
-from appliance.http.gate import Line, headers_too_large
+from appliance.http.gate import ClientLine, headers_too_large
 from appliance.http.turned_away import too_many_connections
 from engine.errors import RequestError
 
@@ -39,7 +39,7 @@ log.setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """Seconds that clients may take."""
 
     head_s: float = 10.0
@@ -59,7 +59,7 @@ RefuseEarly = Callable[[bytes, Credentials], bytes | None]
 """What to reply to a whole request of somebody's without having it parsed; None: nothing."""
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a connection waits for."""
 
     HEAD = enum.auto()
@@ -75,14 +75,14 @@ class Phase(enum.Enum):
 
 SILENT_S = 5.0
 """After which a connection that has asked nothing gives way to another."""
-_UNTIMED = (Phase.IDLE, Phase.REPLY)
+_UNTIMED = (ConnectionPhase.IDLE, ConnectionPhase.REPLY)
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _ByteMark:
     """How far a connection was when it was looked at."""
 
-    phase: Phase
+    phase: ConnectionPhase
     num_requests: int
     since: float
     num_bytes: int
@@ -99,7 +99,7 @@ class ClientProtocol(H11Protocol):
         self,
         config: Config,
         server_state: ServerState,
-        limits: Limits,
+        limits: ClientLimits,
         credentials: Credentials | None,
         check_key: Callable[[str], None],
         refuse_early: RefuseEarly,
@@ -115,7 +115,7 @@ class ClientProtocol(H11Protocol):
             refuse_early: see RefuseEarly.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        line = Line(credentials, self._on_key, self._write_part, self._hang_up)
+        line = ClientLine(credentials, self._on_key, self._write_part, self._hang_up)
         super().__init__(config, server_state, {"line": line})
         self.logger = log
         self.credentials = credentials
@@ -127,7 +127,7 @@ class ClientProtocol(H11Protocol):
         self._is_half_closed = False
         self._num_received = 0
         self._num_requests = 0
-        self._mark: _Mark | None = None
+        self._mark: _ByteMark | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From here on the client's time runs."""
@@ -140,7 +140,11 @@ class ClientProtocol(H11Protocol):
         """Count, for the slow; say at once what a flood would be told anyway."""
         self._num_received += len(data)
         is_between = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
-        if is_between and self.credentials is not None and self._phase() is not Phase.UNREAD:
+        if (
+            is_between
+            and self.credentials is not None
+            and self._phase() is not ConnectionPhase.UNREAD
+        ):
             reply = self._refuse_early(data, self.credentials)
             if reply is not None:
                 self.transport.write(reply)
@@ -158,7 +162,9 @@ class ClientProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for a reply that somebody still waits for."""
-        is_waiting = self._phase() in (Phase.REPLY, Phase.UNREAD) and not self._is_gone()
+        is_waiting = (
+            self._phase() in (ConnectionPhase.REPLY, ConnectionPhase.UNREAD) and not self._is_gone()
+        )
         self._is_half_closed = is_waiting and self._socket.family == socket.AF_UNIX
         return self._is_half_closed
 
@@ -180,7 +186,11 @@ class ClientProtocol(H11Protocol):
         A close that crosses a request on its way would be a refusal. So who is between two
         requests, or has connected and not asked yet, may ask once more and is told then.
         """
-        if self._mark is None or self._phase() in (Phase.HEAD, Phase.BODY, Phase.IDLE):
+        if self._mark is None or self._phase() in (
+            ConnectionPhase.HEAD,
+            ConnectionPhase.BODY,
+            ConnectionPhase.IDLE,
+        ):
             return False
         self.shutdown()
         return True
@@ -200,7 +210,7 @@ class ClientProtocol(H11Protocol):
             return
         num_moved = seen.num_bytes - mark.num_bytes
         is_steady = num_moved >= self._limits.min_bytes_per_s * (now - mark.since)
-        if is_steady and seen.phase in (Phase.BODY, Phase.UNREAD):
+        if is_steady and seen.phase in (ConnectionPhase.BODY, ConnectionPhase.UNREAD):
             self._mark = seen
         else:
             self._cut(seen.phase)
@@ -221,7 +231,7 @@ class ClientProtocol(H11Protocol):
         if not self._num_received:
             is_new = time.monotonic() - self._opened_at < SILENT_S
             return None if is_new else self._opened_at
-        is_idle = mark.phase is Phase.IDLE and self._phase() is Phase.IDLE
+        is_idle = mark.phase is ConnectionPhase.IDLE and self._phase() is ConnectionPhase.IDLE
         return mark.since if is_idle else None
 
     def give_way(self) -> None:
@@ -229,7 +239,7 @@ class ClientProtocol(H11Protocol):
 
         Between two requests nothing is said: it would be taken for the reply to the next one.
         """
-        if self._phase() is Phase.IDLE:
+        if self._phase() is ConnectionPhase.IDLE:
             self._hang_up()
         else:
             self._refuse(too_many_connections())
@@ -267,43 +277,43 @@ class ClientProtocol(H11Protocol):
             self._check_key(name)
             self.key = name
 
-    def _phase(self) -> Phase:
+    def _phase(self) -> ConnectionPhase:
         is_answered = self.cycle is None or self.cycle.response_complete
         if self.flow.write_paused or self.transport.is_closing():
-            return Phase.UNREAD
+            return ConnectionPhase.UNREAD
         if self.conn.their_state is h11.SEND_BODY:
             if is_answered:
-                return Phase.LINGER
+                return ConnectionPhase.LINGER
             # While reading is paused it is our turn, however little has come.
-            return Phase.REPLY if self.flow.read_paused else Phase.BODY
+            return ConnectionPhase.REPLY if self.flow.read_paused else ConnectionPhase.BODY
         if not is_answered:
-            return Phase.REPLY
+            return ConnectionPhase.REPLY
         is_new = self.cycle is None and not self._num_requests
         has_begun = is_new or bool(self.conn.trailing_data[0])
-        return Phase.HEAD if has_begun else Phase.IDLE
+        return ConnectionPhase.HEAD if has_begun else ConnectionPhase.IDLE
 
-    def _observe(self, now: float) -> _Mark:
+    def _observe(self, now: float) -> _ByteMark:
         num_bytes = self._num_received
         phase = self._phase()
-        if phase is Phase.UNREAD:
+        if phase is ConnectionPhase.UNREAD:
             num_bytes = -self.transport.get_write_buffer_size()
-        return _Mark(phase, self._num_requests, now, num_bytes)
+        return _ByteMark(phase, self._num_requests, now, num_bytes)
 
-    def _allowed_s(self, phase: Phase) -> float:
+    def _allowed_s(self, phase: ConnectionPhase) -> float:
         return {
-            Phase.HEAD: self._limits.head_s,
-            Phase.BODY: self._limits.body_s,
-            Phase.LINGER: self._limits.linger_s,
-            Phase.UNREAD: self._limits.unread_s,
+            ConnectionPhase.HEAD: self._limits.head_s,
+            ConnectionPhase.BODY: self._limits.body_s,
+            ConnectionPhase.LINGER: self._limits.linger_s,
+            ConnectionPhase.UNREAD: self._limits.unread_s,
         }[phase]
 
-    def _cut(self, phase: Phase) -> None:
-        if phase is Phase.UNREAD:
+    def _cut(self, phase: ConnectionPhase) -> None:
+        if phase is ConnectionPhase.UNREAD:
             self.transport.abort()
-        elif phase is Phase.LINGER or not self._num_received:
+        elif phase is ConnectionPhase.LINGER or not self._num_received:
             self.transport.close()
         else:
-            part = "head" if phase is Phase.HEAD else "body"
+            part = "head" if phase is ConnectionPhase.HEAD else "body"
             what = f"the request's {part} did not come in time"
             self._refuse(RequestError(what, code="request_timeout"))
 

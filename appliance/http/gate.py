@@ -47,7 +47,7 @@ _LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ClientLine:
     """The connection that a request came by, as the server passes it on in the scope's state."""
 
     credentials: Credentials | None
@@ -102,7 +102,7 @@ class Gate:
         finally:
             body.settle()
 
-    def _peer(self, scope: Scope, line: Line) -> Peer:
+    def _peer(self, scope: Scope, line: ClientLine) -> Peer:
         if line.credentials is not None:
             return self.policy.peer_of(line.credentials)
         # a page whose name was rebound to this machine has no certificate for it
@@ -220,8 +220,8 @@ def headers_too_large() -> RequestError:
     )
 
 
-def _line(scope: Scope) -> Line:
-    return cast(Line, scope["state"]["line"])
+def _line(scope: Scope) -> ClientLine:
+    return cast(ClientLine, scope["state"]["line"])
 
 
 def _shown_key(scope: Scope) -> str:

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
-from appliance.http.connection import ClientProtocol, Limits
+from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
 from appliance.http.turned_away import TurnedAway, too_many_connections
@@ -48,7 +48,7 @@ class ApiServer:
         app: Starlette,
         listeners: Sequence[socket.socket],
         policy: AccessPolicy | None = None,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         *,
         inherited: Sequence[socket.socket] = (),
     ) -> None:
@@ -68,7 +68,7 @@ class ApiServer:
             Closer(listener, is_inherited=listener in inherited) for listener in listeners
         ]
         self._gate = Gate(app, policy or AccessPolicy())
-        self._limits = limits or Limits()
+        self._limits = limits or ClientLimits()
         self._config = uvicorn.Config(
             self._gate,
             http=ClientProtocol,

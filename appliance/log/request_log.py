@@ -37,7 +37,7 @@ from appliance.log.open_requests import OpenRequests
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.log.recorder import Recorder
-from appliance.log.retention import Limits, Upkeep
+from appliance.log.retention import RetentionLimits, Upkeep
 from appliance.log.row import LogRow, RowEnergy
 from engine.errors import ConfigError, PenstockError, RequestError, Unavailable
 
@@ -75,7 +75,7 @@ class _Batch:
 class RequestLog:
     """The open log of one daemon. start_run() comes first, close() last; all else in any thread."""
 
-    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+    def __init__(self, path: Path, limits: RetentionLimits | None = None) -> None:
         self.path = path
         self._rows_lost = 0
         self._frames_lost = 0
@@ -91,7 +91,7 @@ class RequestLog:
         self._run: dict[str, str | None] = {}
         self._run_id = 0
         self._is_failing = False
-        self._limits = limits or Limits()
+        self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
         self._connection = open_log(path)
         self._open = OpenRequests(path)
@@ -141,7 +141,7 @@ class RequestLog:
         self._writer.start()
         return self._run_id
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: RetentionLimits) -> None:
         """Keep to other limits from now on; what is beyond them goes at once."""
         with self._wake:
             self._limits = limits

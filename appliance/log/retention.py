@@ -37,7 +37,7 @@ _UNUSED_TEMPLATES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetentionLimits:
     """What the log may hold; None is no limit."""
 
     keep_days: int | None = None
@@ -72,7 +72,7 @@ def used_bytes(db: sqlite3.Connection) -> int:
     return (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * _pragma(db, "page_size")
 
 
-def prune_steps(db: sqlite3.Connection, limits: Limits, now: datetime) -> Iterator[Pruned]:
+def prune_steps(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> Iterator[Pruned]:
     """Delete what is too old, then the oldest of what is too much; give the space back.
 
     Frames, which are many and only of use for a while, are too old after KEEP_FRAMES.
@@ -101,7 +101,7 @@ def prune_steps(db: sqlite3.Connection, limits: Limits, now: datetime) -> Iterat
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
-def estimate(db: sqlite3.Connection, limits: Limits, now: datetime) -> Pruned:
+def estimate(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> Pruned:
     """About what prune_steps() would delete: exact for age, by the mean row for size."""
     horizon, num_excess = _horizon(limits, now) or "", _num_excess_rows(db, limits)
     newest = _one(db, f"SELECT max(at) FROM ({_ALL_TIMES} ORDER BY at LIMIT ?)", num_excess)
@@ -120,13 +120,13 @@ def estimate(db: sqlite3.Connection, limits: Limits, now: datetime) -> Pruned:
 class Upkeep:
     """One round of pruning an hour, a step at a time, between other work on the connection."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RetentionLimits) -> None:
         self._limits = limits
         self._due_s = 0.0
         self._round: Iterator[Pruned] | None = None
         self._total = Pruned()
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: RetentionLimits) -> None:
         """Use other limits from the next round on, which is due now."""
         self._limits = limits
         self._due_s = 0.0
@@ -165,7 +165,7 @@ class Upkeep:
         return self._total
 
 
-def _horizon(limits: Limits, now: datetime) -> str | None:
+def _horizon(limits: RetentionLimits, now: datetime) -> str | None:
     """The last moment that is too old."""
     if limits.keep_days is None:
         return None
@@ -175,7 +175,7 @@ def _horizon(limits: Limits, now: datetime) -> str | None:
         return None
 
 
-def _num_excess_rows(db: sqlite3.Connection, limits: Limits) -> int:
+def _num_excess_rows(db: sqlite3.Connection, limits: RetentionLimits) -> int:
     """How many rows are too many, if all take the mean space."""
     used = used_bytes(db)
     if limits.max_bytes is None or used <= limits.max_bytes:

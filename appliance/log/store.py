@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from appliance.log.reader import BUSY_TIMEOUT_MS, reading
-from appliance.log.retention import Limits, Pruned, estimate, prune_steps, used_bytes
+from appliance.log.retention import Pruned, RetentionLimits, estimate, prune_steps, used_bytes
 from engine.errors import PenstockError
 
 _TABLES = ("requests", "events", "request_text", "runs", "frames")
@@ -102,7 +102,7 @@ def prune(
     Raises:
         PenstockError: the file is missing or may not be written, or another program holds it.
     """
-    limits = Limits(keep_days=keep_days, max_bytes=max_bytes)
+    limits = RetentionLimits(keep_days=keep_days, max_bytes=max_bytes)
     now = datetime.now(UTC)
     if dry_run:
         with reading(path) as db:

@@ -17,12 +17,12 @@ from prometheus_client.utils import floatToGoString
 from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import Frame
 from appliance.metrics import own, vllm
-from appliance.metrics.metric import Family
+from appliance.metrics.metric import MetricFamily
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(frame: Frame, histograms: Histograms, more: Iterable[Family] = ()) -> bytes:
+def exposition(frame: Frame, histograms: Histograms, more: Iterable[MetricFamily] = ()) -> bytes:
     """All metrics as text, with those of the caller."""
     families = [*own.families(frame, histograms), *vllm.families(frame, histograms), *more]
     return generate_latest(_Scrape(families))
@@ -31,7 +31,7 @@ def exposition(frame: Frame, histograms: Histograms, more: Iterable[Family] = ()
 class _Scrape(Collector):
     """What the client library takes text from."""
 
-    def __init__(self, families: Iterable[Family]) -> None:
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
@@ -41,7 +41,7 @@ class _Scrape(Collector):
         yield from ProcessCollector(registry=None).collect()
 
 
-def _metric(family: Family) -> Metric:
+def _metric(family: MetricFamily) -> Metric:
     bucket = f"{family.name}_bucket"
     metric = Metric(family.name.removesuffix("_total"), family.about, family.kind)
     if family.kind == "histogram":

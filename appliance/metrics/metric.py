@@ -18,7 +18,7 @@ _NONE: Labels = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A metric: its name, its kind, and its samples by labels."""
 
     kind: str
@@ -33,19 +33,21 @@ class Family:
     """Counts and sums."""
 
 
-def gauge(name: str, about: str, samples: Samples | float | None) -> Family:
+def gauge(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
     """A metric that goes up and down; `samples` is a number, or numbers by labels."""
-    return Family("gauge", name, about, _reported(samples))
+    return MetricFamily("gauge", name, about, _reported(samples))
 
 
-def counter(name: str, about: str, samples: Samples | float | None) -> Family:
+def counter(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
     """A metric that only grows; `samples` is a number, or numbers by labels."""
-    return Family("counter", name, about, _reported(samples))
+    return MetricFamily("counter", name, about, _reported(samples))
 
 
-def histogram(name: str, about: str, shown: Iterable[tuple[Labels, Histogram, Edges]]) -> Family:
+def histogram(
+    name: str, about: str, shown: Iterable[tuple[Labels, Histogram, Edges]]
+) -> MetricFamily:
     """A metric that counts values by their size, in buckets."""
-    return Family("histogram", name, about, histograms=list(shown))
+    return MetricFamily("histogram", name, about, histograms=list(shown))
 
 
 def _reported(samples: Samples | float | None) -> list[tuple[Labels, float]]:

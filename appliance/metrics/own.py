@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from appliance.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
 from appliance.frame.tier_frame import TierFrame
-from appliance.metrics.metric import Family, counter, gauge, histogram
+from appliance.metrics.metric import MetricFamily, counter, gauge, histogram
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
 
 
-def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
+def families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
     """Every metric under its `penstock_` name."""
     yield from _appliance(frame)
     yield from _requests(frame)
@@ -33,7 +33,7 @@ def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
     yield from _devices(frame.devices)
 
 
-def _appliance(frame: Frame) -> Iterator[Family]:
+def _appliance(frame: Frame) -> Iterator[MetricFamily]:
     about = {"model": frame.model, "dtype": frame.dtype, "roles": frame.roles}
     yield gauge(
         "penstock_model_info",
@@ -58,7 +58,7 @@ def _appliance(frame: Frame) -> Iterator[Family]:
     yield counter("penstock_log_rows_lost_total", "Rows that the request log lost.", lost)
 
 
-def _requests(frame: Frame) -> Iterator[Family]:
+def _requests(frame: Frame) -> Iterator[MetricFamily]:
     totals, queue = frame.totals, frame.queue
     by_result = ("finished", "refused", "aborted", "failed")
     yield counter(
@@ -117,7 +117,7 @@ def _requests(frame: Frame) -> Iterator[Family]:
     )
 
 
-def _predictions(ways: list[WayFrame]) -> Iterator[Family]:
+def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:
     """Of elastic roles, by way; sizes of step are left together."""
     counts: Counter[tuple[str, str, str]] = Counter()
     closed: Counter[tuple[str, str]] = Counter()
@@ -142,7 +142,7 @@ def _predictions(ways: list[WayFrame]) -> Iterator[Family]:
     )
 
 
-def _latency(frame: Frame, histograms: Histograms) -> Iterator[Family]:
+def _latency(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
     yield histogram(
         "penstock_time_to_first_token_seconds",
         "From arrival to token 1.",
@@ -179,7 +179,7 @@ def _latency(frame: Frame, histograms: Histograms) -> Iterator[Family]:
     )
 
 
-def _workers(frame: Frame) -> Iterator[Family]:
+def _workers(frame: Frame) -> Iterator[MetricFamily]:
     named = [({"worker": worker.name}, worker) for worker in frame.workers]
     yield gauge("penstock_worker_up", "1 if ready.", [(n, w.state == "ready") for n, w in named])
     yield gauge(
@@ -209,7 +209,7 @@ def _workers(frame: Frame) -> Iterator[Family]:
     )
 
 
-def _kv(frame: Frame) -> Iterator[Family]:
+def _kv(frame: Frame) -> Iterator[MetricFamily]:
     yield gauge(
         "penstock_kv_bytes",
         "Of a pool's blocks, by state.",
@@ -231,7 +231,7 @@ def _kv(frame: Frame) -> Iterator[Family]:
         )
 
 
-def _links(links: list[LinkFrame]) -> Iterator[Family]:
+def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
     """Between pools, each by its own name; nothing where all share one pool."""
     named = [({"from_pool": link.from_pool, "to_pool": link.to_pool}, link) for link in links]
     yield gauge(
@@ -258,7 +258,7 @@ def _links(links: list[LinkFrame]) -> Iterator[Family]:
     )
 
 
-def _tier(name: str, tier: TierFrame | None) -> Iterator[Family]:
+def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
     """The cache in DRAM or on disk; nothing where nobody wants one."""
     if tier is None or tier.state not in ("on", "down", "failed"):
         return
@@ -304,7 +304,7 @@ def _tier(name: str, tier: TierFrame | None) -> Iterator[Family]:
     yield gauge(f"penstock_{name}_read_bytes_per_second", "Of loads.", tier.read_bytes_per_s)
 
 
-def _energy(frame: Frame) -> Iterator[Family]:
+def _energy(frame: Frame) -> Iterator[MetricFamily]:
     energy = frame.energy
     if energy is None:
         return
@@ -319,7 +319,7 @@ def _energy(frame: Frame) -> Iterator[Family]:
     )
 
 
-def _devices(devices: list[DeviceFrame]) -> Iterator[Family]:
+def _devices(devices: list[DeviceFrame]) -> Iterator[MetricFamily]:
     named = [({"device": device.name}, device) for device in devices]
     readings = (
         ("power_watts", "Drawn.", "power_w", 1.0),

@@ -21,11 +21,11 @@ from appliance.frame.histograms import (
     Histograms,
 )
 from appliance.frame.protocol import Frame
-from appliance.metrics.metric import Family, counter, gauge, histogram
+from appliance.metrics.metric import MetricFamily, counter, gauge, histogram
 from appliance.watch.signals import RING, used_ratio
 
 
-def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
+def families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
     """The metrics that vLLM has, under its names."""
     labels = {"model_name": frame.model, "engine": "0"}
     yield from _gauges(frame, labels)
@@ -34,7 +34,7 @@ def families(frame: Frame, histograms: Histograms) -> Iterator[Family]:
         yield histogram(f"vllm:{name}", about, [(labels, shown, edges)])
 
 
-def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
+def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
     queue = frame.queue
     running = queue.prefilling + queue.handing_off + queue.decoding
     yield gauge("vllm:num_requests_running", "In steps, or handed over.", [(labels, running)])
@@ -65,7 +65,9 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[Family]:
     yield gauge("vllm:lora_requests_info", "There are no adapters here.", [(none, 1)])
 
 
-def _counters(frame: Frame, histograms: Histograms, labels: dict[str, str]) -> Iterator[Family]:
+def _counters(
+    frame: Frame, histograms: Histograms, labels: dict[str, str]
+) -> Iterator[MetricFamily]:
     prompt_tokens = frame.totals.prompt_tokens
     yield counter("vllm:prompt_tokens_total", "Of answered prompts.", [(labels, prompt_tokens)])
     yield counter(

@@ -43,7 +43,7 @@ _QUANTISED_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceToServe:
     """Somewhere that could serve."""
 
     name: str
@@ -67,7 +67,7 @@ class Need:
     packed_bytes: int | None = None
     """On a CPU, whose kernels read quantised matrices as they are; None: nothing is quantised."""
 
-    def bytes_at(self, place: Place) -> int:
+    def bytes_at(self, place: PlaceToServe) -> int:
         """Of the weights there."""
         if place.is_gpu or self.packed_bytes is None:
             return self.weights_bytes
@@ -123,7 +123,7 @@ def kv_rows(need: Need) -> dict[str, int]:
 
 
 def rows(
-    need: Need, places: Iterable[Place], files: Sequence[tuple[str, int]] = ()
+    need: Need, places: Iterable[PlaceToServe], files: Sequence[tuple[str, int]] = ()
 ) -> list[dict[str, Any]]:
     """One row per place: what is left for KV, the verdict, and which quantised file would fit.
 
@@ -135,7 +135,7 @@ def rows(
     return [_row(need, place, files) for place in places]
 
 
-def _row(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def _row(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> dict[str, Any]:
     spare = spare_bytes(need, place)
     tokens = None
     if need.kv_bytes_per_token is not None:
@@ -151,13 +151,13 @@ def _row(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> dict[str
     }
 
 
-def spare_bytes(need: Need, place: Place) -> int:
+def spare_bytes(need: Need, place: PlaceToServe) -> int:
     """What a device has left for KV; below 0: it does not even hold the weights."""
     overhead = GPU_OVERHEAD_BYTES if place.is_gpu else CPU_OVERHEAD_BYTES
     return place.memory_bytes - overhead - need.bytes_at(place)
 
 
-def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
+def _verdict(need: Need, place: PlaceToServe, spare: int, tokens: int | None) -> str:
     if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
         least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
         each = " each" if place.num_devices > 1 else ""
@@ -167,7 +167,7 @@ def _verdict(need: Need, place: Place, spare: int, tokens: int | None) -> str:
     return f"up to {tokens:,} tokens"
 
 
-def smaller(need: Need, place: Place, files: Sequence[tuple[str, int]]) -> str | None:
+def smaller(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> str | None:
     """The best quantised file that leaves room for a useful request; None: none does.
 
     On a GPU none is smaller: there all are widened.

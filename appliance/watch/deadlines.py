@@ -17,7 +17,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.worker_state import WorkerState
 from appliance.request import Request
 from appliance.watch.telemetry import owes_something
-from appliance.watch.watchdog import Reading, Watchdog
+from appliance.watch.watchdog import Watchdog, WorkerReading
 from engine.errors import RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
@@ -32,7 +32,7 @@ STAGE_S = 600.0
 Tell = Callable[[str, str, str], None]
 
 
-class _Mark(NamedTuple):
+class _StageMark(NamedTuple):
     """How far a sequence was, and when it came there."""
 
     phase: Phase
@@ -67,7 +67,7 @@ class Deadlines:
         self._supervisor = supervisor
         self._max_step_tokens = max_step_tokens
         self._watchdog = Watchdog()
-        self._marks: dict[int, _Mark] = {}
+        self._marks: dict[int, _StageMark] = {}
         self._looked_ns = time.monotonic_ns()
         self.max_queue_wait_s = 0.0
         """Of the setting; 0: for ever."""
@@ -125,7 +125,7 @@ class Deadlines:
                 return min(known) / size
         return 0.0
 
-    def _reading(self, name: str, state: WorkerState) -> Reading:
+    def _reading(self, name: str, state: WorkerState) -> WorkerReading:
         router = self._router
         is_loading = state.state == "loading" and self._supervisor.is_started
         is_owing = state.state == "ready" and owes_something(router, name)
@@ -134,7 +134,7 @@ class Deadlines:
         if has_work and not is_loading:
             step_ms = router.roles.slowest_ms(name, self._longest_step(name))
             cpu_s = None if step_ms is not None else _cpu_s(state.pid)
-        return Reading(state.pid, state.num_reports, has_work, step_ms, cpu_s, is_loading)
+        return WorkerReading(state.pid, state.num_reports, has_work, step_ms, cpu_s, is_loading)
 
     def _longest_step(self, worker: str) -> StepLoad:
         """All that the worker could be computing at once."""
@@ -174,9 +174,9 @@ class Deadlines:
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ERROR, now_ns, error.what)
 
-    def _mark(self, sequence: Sequence, now_ns: int) -> _Mark:
+    def _mark(self, sequence: Sequence, now_ns: int) -> _StageMark:
         phase, generation = sequence.phase, sequence.generation
-        mark = _Mark(phase, generation, sequence.num_computed_tokens, now_ns)
+        mark = _StageMark(phase, generation, sequence.num_computed_tokens, now_ns)
         last = self._marks.get(sequence.seq_id)
         return last if last is not None and last[:3] == mark[:3] else mark
 

@@ -23,7 +23,7 @@ ENOUGH_IN_TIME = 0.99
 BUSY_RATIO = 0.95
 
 
-class Waiting(NamedTuple):
+class QueueWaits(NamedTuple):
     """What the sequences in the queue wait for."""
 
     for_blocks: int = 0
@@ -97,7 +97,7 @@ def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
 def limit(
     state: str,
     reason: str,
-    waiting: Waiting,
+    waiting: QueueWaits,
     workers: Iterable[WorkerFrame],
     latency: LatencyFrame,
 ) -> str:
@@ -125,7 +125,7 @@ def limit(
     return ""
 
 
-def _queue_limit(waiting: Waiting) -> str:
+def _queue_limit(waiting: QueueWaits) -> str:
     """`queue: 12 sequences wait for KV blocks, 3 for prefill`."""
     (number, what), *others = [
         (number, what)

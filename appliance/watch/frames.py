@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from appliance.devices.machine import Devices
-from appliance.fleet.boot import Plan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.placement import num_machine_cores
 from appliance.fleet.roles_change import roles_frame
@@ -72,7 +72,7 @@ class Frames:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BootPlan,
         model: ModelInfo,
         router: Router,
         supervisor: Supervisor,
@@ -99,7 +99,7 @@ class Frames:
         self._is_made = asyncio.Event()
 
     def change_model(
-        self, plan: Plan, model: ModelInfo, router: Router, supervisor: Supervisor
+        self, plan: BootPlan, model: ModelInfo, router: Router, supervisor: Supervisor
     ) -> None:
         """Show another model from now on; numbers and counts go on."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor

@@ -24,7 +24,7 @@ from appliance.frame.protocol import (
     WayFrame,
 )
 from appliance.request import Request
-from appliance.watch.explain import Waiting
+from appliance.watch.explain import QueueWaits
 from engine.cache.blocks import BlockPool
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.router import Router
@@ -114,14 +114,14 @@ def queue_frame(router: Router, now_ns: int) -> QueueFrame:
     )
 
 
-def waiting(router: Router, num_before_swap: int) -> Waiting:
+def waiting(router: Router, num_before_swap: int) -> QueueWaits:
     """What each sequence waits for, as it would be placed now, and who waits for another model."""
     if not router.roles.ready_workers:
-        return Waiting(for_workers=len(router.queue), for_swap=num_before_swap)
+        return QueueWaits(for_workers=len(router.queue), for_swap=num_before_swap)
     spare = router.growth.spare()
     num_fitting = sum(router.ways.fits(sequence, spare) for sequence in router.queue)
     num_others = len(router.queue) - num_fitting
-    return Waiting(for_blocks=num_others, for_prefill=num_fitting, for_swap=num_before_swap)
+    return QueueWaits(for_blocks=num_others, for_prefill=num_fitting, for_swap=num_before_swap)
 
 
 def request_frame(

@@ -30,7 +30,7 @@ LOADING_PATIENCE_S = 300.0
 MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
 
 
-class Reading(NamedTuple):
+class WorkerReading(NamedTuple):
     """What the watchdog sees of one worker at one moment."""
 
     pid: int | None
@@ -48,12 +48,12 @@ class Reading(NamedTuple):
 class Silence:
     """How long one worker has been silent, and how long it may be."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: WorkerReading) -> None:
         self.last = reading
         self.silent_s = self.unknown_s = 0.0
         self.patience_s = MIN_PATIENCE_S
 
-    def look(self, reading: Reading, elapsed_s: float) -> None:
+    def look(self, reading: WorkerReading, elapsed_s: float) -> None:
         """Take in the next reading."""
         last, self.last = self.last, reading
         is_same = (last.pid, last.num_reports) == (reading.pid, reading.num_reports)
@@ -84,7 +84,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._silences: dict[str, Silence] = {}
 
-    def look(self, readings: Mapping[str, Reading], elapsed_s: float) -> None:
+    def look(self, readings: Mapping[str, WorkerReading], elapsed_s: float) -> None:
         """Take in a reading of every worker, `elapsed_s` after the last ones."""
         for name, reading in readings.items():
             self._silences.setdefault(name, Silence(reading)).look(reading, elapsed_s)
@@ -107,7 +107,7 @@ class Watchdog:
         }
 
 
-def _patience_s(reading: Reading) -> float:
+def _patience_s(reading: WorkerReading) -> float:
     if reading.is_loading:
         return LOADING_PATIENCE_S
     if reading.step_ms is None:

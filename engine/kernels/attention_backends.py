@@ -103,7 +103,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AttentionChoice:
     """What a machine gets."""
 
     backend: AttentionBackend
@@ -128,15 +128,15 @@ def this_machine(capability: tuple[int, int] | None = None) -> Machine:
     return Machine((int(torch[0]), int(torch[1])), faults, capability)
 
 
-def choose_attention(needs: Needs, machine: Machine) -> Choice:
+def choose_attention(needs: Needs, machine: Machine) -> AttentionChoice:
     """The first backend that can do what is needed."""
     passed_over: list[str] = []
     for backend in ATTENTION_BACKENDS[:-1]:
         reason = _objection(backend, needs, machine)
         if reason is None:
-            return Choice(backend, tuple(passed_over))
+            return AttentionChoice(backend, tuple(passed_over))
         passed_over.append(f"{backend.name}: {reason}")
-    return Choice(ATTENTION_BACKENDS[-1], tuple(passed_over))
+    return AttentionChoice(ATTENTION_BACKENDS[-1], tuple(passed_over))
 
 
 def _objection(backend: AttentionBackend, needs: Needs, machine: Machine) -> str | None:

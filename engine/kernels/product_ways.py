@@ -51,7 +51,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class ProductWays:
     """The way for each number of inputs: ways[i] from starts[i] inputs on."""
 
     starts: tuple[int, ...]
@@ -70,24 +70,24 @@ class Ways:
         return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in changes)
 
 
-EXACT = Ways((1,), (WIDENED,))
+EXACT = ProductWays((1,), (WIDENED,))
 """Exact products, however many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TrialResult:
     """What the trial has shown."""
 
-    ways: Ways | None
+    ways: ProductWays | None
     """None: matrices stay as they are stored, which is as fast or faster."""
     why: str
     """For people."""
 
 
-def find_ways(kernels: Kernels, level: str) -> Found:
+def find_ways(kernels: Kernels, level: str) -> TrialResult:
     """Try all ways that the level has; takes 0.3 s of a core, and nothing where it has none."""
     if level not in LEVELS:
-        return Found(None, f"{_STORED}: this CPU has no instructions for bfloat16")
+        return TrialResult(None, f"{_STORED}: this CPU has no instructions for bfloat16")
     trial = _Trial(kernels)
     right = [way for way in LEVELS[level] if trial.is_right(way)]
     wrong = [WAY_NAMES[way] for way in LEVELS[level] if way not in right]
@@ -95,7 +95,7 @@ def find_ways(kernels: Kernels, level: str) -> Found:
     return judge(times_s, wrong)
 
 
-def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -> Found:
+def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -> TrialResult:
     """What follows from seconds by number of inputs and way; None is as stored.
 
     Args:
@@ -112,8 +112,8 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
         gains.append(by_way[None] / packed[best[-1]])
     said = "".join(f"; {name} compute wrongly, and are not used" for name in wrong)
     if not gains:
-        return Found(None, f"{_STORED}{said}")
-    ways = Ways(tuple(times_s), tuple(best))
+        return TrialResult(None, f"{_STORED}{said}")
+    ways = ProductWays(tuple(times_s), tuple(best))
     counts = tuple(times_s)
     tried = (
         f"measured just now, {gains[0]:.2g}x as fast for {counts[0]} token at a time, "
@@ -121,8 +121,10 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
     )
     if gains[-1] < GAIN or min(gains) < LOSS:
         why = "rearranged for its bfloat16 instructions they gain too little on this CPU"
-        return Found(None, f"{_STORED}: {why} ({tried}){said}")
-    return Found(ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}")
+        return TrialResult(None, f"{_STORED}: {why} ({tried}){said}")
+    return TrialResult(
+        ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}"
+    )
 
 
 class _Trial:

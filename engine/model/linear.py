@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FORMS, Kernels
-from engine.kernels.product_ways import EXACT, Ways
+from engine.kernels.product_ways import EXACT, ProductWays
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
 from engine.model.weight import Weight
@@ -46,7 +46,7 @@ class Linears:
     kernels: Kernels | None
 
     take: Take = fresh
-    ways: Ways | None = None
+    ways: ProductWays | None = None
     """How matrices that are packed in pairs are multiplied; None: none is."""
 
     def make(
@@ -76,7 +76,7 @@ def choose_linears(
     dtype: torch.dtype,
     level: str | None = None,
     take: Take = fresh,
-    ways: Ways | None = None,
+    ways: ProductWays | None = None,
 ) -> Linears:
     """Compiled kernels where they were built and know the dtype, else torch.
 
@@ -108,7 +108,7 @@ class CompiledLinear:
         matrices: list[Weight],
         biases: list[torch.Tensor],
         take: Take = fresh,
-        ways: Ways | None = None,
+        ways: ProductWays | None = None,
     ) -> None:
         self._take, self._ways = take, ways
         self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses

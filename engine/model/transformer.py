@@ -20,7 +20,7 @@ import torch
 from engine.folder.layer_heads import LayerHeads
 from engine.folder.model_config import ModelConfig
 from engine.folder.rope import RopeConfig
-from engine.kernels.product_ways import Ways
+from engine.kernels.product_ways import ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
@@ -48,7 +48,7 @@ class _Pool(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepInputs:
     """What all layers of one step share."""
 
     pools: Mapping[LayerHeads, _Pool]
@@ -56,7 +56,7 @@ class _Step:
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
 
 
-_Block = Callable[[torch.Tensor, _Step], torch.Tensor]
+_Block = Callable[[torch.Tensor, _StepInputs], torch.Tensor]
 
 
 class Transformer:
@@ -78,7 +78,7 @@ class Transformer:
         dtype: str,
         max_model_len: int | None = None,
         block_size: int | None = None,
-        ways: Ways | None = None,
+        ways: ProductWays | None = None,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -168,7 +168,7 @@ class Transformer:
         self, x: torch.Tensor, kv: torch.Tensor, plan: Any, growth: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _Step(self._pools(kv, plan), growth), None
+        step, added = _StepInputs(self._pools(kv, plan), growth), None
         for branch in self._branches:
             added = branch(x, added, step)
         return added
@@ -226,7 +226,7 @@ class _Branch:
         self._scale = config.residual_scale
 
     def __call__(
-        self, x: torch.Tensor, added: torch.Tensor | None, step: _Step
+        self, x: torch.Tensor, added: torch.Tensor | None, step: _StepInputs
     ) -> torch.Tensor | None:
         """What is to be added to x next, once x has what the branch before it wants added."""
         read = x
@@ -317,7 +317,7 @@ class _Attention:
                 norms = [torch.cat(rows)]
             self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: _StepInputs) -> torch.Tensor:
         config, backend = self._config, self._backend
         num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
         qkv = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, head_dim)

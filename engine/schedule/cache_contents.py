@@ -35,7 +35,7 @@ class Block(NamedTuple):
     token_ids: array[int]
 
 
-class Change(NamedTuple):
+class ContentsChange(NamedTuple):
     """A block has come or gone."""
 
     is_stored: bool
@@ -52,7 +52,7 @@ class CacheContents:
     def __init__(self, pools: Mapping[str, BlockPool]) -> None:
         self._pools = pools
         self._blocks: dict[Hash, Block] = {}
-        self._changes: deque[Change] = deque(maxlen=MAX_CHANGES)
+        self._changes: deque[ContentsChange] = deque(maxlen=MAX_CHANGES)
         self.num_changes = 0
         """Since the start: a place in the row of changes."""
         for books in pools.values():
@@ -80,19 +80,19 @@ class CacheContents:
                 root=chain.root,
                 token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
             )
-            self._tell(Change(True, block))
+            self._tell(ContentsChange(True, block))
 
     def forgotten(self, block_hash: Hash) -> None:
         """A pool has it no more."""
         if block_hash in self._blocks and not self._is_found(block_hash):
-            self._tell(Change(False, self._blocks.pop(block_hash)))
+            self._tell(ContentsChange(False, self._blocks.pop(block_hash)))
 
     def blocks(self, root: Hash) -> list[Block]:
         """All that whoever has this root can find now, each after those before it."""
         mine = (block for block in self._blocks.values() if block.root == root)
         return sorted(mine, key=lambda block: block.place)
 
-    def changes(self, since: int, root: Hash) -> list[Change] | None:
+    def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
         """What has changed of that after so many changes; None: that is too long ago."""
         num_new = self.num_changes - since
         if num_new > len(self._changes):
@@ -103,7 +103,7 @@ class CacheContents:
     def _is_found(self, block_hash: Hash) -> bool:
         return any(books.index.has_hash(block_hash) for books in self._pools.values())
 
-    def _tell(self, change: Change) -> None:
+    def _tell(self, change: ContentsChange) -> None:
         self._changes.append(change)
         self.num_changes += 1
 

@@ -50,7 +50,7 @@ class _Transfer:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCopy:
     """A copy that is not answered to its end."""
 
     owner: Owner
@@ -91,7 +91,7 @@ class Copies:
         self._passing_pools = places.passing_pools()
         self._homes = {pool.name: pool.home for pool in places.pools}
         self._transfers: dict[Owner, _Transfer] = {}
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenCopy] = {}
         self._last_id = 0
         self._block_ms: dict[tuple[str, str], float] = {}
         """What a block took between two pools, on average; lately for the most part."""
@@ -286,7 +286,7 @@ class Copies:
         life = self._ledger.pools[hop.to_pool].life
         blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
         self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
-        self._open[self._last_id] = _Open(transfer.owner, hop, number, pairs, transfer, life)
+        self._open[self._last_id] = _OpenCopy(transfer.owner, hop, number, pairs, transfer, life)
         send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, behind))
 
     def _num_computed(self, transfer: _Transfer) -> int:

@@ -130,7 +130,7 @@ class Forecast(NamedTuple):
         return self.way.pair
 
 
-class Choice(NamedTuple):
+class PairChoice(NamedTuple):
     """A pair of workers, or one worker twice, and why."""
 
     pair: Pair
@@ -156,15 +156,15 @@ class _Unknown(Exception):
     """A step that matters is of a kind or size that has not been measured."""
 
 
-def choose(situation: Situation, predict: Predict) -> Choice:
+def choose(situation: Situation, predict: Predict) -> PairChoice:
     """Choose how a sequence is run."""
     first = situation.candidates[0]
     if len(situation.candidates) == 1:
-        return Choice(first, "only", "no other worker is there, or has room")
+        return PairChoice(first, "only", "no other worker is there, or has room")
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
-        return Choice(first, "unknown", _UNKNOWN)
+        return PairChoice(first, "unknown", _UNKNOWN)
     static = forecasts[0]
     trusted = [f for f in forecasts if f.pair.moves or f is static or f.way not in situation.closed]
     if trusted == [static]:
@@ -189,9 +189,9 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
     return best_miss > 1 or cost_ms <= best_cost_ms * KEEP_RATIO
 
 
-def _choice(forecast: Forecast, reason: str, why: str = "") -> Choice:
+def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
     about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.itl_ms:.1f} ms predicted{why}"
-    return Choice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
+    return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
 
 
 class _Forecaster:

@@ -106,7 +106,7 @@ def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
     )
 
 
-class Ways:
+class Journeys:
     """All ways through the workers.
 
     Args:

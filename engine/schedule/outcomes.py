@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPrompt:
     """A prompt under way."""
 
     forecast: Forecast
@@ -83,7 +83,7 @@ class Outcomes:
     def __init__(self, measured: Measured) -> None:
         self.records: dict[Way, Record] = {}
         self._measured = measured
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenPrompt] = {}
 
     def closed(self) -> frozenset[Way]:
         """Ways not to be taken; those that have been measured anew are open again."""
@@ -110,7 +110,7 @@ class Outcomes:
             num_tokens: of the prompt.
             at_ns: now, by the clock of the workers' steps.
         """
-        self._open[seq_id] = _Open(forecast, num_tokens, at_ns)
+        self._open[seq_id] = _OpenPrompt(forecast, num_tokens, at_ns)
 
     def forget(self, seq_id: int) -> None:
         """It has ended, or its worker has: nothing can be said of its forecast any more."""
@@ -145,7 +145,7 @@ class Outcomes:
         return outcomes
 
     def _outcome(
-        self, seq_id: int, prompt: _Open, entry: SequenceStep, step: Stepped
+        self, seq_id: int, prompt: _OpenPrompt, entry: SequenceStep, step: Stepped
     ) -> Outcome | None:
         """Of a prompt that is complete, or has to give way; None: it goes on."""
         prompt.num_computed = entry.num_computed_tokens
@@ -168,7 +168,7 @@ class Outcomes:
             about += ", twice as bad or worse"
         return Outcome(seq_id, about, gives_way)
 
-    def _judge(self, prompt: _Open, gave_way: bool) -> bool:
+    def _judge(self, prompt: _OpenPrompt, gave_way: bool) -> bool:
         """Enter an outcome into its way's record; True if it is a miss."""
         forecast = prompt.forecast
         record = self.records.setdefault(forecast.way, Record())

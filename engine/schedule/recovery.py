@@ -14,7 +14,7 @@ from collections.abc import Collection
 from engine.cache.blocks import Ledger
 from engine.cache.places import Places
 from engine.schedule.copies import Copies
-from engine.schedule.journeys import Ways
+from engine.schedule.journeys import Journeys
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Leg, Moving, On, Sequence
@@ -36,7 +36,7 @@ class Recovery:
         self,
         places: Places,
         ledger: Ledger,
-        ways: Ways,
+        ways: Journeys,
         copies: Copies,
         prefixes: PrefixCache,
         counters: Counters,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from engine.cache.places import Places
 from engine.schedule.copies import Copies
 from engine.schedule.cores import Cores, Cpus
-from engine.schedule.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
+from engine.schedule.elastic import PairChoice, Situation, Slo, Way, WorkerLoad, choose
 from engine.schedule.journeys import Pair
 from engine.schedule.outcomes import Outcome, Outcomes
 from engine.schedule.sequence import Phase, Sequence
@@ -133,7 +133,7 @@ class Roles:
         running: Iterable[Sequence],
         now_ns: int,
         hits: Mapping[str, int],
-    ) -> Choice:
+    ) -> PairChoice:
         """How a sequence should be run that is about to be placed.
 
         Args:
@@ -145,12 +145,12 @@ class Roles:
         """
         static = candidates[0]
         if self._roles == "colocated":
-            return Choice(Pair(static.decode, static.decode), "colocated")
+            return PairChoice(Pair(static.decode, static.decode), "colocated")
         if self._roles == "static" or self.acts_static:
             if not static.moves:
-                return Choice(static, "only", "no worker of the other role is there")
+                return PairChoice(static, "only", "no worker of the other role is there")
             about = "both workers share one device" if self._roles == "elastic" else ""
-            return Choice(static, "static", about)
+            return PairChoice(static, "static", about)
         loads = {
             name: self._recent[name].added_to(load, now_ns)
             for name, load in self._loads(running).items()
@@ -172,7 +172,7 @@ class Roles:
         )
         return choose(situation, self._predict_ms)
 
-    def placed(self, sequence: Sequence, choice: Choice, now_ns: int) -> None:
+    def placed(self, sequence: Sequence, choice: PairChoice, now_ns: int) -> None:
         """The choice has been acted on."""
         self._last = choice.pair.route
         self.counts[f"{choice.pair.route} {choice.reason}"] += 1

@@ -18,7 +18,7 @@ from engine.schedule import suspicion
 from engine.schedule.copies import Copies
 from engine.schedule.fetches import Fetches
 from engine.schedule.growth import Growth
-from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair, Ways, admit, legs_of
+from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.queue import FairQueue
 from engine.schedule.queued_work import Ahead
@@ -55,7 +55,7 @@ class Router:
     ) -> None:
         self.places = places
         self.ledger = ledger
-        self.ways = Ways(places, ledger)
+        self.ways = Journeys(places, ledger)
         self.copies = Copies(ledger, places)
         cores = cores or dict.fromkeys(places.names, ())
         self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)

@@ -21,7 +21,7 @@ from engine.tiers.records import SlabHead
 from engine.wire.messages import Command, Copied, Copy
 
 
-class Arena:
+class CacheArena:
     """Of one router.
 
     Args:

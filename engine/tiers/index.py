@@ -24,7 +24,7 @@ LOW_WATERMARK = 0.90
 """...the least recently used go, until no more than this are."""
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """A record's: its slab, and its number in it."""
 
     slab: int
@@ -32,11 +32,11 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class IndexEntry:
     """A record that is there, or being written."""
 
     block_hash: bytes
-    place: Place
+    place: RecordPlace
     number: int
     stored_at_s: int
     num_readers: int = 0
@@ -54,16 +54,16 @@ class SlabIndex:
 
     def __init__(self, max_age_s: int | None = None) -> None:
         self.max_age_s = max_age_s
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
         """By hash, the least recently used first."""
-        self._busy: dict[Place, Entry] = {}
+        self._busy: dict[RecordPlace, IndexEntry] = {}
         """Being read or written, also those that are dropped."""
-        self._free: deque[Place] = deque()
-        self._residue: dict[Place, int] = {}
+        self._free: deque[RecordPlace] = deque()
+        self._residue: dict[RecordPlace, int] = {}
         """Free places with old bytes in them, and when those were stored."""
         self._slabs: dict[int, int] = {}
         """Places by slab."""
-        self._damaged: set[Place] = set()
+        self._damaged: set[RecordPlace] = set()
         """Where what was read was wrong, until it is erased or written over."""
         self._last_number = 0
         self.num_evicted = self.num_expired = self.num_damaged = 0
@@ -101,13 +101,13 @@ class SlabIndex:
         self._slabs[slab] = num_records
         heads = dict(found)
         for index in range(num_records):
-            place, head = Place(slab, index), heads.get(index)
+            place, head = RecordPlace(slab, index), heads.get(index)
             if head is None:
                 self._free.append(place)
             else:
                 self._adopt(place, head)
 
-    def _adopt(self, place: Place, head: RecordHead) -> None:
+    def _adopt(self, place: RecordPlace, head: RecordHead) -> None:
         """A record from before the start; of two of one block, the newer."""
         self._last_number = max(self._last_number, head.number)
         other = self._entries.get(head.block_hash)
@@ -117,7 +117,7 @@ class SlabIndex:
             return
         if other is not None:
             self.drop(other.block_hash)
-        entry = Entry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
+        entry = IndexEntry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
         self._entries[head.block_hash] = entry
 
     def order_by_age(self) -> None:
@@ -161,19 +161,19 @@ class SlabIndex:
 
     # Reading and writing
 
-    def begin_store(self, block_hash: bytes, now_s: int) -> Entry | None:
+    def begin_store(self, block_hash: bytes, now_s: int) -> IndexEntry | None:
         """A place to write a block to; None: it is known, or no place is free."""
         if block_hash in self._entries or not self._free:
             return None
         place = self._free.popleft()
         self._last_number += 1
-        entry = Entry(block_hash, place, self._last_number, now_s)
+        entry = IndexEntry(block_hash, place, self._last_number, now_s)
         self._residue.pop(place, None)
         self._damaged.discard(place)
         self._entries[block_hash] = self._busy[place] = entry
         return entry
 
-    def end_store(self, entry: Entry, *, is_written: bool) -> None:
+    def end_store(self, entry: IndexEntry, *, is_written: bool) -> None:
         """It has been written, or has not."""
         del self._busy[entry.place]
         if entry.is_dropped:
@@ -183,7 +183,7 @@ class SlabIndex:
         else:
             self.drop(entry.block_hash)
 
-    def begin_load(self, block_hash: bytes) -> Entry | None:
+    def begin_load(self, block_hash: bytes) -> IndexEntry | None:
         """Where to read a block; None: it is not there. The place stays until end_load()."""
         entry = self._entries.get(block_hash)
         if entry is None or not entry.is_written:
@@ -192,7 +192,7 @@ class SlabIndex:
         self._busy[entry.place] = entry
         return entry
 
-    def end_load(self, entry: Entry, *, is_sound: bool = True) -> None:
+    def end_load(self, entry: IndexEntry, *, is_sound: bool = True) -> None:
         """Nobody reads it for this load any more; what is damaged is dropped, and counted."""
         if not is_sound and not entry.is_dropped:
             self.num_damaged += 1
@@ -213,7 +213,7 @@ class SlabIndex:
         if entry.place not in self._busy:
             self._release(entry)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: IndexEntry) -> None:
         if entry.place.slab in self._slabs:
             self._free.append(entry.place)
             self._residue[entry.place] = entry.stored_at_s
@@ -235,7 +235,7 @@ class SlabIndex:
         self.num_evicted += len(victims)
         return len(victims)
 
-    def expire(self, now_s: int) -> list[Place]:
+    def expire(self, now_s: int) -> list[RecordPlace]:
         """Drop records that are too old; free places whose bytes are, which are to be erased.
 
         Each is returned once, and given to nobody before erased() says that it is done.
@@ -249,17 +249,17 @@ class SlabIndex:
         self.num_expired += len(old)
         return self._take({p for p, at in self._residue.items() if at < oldest_s})
 
-    def damaged(self) -> list[Place]:
+    def damaged(self) -> list[RecordPlace]:
         """Free places where damage was met, to be erased as those that expire() returns."""
         return self._take({place for place in self._damaged if place in self._residue})
 
-    def clear(self) -> list[Place]:
+    def clear(self) -> list[RecordPlace]:
         """Drop everything; the free places with bytes in them, as expire() returns them."""
         for block_hash in list(self._entries):
             self.drop(block_hash)
         return self._take(set(self._residue))
 
-    def _take(self, places: set[Place]) -> list[Place]:
+    def _take(self, places: set[RecordPlace]) -> list[RecordPlace]:
         """Free places with old bytes in them: given to nobody from now on."""
         self._damaged -= places
         for place in places:
@@ -267,19 +267,19 @@ class SlabIndex:
         self._free = deque(place for place in self._free if place not in places)
         return sorted(places)
 
-    def erased(self, places: Iterable[Place]) -> None:
+    def erased(self, places: Iterable[RecordPlace]) -> None:
         """Nothing of what was in these is left: they are free."""
         self._free.extend(place for place in places if place.slab in self._slabs)
 
-    def not_erased(self, places: Iterable[Place]) -> None:
+    def not_erased(self, places: Iterable[RecordPlace]) -> None:
         """They could not be erased: they are free, and to be erased as long as nobody has them."""
         there = [place for place in places if place.slab in self._slabs]
         self._free.extend(there)
         self._residue.update(dict.fromkeys(there, 0))
 
-    def check_invariants(self, being_erased: Iterable[Place] = ()) -> None:
+    def check_invariants(self, being_erased: Iterable[RecordPlace] = ()) -> None:
         """Raise InvariantViolated unless every place is once in use, free, or being erased."""
-        seen: list[Place] = [entry.place for entry in self._entries.values()]
+        seen: list[RecordPlace] = [entry.place for entry in self._entries.values()]
         seen += [place for place, e in self._busy.items() if e.is_dropped]
         seen += [*self._free, *being_erased]
         seen = [place for place in seen if place.slab in self._slabs]

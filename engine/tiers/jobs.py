@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.tiers.index import Entry, Place
+from engine.tiers.index import IndexEntry, RecordPlace
 from engine.tiers.records import SlabHead
 from engine.wire.messages import Copy
 
@@ -42,7 +42,7 @@ class CopyJob(Job):
     """One of its pools is the tier: there the blocks are numbers of entries in the list."""
     life: int = field(kw_only=True)
     """The pool's, in which it was begun: what was copied in another is nothing."""
-    entries: list[Entry] = field(kw_only=True)
+    entries: list[IndexEntry] = field(kw_only=True)
     is_urgent: bool = False
     """Somebody waits for a store: it comes without a rest after it."""
     num_done: int = 0
@@ -63,7 +63,7 @@ class GrowJob(Job):
 class SweepJob(Job):
     """Zeros over places, and a look at which slabs are still there."""
 
-    places: list[Place] = field(kw_only=True)
+    places: list[RecordPlace] = field(kw_only=True)
     num_done: int = 0
     lost: list[int] = field(default_factory=list)
     """Slabs whose files somebody has deleted."""

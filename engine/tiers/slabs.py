@@ -32,7 +32,7 @@ from engine.tiers.files import (
     slab_paths,
     write_all,
 )
-from engine.tiers.index import Place
+from engine.tiers.index import RecordPlace
 from engine.tiers.records import (
     HEADER_BYTES,
     PAGE,
@@ -290,7 +290,7 @@ class Slabs:
 
     def write(
         self,
-        place: Place,
+        place: RecordPlace,
         block_hash: bytes,
         number: int,
         stored_at_s: int,
@@ -313,7 +313,7 @@ class Slabs:
         buffer.record[:HEADER_BYTES] = seal_record(head, *place)
         write_all(slab.fd, buffer.record, slab.head.offset(place.record))
 
-    def read(self, place: Place, block_hash: bytes, buffer: RecordBuffer) -> None:
+    def read(self, place: RecordPlace, block_hash: bytes, buffer: RecordBuffer) -> None:
         """Read a block into the buffer.
 
         Raises:
@@ -332,7 +332,7 @@ class Slabs:
         if head.payload_crc != payload_crc(buffer.block):
             raise DamagedError("the checksum of its bytes is wrong")
 
-    def erase(self, place: Place) -> None:
+    def erase(self, place: RecordPlace) -> None:
         """Write zeros over a place, so that nothing of what was there is left.
 
         Raises:
@@ -341,7 +341,7 @@ class Slabs:
         slab = self._slab(place)
         write_all(slab.fd, self._zeros, slab.head.offset(place.record))
 
-    def _slab(self, place: Place) -> _Slab:
+    def _slab(self, place: RecordPlace) -> _Slab:
         try:
             return self._slabs[place.slab]
         except KeyError:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from engine.cache.prefix_hashes import Hash
 from engine.tiers.context import Context
-from engine.tiers.index import Entry
+from engine.tiers.index import IndexEntry
 from engine.tiers.jobs import CopyJob, GrowJob
 from engine.wire.messages import Copy
 
@@ -86,7 +86,7 @@ class Stores:
         per_job = max(URGENT_BYTES // context.block_bytes, 1)
         while left:
             context.index.evict(self.max_places)
-            entries: list[Entry] = []
+            entries: list[IndexEntry] = []
             block_ids: list[int] = []
             while left and len(entries) < per_job:
                 blocks = context.ledger.pools[pool].index.blocks([left[0]])
@@ -136,7 +136,7 @@ class Stores:
             self._begin(pool, [block_id], [entry])
 
     def _begin(
-        self, pool: str, block_ids: list[int], entries: list[Entry], *, is_urgent: bool = False
+        self, pool: str, block_ids: list[int], entries: list[IndexEntry], *, is_urgent: bool = False
     ) -> None:
         context, copy_id = self._context, next(self._context.numbers)
         pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]

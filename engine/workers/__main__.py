@@ -27,7 +27,7 @@ from engine.wire.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Se
 
 if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
-    from engine.kernels.product_ways import Ways
+    from engine.kernels.product_ways import ProductWays
     from engine.model.weight import Weight
     from engine.workers.grammars import Grammars
     from engine.workers.numa import Near
@@ -82,7 +82,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.workers.copying import probe
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
-    from engine.workers.loop import Worker
+    from engine.workers.loop import StepLoop
     from engine.workers.numa import Near
     from engine.workers.runner import Runner
     from engine.workers.weights_loss import weights_loss
@@ -111,7 +111,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     )
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens, setup.max_model_len)
-    worker = Worker(
+    worker = StepLoop(
         channel,
         runner,
         pools={setup.pool.name: pool, **others},
@@ -126,10 +126,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
 
 def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: Near, progress: _Progress
-) -> tuple[dict[str, Weight], Ways | None, bool]:
+) -> tuple[dict[str, Weight], ProductWays | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
     from engine.folder.panels_layout import AS_STORED
-    from engine.kernels.product_ways import Ways
+    from engine.kernels.product_ways import ProductWays
     from engine.model.weights import load_weights
 
     spec = setup.weights
@@ -147,7 +147,7 @@ def _loaded(
         is_packed=spec.is_packed,
         weights=spec.weights,
     )
-    ways = Ways(tuple(spec.way_starts), tuple(spec.ways)) if spec.ways else None
+    ways = ProductWays(tuple(spec.way_starts), tuple(spec.ways)) if spec.ways else None
     is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
     return weights, ways, is_measurer
 
@@ -160,12 +160,12 @@ def _serve_on_gpu(
     grammars: Grammars,
 ) -> NoReturn:
     from engine.workers.device import CudaDevice
-    from engine.workers.loop import Worker
+    from engine.workers.loop import StepLoop
     from engine.workers.on_gpu import start
 
     device = CudaDevice(gpu.uuid)
     started = start(channel, setup, gpu, checkpoint, device, grammars, _Progress(channel))
-    worker = Worker(
+    worker = StepLoop(
         channel,
         started.runner,
         pools=started.pools,

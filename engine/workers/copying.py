@@ -43,7 +43,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingCopy:
     """A copy of which some blocks are not filled."""
 
     copy: Copy
@@ -89,7 +89,7 @@ class Copier:
         self._block_size = block_size
         self._send = send
         self._device = device
-        self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
+        self._waiting: dict[tuple[int, int], list[_WaitingCopy]] = {}
         """By seq_id and generation."""
         self._jobs: SimpleQueue[_Job | _Mapping] = SimpleQueue()
         """The thread's, where there is a device."""
@@ -112,7 +112,7 @@ class Copier:
             self._start(copy, copy.pairs, is_last=True)
             return
         key = (behind.seq_id, behind.generation)
-        self._waiting.setdefault(key, []).append(_Waiting(copy, behind.first_block))
+        self._waiting.setdefault(key, []).append(_WaitingCopy(copy, behind.first_block))
         if self._page_maker is not None:
             self._page_maker.submit(make_pages, self._pools[copy.to_pool], copy.pairs)
         self.advance(running)

@@ -54,7 +54,7 @@ MAX_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """A kernel on one shape, as it is timed."""
 
     what: str
@@ -93,7 +93,9 @@ class Bed:
         num_layers = NUM_LAYERS if device.type == "cuda" else 1
         return cls(config, backend, dtype, device, num_layers, block_size)
 
-    def cases(self, sequences: dict[str, Sequences], token_counts: list[int]) -> Iterator[Case]:
+    def cases(
+        self, sequences: dict[str, Sequences], token_counts: list[int]
+    ) -> Iterator[KernelCase]:
         """Every kernel, with tensors that live as long as its case."""
         for name, members in sequences.items():
             yield self._attention(name, members)
@@ -133,7 +135,7 @@ class Bed:
         block = (self.num_layers, 2, size, c.num_kv_heads, c.head_dim)
         return batch, self._noise(sum(counts) + 1, *block)
 
-    def _attention(self, name: str, members: Sequences) -> Case:
+    def _attention(self, name: str, members: Sequences) -> KernelCase:
         c, (batch, kv) = self.config, self._step(members)
         plan = self.backend.plan(batch, kv, [])
         qkv = self._noise(len(batch.positions), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -142,21 +144,21 @@ class Bed:
             scale = c.attention_scale
             return self.backend.attend(qkv, c.num_heads, kv, layer, plan, scale, None, None)
 
-        return Case("attention", name, attention_cost(self._heads, members), attend)
+        return KernelCase("attention", name, attention_cost(self._heads, members), attend)
 
-    def _small_operations(self, num_tokens: int) -> Iterator[Case]:
+    def _small_operations(self, num_tokens: int) -> Iterator[KernelCase]:
         c, backend, size = self.config, self.backend, self.dtype.itemsize
         tokens = f"{num_tokens} tokens"
         x, added = (self._noise(self.num_layers, num_tokens, c.hidden_size) for _ in range(2))
         weight = self._noise(c.hidden_size)
-        yield Case(
+        yield KernelCase(
             "norm after residual",
             tokens,
             norm_cost(num_tokens, c.hidden_size, size),
             lambda layer: backend.norm(x[layer], weight, 1e-5, added[layer], 1.0),
         )
         gate_up = self._noise(self.num_layers, num_tokens, 2 * c.intermediate_size)
-        yield Case(
+        yield KernelCase(
             "gated activation",
             tokens,
             gated_cost(num_tokens, c.intermediate_size, size),
@@ -169,14 +171,14 @@ class Bed:
         plan = backend.plan(
             batch, kv, [rope_table(rope, num_tokens, num_tokens, self.dtype, self.device)]
         )
-        yield Case(
+        yield KernelCase(
             "rope and KV write",
             tokens,
             place_cost(self._heads, num_tokens),
             lambda layer: backend.place(qkv[layer], c.num_heads, 0, kv, layer, plan),
         )
 
-    def _products(self, num_tokens: int) -> Iterator[Case]:
+    def _products(self, num_tokens: int) -> Iterator[KernelCase]:
         c, linears = self.config, choose_linears(self.device.type, self.dtype)
         shapes = {
             "up": (2 * c.intermediate_size, c.hidden_size),
@@ -187,14 +189,14 @@ class Bed:
             values = self._noise(num_rows, depth).div_(depth**0.5)
             weights = {f"{name}.weight": Weight.plain(values)}
             multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
-            yield Case(
+            yield KernelCase(
                 f"product {name}",
                 f"{num_tokens} tokens",
                 product_cost(num_tokens, num_rows, depth, self.dtype.itemsize),
                 _on_any_layer(partial(multiply, x)),
             )
 
-    def _samplers(self, num_rows: int) -> Iterator[Case]:
+    def _samplers(self, num_rows: int) -> Iterator[KernelCase]:
         logits = torch.randn(num_rows, self.config.vocab_size, device=self.device) * 4
         cost = sample_cost(num_rows, self.config.vocab_size)
         how = {"greedy": (0.0, 1.0), "drawn": (1.0, 1.0), "drawn top_p": (1.0, 0.9)}
@@ -203,7 +205,7 @@ class Bed:
             rows = [draw_of(params, index) for index in range(num_rows)]
             draws = torch.tensor(rows, dtype=torch.float64, device=self.device)
             call = partial(self.backend.sample_rows, logits, draws if temperature else None)
-            yield Case(f"sample {name}", f"{num_rows} rows", cost, _on_any_layer(call))
+            yield KernelCase(f"sample {name}", f"{num_rows} rows", cost, _on_any_layer(call))
 
 
 def _on_any_layer(call: Callable[[], object]) -> Callable[[int], object]:

@@ -59,7 +59,7 @@ class _Flight:
     started_ns: int
 
 
-class Worker:
+class StepLoop:
     """Steps whatever has been admitted, on its own, until the daemon is gone."""
 
     def __init__(

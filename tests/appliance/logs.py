@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from appliance.log.request_log import RequestLog
-from appliance.log.retention import Limits
+from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
@@ -65,7 +65,7 @@ def row(rid: str, **columns: Any) -> LogRow:
     return msgspec.structs.replace(LogRow.from_request(request(rid)), **columns)
 
 
-def start(path: Path, limits: Limits | None = None) -> RequestLog:
+def start(path: Path, limits: RetentionLimits | None = None) -> RequestLog:
     log = RequestLog(path, limits)
     log.start_run(version="1", model="tiny", dtype="float32", roles="static", transport="alias")
     return log

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.fleet.step_memory import Measured, StepMemory
+from appliance.fleet.step_memory import MeasuredModel, StepMemory
 from appliance.rehearsing import Rehearsing
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, PREFILL, make_places
@@ -99,4 +99,4 @@ def test_a_start_that_fails_while_it_tries_two_workers_is_remembered(tmp_path: P
     about = started(device, memory, dies=True)
     assert about is not None
     assert "could not be timed" in about
-    assert memory.read() == Measured(is_trying=True)
+    assert memory.read() == MeasuredModel(is_trying=True)

@@ -53,7 +53,7 @@ from engine.tiers import disk as disk_module
 from engine.tiers.context import Context
 from engine.tiers.costs import Costs
 from engine.tiers.disk import Disk, probe
-from engine.tiers.index import Place, SlabIndex
+from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob
 from engine.tiers.loads import Wanted
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
@@ -555,7 +555,7 @@ def flips(options: argparse.Namespace) -> None:
             before = os.pread(fd, 1, at)
             os.pwrite(fd, bytes([before[0] ^ rng.randrange(1, 256)]), at)
             try:
-                files.slabs.read(Place(*place), places[place], buffer)
+                files.slabs.read(RecordPlace(*place), places[place], buffer)
             except DamagedError:
                 found_out += 1
             else:

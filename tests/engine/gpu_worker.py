@@ -9,7 +9,7 @@ from engine.wire.channel import WorkerChannel
 from engine.wire.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
 from engine.wire.sampling import SamplingParams
 from engine.workers.grammars import Grammars
-from engine.workers.loop import Worker
+from engine.workers.loop import StepLoop
 from engine.workers.on_gpu import start
 from tests.engine.worker_harness import reports_in
 
@@ -90,7 +90,7 @@ class GpuWorker:
 
     def loop(self):
         self.thread.join()
-        self.worker = Worker(
+        self.worker = StepLoop(
             self.channel,
             self.started.runner,
             pools=self.started.pools,

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import Report
-from engine.workers.loop import Worker
+from engine.workers.loop import StepLoop
 
 
 def reports_in(sock, at_least=0):
@@ -45,7 +45,7 @@ class Harness:
         self.sockets = socket.socketpair()
         daemon, worker = self.sockets
         self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
-        self.worker = Worker(
+        self.worker = StepLoop(
             self.channel,
             runner,
             pools=pools or {"kv": pool, "other": other},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.tui import frames
 from tui.filter import NUMBERS, WORDS, Filter, FilterError, parse
-from tui.request_listing import SORTS, Listing
+from tui.request_listing import SORTS, RequestListing
 
 REQUESTS = [
     *(frames.request(number) for number in range(1, 9)),
@@ -101,7 +101,7 @@ def test_a_text_and_a_number_that_are_taken_for_each_other_are_named():
 
 @given(st.sampled_from(sorted(SORTS)), st.booleans(), st.permutations(REQUESTS))
 def test_an_order_loses_nothing_and_puts_the_unreported_last(sort, is_reversed, requests):
-    shown = Listing(sort, is_reversed).of(requests)
+    shown = RequestListing(sort, is_reversed).of(requests)
     assert sorted(r.id for r in shown) == sorted(r.id for r in requests)
     values = [SORTS[sort](request) for request in shown]
     known = [value for value in values if value is not None]
@@ -110,24 +110,24 @@ def test_an_order_loses_nothing_and_puts_the_unreported_last(sort, is_reversed, 
 
 def test_sorting_is_stable():
     rows = [frames.request(number, ttft_ms=value) for number, value in enumerate((5.0, 9.0, 9.0))]
-    assert [r.id for r in Listing("ttft").of(rows)] == [rows[1].id, rows[2].id, rows[0].id]
+    assert [r.id for r in RequestListing("ttft").of(rows)] == [rows[1].id, rows[2].id, rows[0].id]
 
 
 def test_sorting_goes_round():
-    listing = Listing()
+    listing = RequestListing()
     seen = []
     for _ in SORTS:
         seen.append(listing.sort)
         listing = listing.sorted_by_next()
     assert seen == list(SORTS)
-    assert listing == Listing()
+    assert listing == RequestListing()
 
 
 def test_finished_requests_follow_the_live_ones_the_newest_first():
     live, ended = REQUESTS[:2], [frames.finished(20), frames.finished(30), REQUESTS[0]]
-    shown = Listing().arranged(live, ended)
+    shown = RequestListing().arranged(live, ended)
     assert [r.id for r in shown] == [live[1].id, live[0].id, ended[0].id, ended[1].id]
     assert shown[1].phase == "decoding"
-    assert Listing(sort="in").arranged([], ended[:2])[0].prompt_tokens == max(
+    assert RequestListing(sort="in").arranged([], ended[:2])[0].prompt_tokens == max(
         r.prompt_tokens for r in ended[:2]
     )

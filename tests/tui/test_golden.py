@@ -22,10 +22,10 @@ from tests.tui.screen import console_at, grid, show, until
 from tui import plain
 from tui.app import Console
 from tui.panels import pages
-from tui.view import Link, View
+from tui.view import DaemonLink, View
 
 GOLDEN = Path(__file__).parent / "golden"
-LOST = Link("DISCONNECTED", "no daemon listens on /run/penstock/penstock.sock", 3.0, 2.0)
+LOST = DaemonLink("DISCONNECTED", "no daemon listens on /run/penstock/penstock.sock", 3.0, 2.0)
 
 
 @functools.cache

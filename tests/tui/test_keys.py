@@ -15,7 +15,7 @@ from tui.app import Console
 from tui.feed_messages import CallerKnown, FrameArrived
 from tui.panels import pages
 from tui.view import Caller
-from tui.widgets.dialogs import Ask, Choose, Confirm, Detail, Explain, Help
+from tui.widgets.dialogs import AskDialog, Choose, Confirm, Detail, Explain, Help
 from tui.widgets.panel import Page
 from tui.widgets.request_table import RequestTable
 from tui.widgets.themes import THEMES
@@ -105,7 +105,7 @@ async def test_x_cancels_after_a_yes(busy, daemon):
 async def test_a_filter_is_typed_and_cleared(busy):
     async with console_at(80, 24, busy) as (console, pilot):
         await press(pilot, "slash")
-        assert isinstance(console.screen, Ask)
+        assert isinstance(console.screen, AskDialog)
         await pilot.press(*"user", "colon", *"ana")
         await pilot.press("enter")
         await pilot.pause()
@@ -119,7 +119,7 @@ async def test_a_filter_is_typed_and_cleared(busy):
 async def test_a_wrong_filter_is_said_while_it_is_typed_and_not_taken(busy):
     async with console_at(80, 24, busy) as (console, pilot):
         await press(pilot, "slash", "n", "o", "colon", "x", "enter")
-        assert isinstance(console.screen, Ask)
+        assert isinstance(console.screen, AskDialog)
         assert "no no: to look in" in grid(console)
         await pilot.press("escape")
         await pilot.pause()
@@ -215,7 +215,7 @@ async def test_roles_are_chosen_and_confirmed(busy, daemon):
 async def test_targets_are_typed_and_confirmed(busy, daemon):
     async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
         await press(pilot, "T")
-        assert isinstance(console.screen, Ask)
+        assert isinstance(console.screen, AskDialog)
         await pilot.press(*"900", "space", "x", "enter")  # what was there is replaced
         await pilot.pause()
         assert "two whole numbers" in grid(console)

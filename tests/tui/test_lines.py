@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tui.lines import (
     SPARK_LEVELS,
     STATE_CELLS,
-    Span,
+    Run,
     Tone,
     fit,
     gauge,
@@ -24,16 +24,16 @@ counts = st.dictionaries(st.sampled_from(list(STATE_CELLS)), st.integers(0, 10**
 
 @given(st.lists(st.text()), st.integers(0, 50), st.booleans())
 def test_a_fitted_line_has_exactly_its_width_and_is_printable(texts, width, is_ascii):
-    line = fit([Span(text) for text in texts], width, is_ascii=is_ascii)
+    line = fit([Run(text) for text in texts], width, is_ascii=is_ascii)
     assert width_of(line) == width
     assert text_of(line).isprintable()
     assert text_of(line).isascii() or not is_ascii
 
 
 def test_fitting_keeps_the_tones():
-    assert fit([Span("ab", Tone.BAD), Span("cd", Tone.GOOD)], 3) == [
-        Span("ab", Tone.BAD),
-        Span("…", Tone.GOOD),
+    assert fit([Run("ab", Tone.BAD), Run("cd", Tone.GOOD)], 3) == [
+        Run("ab", Tone.BAD),
+        Run("…", Tone.GOOD),
     ]
 
 

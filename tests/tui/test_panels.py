@@ -13,8 +13,8 @@ from tests.tui import frames
 from tui.lines import text_of, width_of
 from tui.panels import gauges, handoff, header, lanes, latency, log, pages, requests, waterfall
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary
-from tui.request_listing import Listing
-from tui.view import Link, View
+from tui.request_listing import RequestListing
+from tui.view import DaemonLink, View
 
 MAKERS = [
     frames.idle,
@@ -60,7 +60,7 @@ def test_panels_are_empty_before_the_first_frame(panel):
 def test_the_header_fits_and_always_shows_the_link_and_a_known_state(width, make, is_live):
     view = View().after(make())
     if not is_live:
-        view = view.over(Link("DISCONNECTED", "why", 3.0, 2.0))
+        view = view.over(DaemonLink("DISCONNECTED", "why", 3.0, 2.0))
     line = header.header(view, width)
     assert width_of(line) <= width
     assert (view.frame.state.upper() in text_of(line)) is is_live
@@ -209,7 +209,7 @@ def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_close
     [("age", "by age v, finished by end v"), ("ttft", "1-9 by ttft v │")],
 )
 def test_the_title_says_how_finished_requests_are_sorted(sort, words):
-    view = View(finished=(frames.finished(31),), listing=Listing(sort=sort))
+    view = View(finished=(frames.finished(31),), listing=RequestListing(sort=sort))
     frame = frames.busy()
     title = requests.title(dataclasses.replace(view, frame=frame), len(frame.requests) + 1, 1, 9)
     assert words in title
@@ -233,7 +233,7 @@ def test_the_latency_title_names_the_window():
 def test_a_row_is_as_wide_as_its_heading_and_fits(width, phase):
     columns = requests.columns_for(width)
     row = requests.row(frames.request(3, phase), columns, is_selected=True)
-    assert width_of(row) == width_of(requests.heading(columns, Listing())) <= width
+    assert width_of(row) == width_of(requests.heading(columns, RequestListing())) <= width
 
 
 def test_the_most_important_columns_stay_when_it_gets_narrow():

@@ -20,7 +20,7 @@ from tui.panels.replay import bar, landing
 from tui.replay import open_at
 from tui.replay_console import ReplayConsole
 from tui.timeline import Playback
-from tui.widgets.dialogs import Ask, Detail
+from tui.widgets.dialogs import AskDialog, Detail
 
 KEYS = {
     ",": "comma", ".": "full_stop", "<": "less_than_sign", ">": "greater_than_sign",
@@ -125,7 +125,7 @@ async def test_play_pause_and_speed(incident):
 async def test_g_goes_to_a_time(incident, text, second):
     async with replaying(incident) as (console, pilot):
         await press(pilot, "g")
-        assert isinstance(console.screen, Ask)
+        assert isinstance(console.screen, AskDialog)
         assert "GO TO" in grid(console)
         await press(pilot, *text, "enter")
         assert at(second)[11:19] in grid(console).splitlines()[0]
@@ -137,7 +137,7 @@ async def test_a_time_that_is_none_is_refused_with_an_example(incident):
         assert "soon is no time; give" in grid(console)
         assert at(45)[11:19] in grid(console).splitlines()[0]
         await press(pilot, "g", "escape")
-        assert not isinstance(console.screen, Ask)
+        assert not isinstance(console.screen, AskDialog)
 
 
 async def test_what_needs_a_daemon_is_not_offered(incident):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.tui import frames
 from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, spread
-from tui.view import Caller, Link, View, alert_of, workers_for
+from tui.view import Caller, DaemonLink, View, alert_of, workers_for
 
 
 def test_the_history_keeps_the_newest_frames_only():
@@ -98,7 +98,7 @@ def test_what_a_dead_daemon_had_finished_is_forgotten():
 
 def test_settings_change_while_the_reading_is_held():
     held = View().after(frames.busy(10))
-    latest = View(window_s=300, link=Link()).after(frames.busy(22))
+    latest = View(window_s=300, link=DaemonLink()).after(frames.busy(22))
     shown = latest.held(held)
     assert (shown.frame.seq, shown.window_s, shown.paused_s) == (10, 300, 12.0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from appliance.frame.protocol import DeviceFrame, Frame, PoolFrame
 from tui import format as fmt
 from tui.history import total_power_w
-from tui.lines import STATE_CELLS, Line, Span, Tone, gauge, pairs, state_bar, width_of
+from tui.lines import STATE_CELLS, Line, Run, Tone, gauge, pairs, state_bar, width_of
 from tui.panels.header import mark_of
 from tui.view import View, alert_of, pool_counts
 
@@ -43,7 +43,7 @@ def kv(view: View, width: int, height: int) -> list[Line]:
         return []
     pools = frame.pools
     if not pools:
-        return [[Span("no pool yet", Tone.MUTED)]]
+        return [[Run("no pool yet", Tone.MUTED)]]
     rows = height // len(pools)
     if rows >= _BLOCK_ROWS:
         return [line for pool in pools for line in _pool_block(frame, pool, width, rows)]
@@ -55,7 +55,7 @@ def kv(view: View, width: int, height: int) -> list[Line]:
         legend = " ".join(
             STATE_CELLS[state] + _SHORT_STATES.get(state, state) for state in STATE_CELLS
         )
-        lines.append([Span(legend, Tone.MUTED)])
+        lines.append([Run(legend, Tone.MUTED)])
     return lines[:height]
 
 
@@ -63,7 +63,7 @@ def used_spans(frame: Frame, pool: PoolFrame) -> Line:
     """`93%▲`: occupancy with the mark and the tone of its alert."""
     mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
     tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-    return [Span(fmt.pad(fmt.ratio(pool.used_ratio), 4, right=True), tone), mark]
+    return [Run(fmt.pad(fmt.ratio(pool.used_ratio), 4, right=True), tone), mark]
 
 
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
@@ -72,11 +72,11 @@ def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Li
     cells += [("", "")] if len(cells) % 2 else []
     lines: list[Line] = [
         [
-            Span(fmt.pad(pool.name, _NAME_WIDTH)),
+            Run(fmt.pad(pool.name, _NAME_WIDTH)),
             *used_spans(frame, pool),
-            Span(f"of {fmt.count(pool.num_blocks)} blocks", Tone.MUTED),
+            Run(f"of {fmt.count(pool.num_blocks)} blocks", Tone.MUTED),
         ],
-        [Span(state_bar(counts, width), Tone.ACCENT)],
+        [Run(state_bar(counts, width), Tone.ACCENT)],
     ]
     lines += [pairs(width, *cells[index : index + 2]) for index in range(0, len(cells), 2)]
     return lines[:rows]
@@ -84,18 +84,18 @@ def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Li
 
 def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
     counts = pool_counts(pool)
-    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
+    head = [Run(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     return [
         [*head, *_numbers(pool, width - width_of(head))],
-        [Span(state_bar(counts, width), Tone.ACCENT)],
+        [Run(state_bar(counts, width), Tone.ACCENT)],
     ]
 
 
 def _pool_row(frame: Frame, pool: PoolFrame, width: int) -> Line:
-    head = [Span(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
+    head = [Run(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     numbers = _numbers(pool, width // 2)
     room = width - width_of(head) - width_of(numbers) - 1
-    bar = Span(state_bar(pool_counts(pool), room) + " ", Tone.ACCENT)
+    bar = Run(state_bar(pool_counts(pool), room) + " ", Tone.ACCENT)
     return [*head, bar, *numbers]
 
 
@@ -104,8 +104,8 @@ def _numbers(pool: PoolFrame, room: int) -> Line:
     line: Line = []
     for state, num in pool_counts(pool).items():
         item = [
-            Span((" " if line else "") + STATE_CELLS[state], Tone.ACCENT),
-            Span(fmt.short_count(num)),
+            Run((" " if line else "") + STATE_CELLS[state], Tone.ACCENT),
+            Run(fmt.short_count(num)),
         ]
         if (num or state == "free") and width_of(line) + width_of(item) <= room:
             line += item
@@ -135,10 +135,10 @@ def machine(view: View, width: int, height: int) -> list[Line]:
     else:
         lines.append(_power_line(view.frame))
     daemon = [
-        Span(fmt.pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
-        Span(fmt.percent(host.daemon_cpu_percent), Tone.STRONG),
-        Span(" of a core, ", Tone.MUTED),
-        Span(fmt.size(host.daemon_rss_bytes), Tone.STRONG),
+        Run(fmt.pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
+        Run(fmt.percent(host.daemon_cpu_percent), Tone.STRONG),
+        Run(" of a core, ", Tone.MUTED),
+        Run(fmt.size(host.daemon_rss_bytes), Tone.STRONG),
     ]
     return [*lines, energy, daemon][:height]
 
@@ -151,40 +151,40 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
     """A name, a reading, a bar if there is a whole to compare with, and what else there is."""
     room = width - _DEVICE_WIDTH - _READING_WIDTH - (len(extra) + 1 if extra else 0)
     return [
-        Span(fmt.pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
-        Span(fmt.pad(reading, _READING_WIDTH), Tone.STRONG),
-        Span(gauge(ratio, room) if ratio is not None else "", Tone.ACCENT),
-        Span(f" {extra}" if extra else ""),
+        Run(fmt.pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
+        Run(fmt.pad(reading, _READING_WIDTH), Tone.STRONG),
+        Run(gauge(ratio, room) if ratio is not None else "", Tone.ACCENT),
+        Run(f" {extra}" if extra else ""),
     ]
 
 
 def _power_line(frame: Frame) -> Line:
     """All devices in one line: power, and the hottest."""
     power_w = total_power_w(frame)
-    line = [Span(fmt.pad("power", _DEVICE_WIDTH), Tone.MUTED)]
+    line = [Run(fmt.pad("power", _DEVICE_WIDTH), Tone.MUTED)]
     if power_w is None:
-        return [*line, Span("not reported", Tone.MUTED)]
+        return [*line, Run("not reported", Tone.MUTED)]
     devices = [device for device in frame.devices if device.power_w is not None]
     limits_w = [device.power_limit_w for device in devices]
     known_w = [limit_w for limit_w in limits_w if limit_w is not None]
     limit_w = sum(known_w) if len(known_w) == len(devices) else None
-    line.append(Span(fmt.watts(power_w, limit_w), Tone.STRONG))
+    line.append(Run(fmt.watts(power_w, limit_w), Tone.STRONG))
     if len(devices) > 1:
-        line.append(Span(f" over {len(devices)} devices", Tone.MUTED))
+        line.append(Run(f" over {len(devices)} devices", Tone.MUTED))
     degrees = [device.temperature_c for device in devices if device.temperature_c is not None]
-    return [*line, Span(f" {max(degrees):.0f}C" if degrees else "", Tone.MUTED)]
+    return [*line, Run(f" {max(degrees):.0f}C" if degrees else "", Tone.MUTED)]
 
 
 def _energy_line(frame: Frame) -> Line:
     """Joules a token costs in each phase."""
-    line = [Span(fmt.pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
+    line = [Run(fmt.pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
     energy = frame.energy
     if energy is None or energy.total_j is None:
-        return [*line, Span("not reported", Tone.MUTED)]
+        return [*line, Run("not reported", Tone.MUTED)]
     return [
         *line,
-        Span(f"in {per_token(energy.prefill_j_per_token)}", Tone.STRONG),
-        Span(f"  out {per_token(energy.decode_j_per_token)}", Tone.STRONG),
+        Run(f"in {per_token(energy.prefill_j_per_token)}", Tone.STRONG),
+        Run(f"  out {per_token(energy.decode_j_per_token)}", Tone.STRONG),
     ]
 
 

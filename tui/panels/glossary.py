@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tui.lines import Line, Span, Tone, wrap
+from tui.lines import Line, Run, Tone, wrap
 
 
-class Entry(NamedTuple):
+class Gloss(NamedTuple):
     """What a word on a page means, where it comes from and what to do about it."""
 
     word: str
@@ -25,116 +25,116 @@ class Entry(NamedTuple):
 
 REQUEST = "request"
 """The dialog of one request; all others are pages."""
-_QUEUED = Entry(
+_QUEUED = Gloss(
     "queued", "sequences accepted but not yet placed, of the most that may wait",
     "router queue", "long and growing: more than the machine can do; see what limits it",
 )  # fmt: skip
-_TTFT = Entry(
+_TTFT = Gloss(
     "ttft", "time to first token: tokenize + queue + restore + prefill",
     "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
 )  # fmt: skip
-_USED = Entry(
+_USED = Gloss(
     "used", "blocks that new work cannot take",
     "the ledger", "near full: shorter max_tokens, fewer requests, more --kv-memory",
 )  # fmt: skip
 
-GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
+GLOSSARY: Mapping[str, tuple[Gloss, ...]] = MappingProxyType(
     {
         "overview": (
             _QUEUED,
-            Entry("busy", "share of the last second that the worker spent in steps",
+            Gloss("busy", "share of the last second that the worker spent in steps",
                   "worker's step times", "both near 100%: the machine is full"),
-            Entry("!", "a tick: decode fell below a quarter of its median while a prompt ran",
+            Gloss("!", "a tick: decode fell below a quarter of its median while a prompt ran",
                   "this console, from frames", "elastic roles or a gap target keep prompts away"),
-            Entry("gap", "time between two tokens of a reply",
+            Gloss("gap", "time between two tokens of a reply",
                   "daemon's clock, exact over the window", "grows with the batch and stalls"),
             _TTFT,
-            Entry("ok", "share of first tokens or gaps within their target",
+            Gloss("ok", "share of first tokens or gaps within their target",
                   "daemon, over the window", "set targets with T; alerts follow them"),
             _USED,
-            Entry("J/token", "energy of a phase's steps by its tokens",
+            Gloss("J/token", "energy of a phase's steps by its tokens",
                   "device meters, shared by step time", "larger batches cost less a token"),
         ),
         "requests": (
-            Entry("phase", "queued, prefilling, handing off, paused, decoding; then how it ended",
+            Gloss("phase", "queued, prefilling, handing off, paused, decoding; then how it ended",
                   "the least advanced sequence", "enter shows where its time went"),
             _TTFT,
-            Entry("tpot", "mean time per output token after the first",
+            Gloss("tpot", "mean time per output token after the first",
                   "daemon's clock", "compare with the gap's quantiles"),
-            Entry("blocks", "KV blocks held, for all tokens so far and some to come",
+            Gloss("blocks", "KV blocks held, for all tokens so far and some to come",
                   "the ledger", "ask for less at a time"),
-            Entry("restore", "in the queue until its prefix had come from DRAM or the SSD",
+            Gloss("restore", "in the queue until its prefix had come from DRAM or the SSD",
                   "daemon's clock", "only where computing was predicted to take longer"),
-            Entry("paused", "its KV blocks went to others; it is computed again and goes on",
+            Gloss("paused", "its KV blocks went to others; it is computed again and goes on",
                   "the router, when the pool is full", "fewer at a time, more --kv-memory"),
-            Entry("J", "energy of its share of the steps",
+            Gloss("J", "energy of its share of the steps",
                   "device meters", "- means that no device reports power"),
         ),
         REQUEST: (
-            Entry("tokenize", "from the body's arrival to its token ids", "daemon's clock",
+            Gloss("tokenize", "from the body's arrival to its token ids", "daemon's clock",
                   "long: a very long prompt"),
-            Entry("queue", "until a worker took it", "daemon's clock",
+            Gloss("queue", "until a worker took it", "daemon's clock",
                   "large: more work than the machine does; fewer at a time"),
-            Entry("prefill", "until its first token", "daemon's clock",
+            Gloss("prefill", "until its first token", "daemon's clock",
                   "shorter prompts, or ones that begin as earlier ones did"),
-            Entry("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
+            Gloss("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
                   "large: see the page handoff"),
-            Entry("decode_wait", "until the decode worker's first step with it", "daemon's clock",
+            Gloss("decode_wait", "until the decode worker's first step with it", "daemon's clock",
                   "large: decode steps are long; fewer at a time"),
-            Entry("decode", "the steps of all further tokens", "daemon's clock",
+            Gloss("decode", "the steps of all further tokens", "daemon's clock",
                   "many at a time share the steps"),
-            Entry("paused", "without KV blocks, which others needed more", "daemon's clock",
+            Gloss("paused", "without KV blocks, which others needed more", "daemon's clock",
                   "fewer at a time, more --kv-memory"),
-            Entry("residual", "what the stages leave of the whole", "daemon's clock",
+            Gloss("residual", "what the stages leave of the whole", "daemon's clock",
                   "large: a client that reads slowly"),
         ),
         "kv": (
             _USED,
-            Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
-            Entry("reserved", "blocks of sequences on their way, or without a worker",
+            Gloss("active", "blocks that hold keys and values now", "the ledger", "-"),
+            Gloss("reserved", "blocks of sequences on their way, or without a worker",
                   "the ledger", "large for long: a worker is down"),
-            Entry("cached", "in use by nobody, found by prompts that begin alike",
+            Gloss("cached", "in use by nobody, found by prompts that begin alike",
                   "the ledger", "few hits: more --kv-memory, or prompts that begin differently"),
-            Entry("stored", "blocks written to DRAM or to the disk since the start",
+            Gloss("stored", "blocks written to DRAM or to the disk since the start",
                   "each cache", "of use at the second use, or when the daemon ends"),
-            Entry("loaded", "blocks that prompts got from there instead of computing them",
+            Gloss("loaded", "blocks that prompts got from there instead of computing them",
                   "each cache", "none: nothing was asked again that has left the pool"),
-            Entry("computing", "what computing those blocks was predicted to take",
+            Gloss("computing", "what computing those blocks was predicted to take",
                   "measured prefills", "compare with took"),
-            Entry("regret", "what loads took beyond that", "daemon's clock", "large: a slow disk"),
-            Entry("finds", "of prompts' blocks, the share that a cache of this size finds",
+            Gloss("regret", "what loads took beyond that", "daemon's clock", "large: a slow disk"),
+            Gloss("finds", "of prompts' blocks, the share that a cache of this size finds",
                   "one block in eight, since the start", "-"),
-            Entry("x2", "the same for a cache twice as large; x0.5, x4 likewise",
+            Gloss("x2", "the same for a cache twice as large; x0.5, x4 likewise",
                   "one block in eight, since the start", "much more: a larger cache"),
-            Entry("draining", "freed, but a command that names them is unanswered",
+            Gloss("draining", "freed, but a command that names them is unanswered",
                   "the ledger", "large for long: a worker is stuck"),
         ),
         "power": (
-            Entry("throttle", "why the device runs below its clock",
+            Gloss("throttle", "why the device runs below its clock",
                   "driver", "power: raise the limit; thermal: cooling"),
-            Entry("unattributed", "energy outside steps: idle power, the rest of the machine",
+            Gloss("unattributed", "energy outside steps: idle power, the rest of the machine",
                   "total less both phases", "large: the machine idles"),
-            Entry("method", "how energy was read and divided", "daemon", "-"),
+            Gloss("method", "how energy was read and divided", "daemon", "-"),
         ),
         "handoff": (
-            Entry("alias", "both workers map one pool; a handoff changes owners only",
+            Gloss("alias", "both workers map one pool; a handoff changes owners only",
                   "probed at start", "nothing to tune"),
-            Entry("shm", "blocks are copied through a ring in shared memory",
+            Gloss("shm", "blocks are copied through a ring in shared memory",
                   "probed at start with a checksum", "rate below the probe's: memory bus is busy"),
-            Entry("peer", "each worker has a pool; blocks are copied as they fill",
+            Gloss("peer", "each worker has a pool; blocks are copied as they fill",
                   "probed at start", "rate below the probe's: memory bus is busy"),
-            Entry("stale", "messages about what had moved on meanwhile", "router", "harmless"),
-            Entry("recovered", "sequences that went on after a worker's death", "router",
+            Gloss("stale", "messages about what had moved on meanwhile", "router", "harmless"),
+            Gloss("recovered", "sequences that went on after a worker's death", "router",
                   "growing: read the log"),
-            Entry("routes", "which way sequences went, and why", "router", "roles: r"),
-            Entry("predictions", "of elastic roles: how far off, by way and size of step",
+            Gloss("routes", "which way sequences went, and why", "router", "roles: r"),
+            Gloss("predictions", "of elastic roles: how far off, by way and size of step",
                   "steps measured at start and since", "closed: not taken until measured anew"),
         ),
         "log": (
-            Entry("alert", "a reading beyond its threshold for long enough",
+            Gloss("alert", "a reading beyond its threshold for long enough",
                   "daemon's table of thresholds", "status --check exits by the same"),
-            Entry("limit", "what holds the appliance up now", "daemon", "start there"),
-            Entry("event", "something that happened once", "daemon; all in: penstock events", "-"),
+            Gloss("limit", "what holds the appliance up now", "daemon", "start there"),
+            Gloss("event", "something that happened once", "daemon; all in: penstock events", "-"),
         ),
     }
 )  # fmt: skip
@@ -144,7 +144,7 @@ def glossary(page: str, width: int) -> list[Line]:
     """The entries of a page, or of REQUEST."""
     lines: list[Line] = []
     for entry in GLOSSARY[page]:
-        lines += [[Span(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]
+        lines += [[Run(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]
         lines += wrap(f"from {entry.source}", width, 2, Tone.MUTED)
         if entry.remedy != "-":
             lines += wrap(f"> {entry.remedy}", width, 2)

@@ -20,7 +20,7 @@ from appliance.frame.protocol import (
 )
 from tui import format as fmt
 from tui.history import Samples
-from tui.lines import Line, Span, Tone, facts, rule, sparkline, state_bar
+from tui.lines import Line, Run, Tone, facts, rule, sparkline, state_bar
 from tui.panels.lanes import ranked_routes
 from tui.view import View, pool_counts
 
@@ -54,7 +54,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
         note = "one worker does both: nothing is handed over"
         return [
             rule("PATH", width),
-            [Span(note, Tone.MUTED)],
+            [Run(note, Tone.MUTED)],
             *_routes(frame, width),
             *_predictions(frame, width),
             *_models(frame, width),
@@ -88,7 +88,7 @@ def _models(frame: Frame, width: int) -> list[Line]:
 def _path(frame: Frame, width: int) -> list[Line]:
     handoff = frame.handoff
     transport = (handoff.transport if handoff else None) or frame.transport or fmt.ABSENT
-    lines = [rule("PATH", width), [Span(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
+    lines = [rule("PATH", width), [Run(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
     lines += _links(frame, width)
     ring = next((pool for pool in frame.pools if pool.name == _RING), None)
     return lines if ring is None else [*lines, _ring(ring, width)]
@@ -101,7 +101,7 @@ def _links(frame: Frame, width: int) -> list[Line]:
     name_width = max((len(name) for name in names.values()), default=0) + 2
     lines = [_link(link, fmt.pad(names[id(link)], name_width)) for link in links[:_MAX_LINKS]]
     if len(links) > _MAX_LINKS:
-        lines.append([Span(f"and {len(links) - _MAX_LINKS} more links", Tone.MUTED)])
+        lines.append([Run(f"and {len(links) - _MAX_LINKS} more links", Tone.MUTED)])
     return lines
 
 
@@ -109,15 +109,15 @@ def _link(link: LinkFrame, name: str) -> Line:
     carried = fmt.pad(f"{fmt.size(link.bytes_per_s)}/s", _RATE_WIDTH)
     copies = fmt.pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
     probe = f"at start {_per_s(link.probe_bytes_per_s)}"
-    down = [] if link.down is None else [Span(f"  ▲ down: {link.down}", Tone.WARN)]
+    down = [] if link.down is None else [Run(f"  ▲ down: {link.down}", Tone.WARN)]
     if link.num_strikes and link.down is None and link.has_detour:
-        down = [Span(f"  ▲ {link.num_strikes} copies in a row failed or were slow", Tone.WARN)]
+        down = [Run(f"  ▲ {link.num_strikes} copies in a row failed or were slow", Tone.WARN)]
     return [
-        Span(name, Tone.MUTED),
-        Span(fmt.pad(link.transport, 6)),
-        Span(carried, Tone.STRONG),
-        Span(copies),
-        Span(probe, Tone.MUTED),
+        Run(name, Tone.MUTED),
+        Run(fmt.pad(link.transport, 6)),
+        Run(carried, Tone.STRONG),
+        Run(copies),
+        Run(probe, Tone.MUTED),
         *down,
     ]
 
@@ -128,12 +128,12 @@ def _per_s(rate: float | None) -> str:
 
 def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
     if frame.transport == "alias":
-        return [Span("all workers map the same pool: blocks change owner, no byte moves")]
+        return [Run("all workers map the same pool: blocks change owner, no byte moves")]
     if handoff is None or handoff.probe_bytes_per_s is None:
-        return [Span("▲ not measured at start", Tone.WARN)]
+        return [Run("▲ not measured at start", Tone.WARN)]
     return [
-        Span("● verified ", Tone.GOOD),
-        Span(f"by checksum at start, {fmt.size(handoff.probe_bytes_per_s)}/s"),
+        Run("● verified ", Tone.GOOD),
+        Run(f"by checksum at start, {fmt.size(handoff.probe_bytes_per_s)}/s"),
     ]
 
 
@@ -141,9 +141,9 @@ def _ring(ring: PoolFrame, width: int) -> Line:
     free = f" {fmt.count(ring.free)} of {fmt.count(ring.num_blocks)} slots free"
     room = width - _LABEL_WIDTH - len(free)
     return [
-        Span(fmt.pad(_RING, _LABEL_WIDTH), Tone.MUTED),
-        Span(state_bar(pool_counts(ring), room), Tone.ACCENT),
-        Span(free),
+        Run(fmt.pad(_RING, _LABEL_WIDTH), Tone.MUTED),
+        Run(state_bar(pool_counts(ring), room), Tone.ACCENT),
+        Run(free),
     ]
 
 
@@ -177,9 +177,9 @@ def _newest(samples: Samples) -> str:
 def _graph(view: View, label: str, samples: Samples, reading: str, width: int) -> Line:
     room = width - _LABEL_WIDTH - 12
     return [
-        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Span(fmt.pad(reading, 12), Tone.STRONG),
-        Span(sparkline(view.recent(samples, room), room), Tone.ACCENT),
+        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(fmt.pad(reading, 12), Tone.STRONG),
+        Run(sparkline(view.recent(samples, room), room), Tone.ACCENT),
     ]
 
 
@@ -202,10 +202,10 @@ def _in_flight(frame: Frame, width: int) -> list[Line]:
 
 def _row(request: RequestFrame) -> Line:
     return [
-        Span(fmt.pad(fmt.short_id(request.id), 10), Tone.STRONG),
-        Span(fmt.pad(request.user or fmt.ABSENT, 12)),
-        Span(f"{fmt.count(request.num_blocks)} blocks", Tone.MUTED),
-        Span(f"   {fmt.size(request.handoff_bytes)}   age {fmt.seconds(request.age_ms / 1000)}"),
+        Run(fmt.pad(fmt.short_id(request.id), 10), Tone.STRONG),
+        Run(fmt.pad(request.user or fmt.ABSENT, 12)),
+        Run(f"{fmt.count(request.num_blocks)} blocks", Tone.MUTED),
+        Run(f"   {fmt.size(request.handoff_bytes)}   age {fmt.seconds(request.age_ms / 1000)}"),
     ]
 
 
@@ -216,12 +216,12 @@ def _routes(frame: Frame, width: int) -> list[Line]:
         why = REASONS.get(reason, reason)
         lines.append(
             [
-                Span(fmt.pad(fmt.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
-                Span(f"  {fmt.pad(route, _ROUTE_WIDTH)}"),
-                Span(fmt.clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
+                Run(fmt.pad(fmt.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
+                Run(f"  {fmt.pad(route, _ROUTE_WIDTH)}"),
+                Run(fmt.clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
             ]
         )
-    return lines if len(lines) > 1 else [*lines, [Span("no sequence placed yet", Tone.MUTED)]]
+    return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]
 
 
 def _predictions(frame: Frame, width: int) -> list[Line]:
@@ -237,14 +237,14 @@ def _way(way: WayFrame) -> Line:
     beside = "beside decodes" if way.is_beside else "alone"
     error = "" if way.error_ratio is None else f", off by {way.error_ratio:.1f}x"
     line = [
-        Span(fmt.pad(fmt.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
-        Span(f"  {fmt.pad(way.route, _ROUTE_WIDTH)}"),
-        Span(f"on {where}, {beside}, from {fmt.count(way.step_tokens)} tokens a step{error}"),
+        Run(fmt.pad(fmt.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
+        Run(f"  {fmt.pad(way.route, _ROUTE_WIDTH)}"),
+        Run(f"on {where}, {beside}, from {fmt.count(way.step_tokens)} tokens a step{error}"),
     ]
     if way.num_missed:
-        line.append(Span(f", {fmt.count(way.num_missed)} twice as bad or worse", Tone.WARN))
+        line.append(Run(f", {fmt.count(way.num_missed)} twice as bad or worse", Tone.WARN))
     if way.num_gave_way:
-        line.append(Span(f", {fmt.count(way.num_gave_way)} gave way"))
+        line.append(Run(f", {fmt.count(way.num_gave_way)} gave way"))
     if way.is_closed:
-        line.append(Span(", closed until measured anew", Tone.WARN))
+        line.append(Run(", closed until measured anew", Tone.WARN))
     return line

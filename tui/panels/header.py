@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, width_of
+from tui.lines import Line, Run, Tone, width_of
 from tui.view import REPLAY, View
 
 STATE_TONES = {"ready": Tone.GOOD, "loading": Tone.WARN, "draining": Tone.WARN}
@@ -48,26 +48,26 @@ def header(view: View, width: int) -> Line:
     link = _link_span(view)
     who = f"{fmt.clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
     if frame is None:
-        return _compose([(0, Span("penstock", Tone.ACCENT))], [(0, link)], width)
+        return _compose([(0, Run("penstock", Tone.ACCENT))], [(0, link)], width)
     note = f"({_note_parts(frame)[0]})" if frame.model_note else ""
     roles = f"{frame.roles}/{frame.transport}" if frame.transport else frame.roles
     state = frame.state.upper() if view.link.is_live else ""  # of a lost daemon nobody knows it
     kept_width = len(state) + width_of([link]) + (len(roles) + 10 if width >= 80 else 8)
     room = max(12, width - kept_width)
     left = [
-        (3, Span("penstock", Tone.ACCENT)),
-        (1, Span(fmt.clip(frame.model, room), Tone.STRONG)),
-        (5, Span(fmt.clip(note, width), Tone.STRONG)),
-        (0, Span(state, STATE_TONES.get(frame.state, Tone.BAD))),
-        (2, Span(roles)),
-        (8, Span(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
+        (3, Run("penstock", Tone.ACCENT)),
+        (1, Run(fmt.clip(frame.model, room), Tone.STRONG)),
+        (5, Run(fmt.clip(note, width), Tone.STRONG)),
+        (0, Run(state, STATE_TONES.get(frame.state, Tone.BAD))),
+        (2, Run(roles)),
+        (8, Run(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
     ]
     right = [
-        (9, Span(f"pid {frame.pid}", Tone.MUTED)),
-        (7, Span(who, Tone.MUTED)),
-        (6, Span(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
-        (4, Span("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
-        (1, Span(_missed_text(view), Tone.MUTED)),
+        (9, Run(f"pid {frame.pid}", Tone.MUTED)),
+        (7, Run(who, Tone.MUTED)),
+        (6, Run(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
+        (4, Run("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
+        (1, Run(_missed_text(view), Tone.MUTED)),
         (0, link),
     ]
     return _compose(left, right, width)
@@ -79,40 +79,40 @@ def _missed_text(view: View) -> str:
     return f"missed {num_missed} frame{'' if num_missed == 1 else 's'}" if num_missed else ""
 
 
-def _link_span(view: View) -> Span:
+def _link_span(view: View) -> Run:
     link = view.link
     if link.word == REPLAY and view.frame is not None:
         day = fmt.clean(view.frame.at.partition("T")[0])
-        return Span(f"REPLAY {day} {fmt.clock(view.frame.at)}", Tone.WARN)
+        return Run(f"REPLAY {day} {fmt.clock(view.frame.at)}", Tone.WARN)
     if link.is_live and view.paused_s is not None:
-        return Span(f"PAUSED +{fmt.whole_seconds(view.paused_s)}", Tone.WARN)
+        return Run(f"PAUSED +{fmt.whole_seconds(view.paused_s)}", Tone.WARN)
     if link.word == REPLAY:
-        return Span(REPLAY, Tone.WARN)
+        return Run(REPLAY, Tone.WARN)
     if link.is_live:
-        return Span("● LIVE", Tone.GOOD)
+        return Run("● LIVE", Tone.GOOD)
     text = link.word
     if link.down_s is not None:
         text += f" {fmt.whole_seconds(link.down_s)}"
     if link.retry_in_s is not None:
         text += f", retry in {fmt.whole_seconds(link.retry_in_s)}"
-    return Span(text, Tone.BAD if link.down_s is not None else Tone.WARN)
+    return Run(text, Tone.BAD if link.down_s is not None else Tone.WARN)
 
 
-def _compose(left: list[tuple[int, Span]], right: list[tuple[int, Span]], width: int) -> Line:
+def _compose(left: list[tuple[int, Run]], right: list[tuple[int, Run]], width: int) -> Line:
     """Spans two cells apart at both edges; those of the highest rank are dropped to fit."""
 
-    def joined(ranked: list[tuple[int, Span]]) -> Line:
+    def joined(ranked: list[tuple[int, Run]]) -> Line:
         line: Line = []
         for _, span in ranked:
             if span.text:
-                line += [Span("  "), span] if line else [span]
+                line += [Run("  "), span] if line else [span]
         return line
 
     while True:
         gap = width - 2 - width_of(joined(left)) - width_of(joined(right))
         worst = max(rank for rank, _ in left + right)
         if gap >= 2 or worst == 0:
-            return [Span(" "), *joined(left), Span(" " * max(1, gap)), *joined(right)]
+            return [Run(" "), *joined(left), Run(" " * max(1, gap)), *joined(right)]
         left = [item for item in left if item[0] != worst]
         right = [item for item in right if item[0] != worst]
 
@@ -143,12 +143,12 @@ def alert_text(alert: AlertFrame, now: str) -> str:
     return f"{alert.message} for {fmt.since(alert.since, now)}"
 
 
-def mark_of(alert: AlertFrame | None) -> Span:
+def mark_of(alert: AlertFrame | None) -> Run:
     """The mark that stands at a reading with an alert; a blank without one."""
     if alert is None:
-        return Span(" ")
+        return Run(" ")
     word, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
-    return Span(word[0], tone)
+    return Run(word[0], tone)
 
 
 def _note_parts(frame: Frame) -> tuple[str, str]:
@@ -165,38 +165,38 @@ def alert_line(view: View, width: int) -> Line:
         rest = _note_parts(view.frame)[1] if view.frame else ""
         text = limit or (f"the model: {rest}" if rest else "")
         return [
-            Span(" "),
-            Span("● ok", Tone.GOOD),
-            Span("  no alerts   ", Tone.MUTED),
-            Span("limited by " if limit else "", Tone.MUTED),
-            Span(text, Tone.PLAIN if limit else Tone.MUTED),
+            Run(" "),
+            Run("● ok", Tone.GOOD),
+            Run("  no alerts   ", Tone.MUTED),
+            Run("limited by " if limit else "", Tone.MUTED),
+            Run(text, Tone.PLAIN if limit else Tone.MUTED),
         ]
     line: Line = []
     for index, alert in enumerate(found):
         mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
-        item = [Span("   " if line else " "), Span(mark, tone), Span(f" {alert.text}")]
+        item = [Run("   " if line else " "), Run(mark, tone), Run(f" {alert.text}")]
         num_left = len(found) - index
         room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
         if line and width_of(line) + width_of(item) > room:
-            line.append(Span(f"  (+{num_left} more)", Tone.MUTED))
+            line.append(Run(f"  (+{num_left} more)", Tone.MUTED))
             break
         line += item
     if limit and width_of(line) + len(limit) + 4 <= width:
-        line += [Span(" │ ", Tone.MUTED), Span(limit)]
+        line += [Run(" │ ", Tone.MUTED), Run(limit)]
     return line
 
 
 def key_hints(hints: Sequence[tuple[str, str]], page: str, width: int) -> Line:
     """The pages, then keys and what they do, as many as fit."""
-    line: Line = [Span(" 1-6 ", Tone.ACCENT), Span(f"{page} ", Tone.STRONG)]
+    line: Line = [Run(" 1-6 ", Tone.ACCENT), Run(f"{page} ", Tone.STRONG)]
     if width >= _PAGES_FROM:
-        line = [Span(" ")]
+        line = [Run(" ")]
         for number, (name, short) in enumerate(_SHORT_PAGES.items(), start=1):
             tone = Tone.STRONG if name == page else Tone.MUTED
-            line += [Span(f"{number} ", Tone.ACCENT), Span(f"{short} ", tone)]
-    line.append(Span("│", Tone.MUTED))
+            line += [Run(f"{number} ", Tone.ACCENT), Run(f"{short} ", tone)]
+    line.append(Run("│", Tone.MUTED))
     for key, label in hints:
-        item = [Span(f" {key} ", Tone.ACCENT), Span(label, Tone.MUTED)]
+        item = [Run(f" {key} ", Tone.ACCENT), Run(label, Tone.MUTED)]
         if width_of(line) + width_of(item) > width:
             break
         line += item

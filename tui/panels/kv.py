@@ -12,7 +12,7 @@ from tui import format as fmt
 from tui.lines import (
     STATE_CELLS,
     Line,
-    Span,
+    Run,
     Tone,
     beside,
     facts,
@@ -45,7 +45,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
     if frame is None:
         return []
     if not frame.pools:
-        return [rule("POOLS", width), [Span("no pool yet", Tone.MUTED)]]
+        return [rule("POOLS", width), [Run("no pool yet", Tone.MUTED)]]
     if width < _WIDE:
         return [
             *_pools(view, frame, width),
@@ -79,7 +79,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     note = f"{rate} of {fmt.short_count(asked)} tokens found"
     lines: list[Line] = [rule("PREFIX CACHE", width, note)]
     if not totals.has_prefix_cache:
-        return [*lines, [Span("off, or still loading", Tone.MUTED)]]
+        return [*lines, [Run("off, or still loading", Tone.MUTED)]]
     evicted = sum(pool.evicted for pool in frame.pools)
     sums = [
         ("blocks evicted", fmt.short_count(evicted)),
@@ -94,7 +94,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
         ]
         lines += facts(width, items[:_MAX_OWNERS])
     has_some = any(pool.holders for pool in frame.pools)
-    return lines if has_some else [*lines, [Span("nothing is kept", Tone.MUTED)]]
+    return lines if has_some else [*lines, [Run("nothing is kept", Tone.MUTED)]]
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:
@@ -106,7 +106,7 @@ def _pools(view: View, frame: Frame, width: int) -> list[Line]:
     note = f"{pool.block_size} tokens, {fmt.size(pool.block_bytes)} a block"
     if width < _NARROW:
         return [rule("POOLS", width, note), *kv(view, width, 2 * len(frame.pools))]
-    lines: list[Line] = [rule("POOLS", width, note), [Span(head, Tone.MUTED)]]
+    lines: list[Line] = [rule("POOLS", width, note), [Run(head, Tone.MUTED)]]
     for pool in frame.pools:
         counts = pool_counts(pool)
         cells = [
@@ -115,8 +115,8 @@ def _pools(view: View, frame: Frame, width: int) -> list[Line]:
             *((fmt.short_count(counts[state]), state) for state in STATE_CELLS),
         ]
         row = "".join(fmt.pad(text, _cell(column), right=True) for text, column in cells)
-        name = Span(fmt.pad(pool.name, _NAME_WIDTH), Tone.STRONG)
-        lines.append([name, *used_spans(frame, pool), Span(row)])
+        name = Run(fmt.pad(pool.name, _NAME_WIDTH), Tone.STRONG)
+        lines.append([name, *used_spans(frame, pool), Run(row)])
     return lines
 
 
@@ -134,10 +134,10 @@ def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
         note = f"a cell is {per_cell:.1f} blocks"
         lines.append(rule(f"MAP {pool.name}", width, note))
         lines += [
-            [Span(cells[start : start + width], Tone.ACCENT)]
+            [Run(cells[start : start + width], Tone.ACCENT)]
             for start in range(0, len(cells), width)
         ]
-    return [*lines, [Span(legend, Tone.MUTED)]]
+    return [*lines, [Run(legend, Tone.MUTED)]]
 
 
 def _history(view: View, width: int) -> list[Line]:
@@ -150,9 +150,9 @@ def _history(view: View, width: int) -> list[Line]:
         graph = sparkline(view.recent(samples, room), room)
         lines.append(
             [
-                Span(fmt.pad(name, _NAME_WIDTH), Tone.MUTED),
-                Span(fmt.pad(top, 6, right=True), Tone.STRONG),
-                Span(graph, Tone.ACCENT),
+                Run(fmt.pad(name, _NAME_WIDTH), Tone.MUTED),
+                Run(fmt.pad(top, 6, right=True), Tone.STRONG),
+                Run(graph, Tone.ACCENT),
             ]
         )
     return lines
@@ -163,18 +163,18 @@ def _owners(frame: Frame, width: int) -> list[Line]:
     lines: list[Line] = [rule("OWNERS", width, "blocks and requests")]
     for pool in frame.pools:
         lines += _pool_owners(pool, width)
-    return lines if len(lines) > 1 else [*lines, [Span("nobody holds a block", Tone.MUTED)]]
+    return lines if len(lines) > 1 else [*lines, [Run("nobody holds a block", Tone.MUTED)]]
 
 
 def _pool_owners(pool: PoolFrame, width: int) -> list[Line]:
     room = max(0, width - 2 * _NAME_WIDTH - 17)
     return [
         [
-            Span(fmt.pad(pool.name, _NAME_WIDTH), Tone.MUTED),
-            Span(fmt.pad(owner.user, _NAME_WIDTH), Tone.STRONG),
-            Span(fmt.pad(fmt.short_count(owner.num_blocks), 7, right=True)),
-            Span(fmt.pad(f"{fmt.count(owner.num_requests)} req ", 10, right=True), Tone.MUTED),
-            Span(gauge(owner.num_blocks / max(1, pool.num_blocks), room), Tone.ACCENT),
+            Run(fmt.pad(pool.name, _NAME_WIDTH), Tone.MUTED),
+            Run(fmt.pad(owner.user, _NAME_WIDTH), Tone.STRONG),
+            Run(fmt.pad(fmt.short_count(owner.num_blocks), 7, right=True)),
+            Run(fmt.pad(f"{fmt.count(owner.num_requests)} req ", 10, right=True), Tone.MUTED),
+            Run(gauge(owner.num_blocks / max(1, pool.num_blocks), room), Tone.ACCENT),
         ]
         for owner in pool.owners[:_MAX_OWNERS]
     ]
@@ -188,5 +188,5 @@ def _holders(frame: Frame, width: int) -> list[Line]:
         for request in ranked[:_MAX_HOLDERS]
         if request.num_blocks
     ]
-    lines = facts(width, items) or [[Span("none", Tone.MUTED)]]
+    lines = facts(width, items) or [[Run("none", Tone.MUTED)]]
     return [rule("LARGEST REQUESTS", width, "blocks"), *lines]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from appliance.frame.protocol import Frame, WorkerFrame
 from tui import format as fmt
 from tui.history import Samples
-from tui.lines import Line, Span, Tone, gauge, marked, pairs, sparkline, width_of
+from tui.lines import Line, Run, Tone, gauge, marked, pairs, sparkline, width_of
 from tui.view import View, workers_for
 
 _LABEL_WIDTH = 13
@@ -69,8 +69,8 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
         _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
         *_steps(workers, width),
         [
-            Span(fmt.pad("queue", _LABEL_WIDTH), Tone.MUTED),
-            Span(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
+            Run(fmt.pad("queue", _LABEL_WIDTH), Tone.MUTED),
+            Run(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
         ],
         pairs(width, ("oldest", fmt.seconds(oldest_s)), ("owners", fmt.count(queue.num_owners))),
         pairs(
@@ -88,7 +88,7 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     if frame is None:
         return []
     if frame.transport is None:
-        return [[Span("one worker does both", Tone.MUTED)]][:height]
+        return [[Run("one worker does both", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
     moved = fmt.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
     num_failed = frame.handoff.num_failed if frame.handoff else None
@@ -104,7 +104,7 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
             ("p50", fmt.millis_unit(latency.handoff_ms_p50)),
             ("p95", fmt.millis_unit(latency.handoff_ms_p95)),
         ),
-        [Span("KV blocks are shared, no bytes move", Tone.MUTED)]
+        [Run("KV blocks are shared, no bytes move", Tone.MUTED)]
         if frame.transport == "alias"
         else pairs(width, ("copied", f"{moved}/s")),
         pairs(
@@ -118,7 +118,7 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
             ("failed", fmt.count(num_failed)),
         ),
         [],
-        *([Span(line, Tone.MUTED)] for line in routes(frame)),
+        *([Run(line, Tone.MUTED)] for line in routes(frame)),
     ][:height]
 
 
@@ -186,7 +186,7 @@ def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
     """What each is to the machine."""
     lines = []
     for worker in workers:
-        lines += [[Span(worker.name, Tone.ACCENT)]] if len(workers) > 1 else []
+        lines += [[Run(worker.name, Tone.ACCENT)]] if len(workers) > 1 else []
         lines += _process(worker, width)
     return lines
 
@@ -219,7 +219,7 @@ def _steps(workers: list[WorkerFrame], width: int) -> list[Line]:
         place = [("", where(worker))] if width >= _PLACE_WIDTH else []
         (_, step), busy = _step(worker)
         about = _trouble(worker, room) or pairs(room, *place, ("", step), busy)
-        lines.append([Span(fmt.pad(worker.name, label_width), Tone.MUTED), *about])
+        lines.append([Run(fmt.pad(worker.name, label_width), Tone.MUTED), *about])
     return lines
 
 
@@ -238,19 +238,19 @@ def _graph(view: View, samples: Samples, width: int) -> str:
 def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
     """The newest value and the run up to it."""
     value = fmt.rate(samples[-1] if samples else None)
-    label = [Span(value, Tone.STRONG), Span(f" {unit} ", Tone.MUTED)]
+    label = [Run(value, Tone.STRONG), Run(f" {unit} ", Tone.MUTED)]
     room = max(_LABEL_WIDTH, width_of(label))
     return [
         *label,
-        Span(" " * (room - width_of(label))),
-        Span(_graph(view, samples, width - room), Tone.ACCENT),
+        Run(" " * (room - width_of(label))),
+        Run(_graph(view, samples, width - room), Tone.ACCENT),
     ]
 
 
 def _not_ready(workers: list[WorkerFrame], width: int) -> Line | None:
     """The line that stands first while there is no worker, or the only one cannot work."""
     if not workers:
-        return [Span("▲ no worker", Tone.WARN)]
+        return [Run("▲ no worker", Tone.WARN)]
     return _trouble(workers[0], width) if len(workers) == 1 else None
 
 
@@ -260,7 +260,7 @@ def _trouble(worker: WorkerFrame, width: int) -> Line | None:
         return None
     if worker.state != "loading" or not worker.total_bytes:
         tone = Tone.BAD if worker.state == "restarting" else Tone.WARN
-        return [Span(f"▲ {worker.state}", tone)]
+        return [Run(f"▲ {worker.state}", tone)]
     share = worker.loaded_bytes / worker.total_bytes
     text = f"▲ loading {fmt.ratio(share)} "
-    return [Span(text, Tone.WARN), Span(gauge(share, width - len(text)), Tone.ACCENT)]
+    return [Run(text, Tone.WARN), Run(gauge(share, width - len(text)), Tone.ACCENT)]

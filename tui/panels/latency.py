@@ -10,7 +10,7 @@ from __future__ import annotations
 from appliance.frame.protocol import Frame, LatencyFrame
 from tui import format as fmt
 from tui.history import Samples
-from tui.lines import Line, Span, Tone, sparkline, wrap
+from tui.lines import Line, Run, Tone, sparkline, wrap
 from tui.panels.header import mark_of
 from tui.view import View, alert_of
 
@@ -41,22 +41,22 @@ def latency(view: View, width: int, height: int) -> list[Line]:
     names = ["p50", "p95", "p99", *(["max"] if is_wide else []), "ok"]
     head = fmt.pad("ms", _NAME_WIDTH)
     head += "".join(fmt.pad(name, _NUMBER_WIDTH, right=True) for name in names)
-    lines: list[Line] = [[Span(head + ("   target    p95" if is_wide else ""), Tone.MUTED)]]
+    lines: list[Line] = [[Run(head + ("   target    p95" if is_wide else ""), Tone.MUTED)]]
     for name, quantiles, share, target_ms, samples in _rows(view, frame, now):
-        line = [Span(fmt.pad(name, _NAME_WIDTH), Tone.MUTED)]
+        line = [Run(fmt.pad(name, _NAME_WIDTH), Tone.MUTED)]
         shown = quantiles if is_wide else quantiles[:3]
         line += [
-            Span(fmt.pad(fmt.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG)
+            Run(fmt.pad(fmt.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG)
             for value in shown
         ]
         mark = mark_of(alert_of(frame, "slo", _SUBJECTS.get(name, name)))
         tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-        line += [Span(fmt.pad(fmt.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
+        line += [Run(fmt.pad(fmt.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
         if is_wide:
             target = fmt.ABSENT if target_ms is None else f"<={fmt.count(target_ms)}"
-            line.append(Span("  " + fmt.pad(target, _TARGET_WIDTH), Tone.MUTED))
+            line.append(Run("  " + fmt.pad(target, _TARGET_WIDTH), Tone.MUTED))
             room = width - _NAME_WIDTH - 5 * _NUMBER_WIDTH - _TARGET_WIDTH - 3
-            line.append(Span(sparkline(view.recent(samples, room), room), Tone.ACCENT))
+            line.append(Run(sparkline(view.recent(samples, room), room), Tone.ACCENT))
         lines.append(line)
     return [*lines, _made_of(now)][:height]
 
@@ -84,6 +84,6 @@ def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
 def _made_of(now: LatencyFrame) -> Line:
     """`ttft mean: queue 61 + prefill 156`."""
     return [
-        Span("ttft mean ", Tone.MUTED),
-        Span(f"queue {fmt.millis(now.queue_ms_mean)} + prefill {fmt.millis(now.prefill_ms_mean)}"),
+        Run("ttft mean ", Tone.MUTED),
+        Run(f"queue {fmt.millis(now.queue_ms_mean)} + prefill {fmt.millis(now.prefill_ms_mean)}"),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from appliance.frame.protocol import AlertFrame, EventFrame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, rule
+from tui.lines import Line, Run, Tone, rule
 from tui.panels.header import SEVERITIES, own_alerts
 from tui.view import View
 
@@ -27,7 +27,7 @@ def all_events(view: View, width: int) -> list[Line]:
     """Every event, the newest at the top."""
     recorded = view.frame.events if view.frame else []
     if not recorded:
-        return [[Span("no events", Tone.MUTED)]]
+        return [[Run("no events", Tone.MUTED)]]
     return [_event_line(event, width) for event in reversed(recorded)]
 
 
@@ -37,20 +37,20 @@ def page(view: View, width: int, height: int) -> list[Line]:
     if frame is None:
         return []
     standing = [_alert_line(alert, frame.at, width) for alert in frame.alerts]
-    standing += [[_severity(a.severity), Span(a.text, Tone.STRONG)] for a in own_alerts(view)]
+    standing += [[_severity(a.severity), Run(a.text, Tone.STRONG)] for a in own_alerts(view)]
     return [
         rule("ALERTS", width, "what is wrong now"),
-        *(standing or [[Span("● ok  no alerts", Tone.GOOD)]]),
+        *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
         rule("LIMIT", width, "what holds it up"),
-        [Span(frame.limit or "nothing", Tone.STRONG if frame.limit else Tone.MUTED)],
+        [Run(frame.limit or "nothing", Tone.STRONG if frame.limit else Tone.MUTED)],
         rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
         *all_events(view, width),
     ]
 
 
-def _severity(severity: str) -> Span:
+def _severity(severity: str) -> Run:
     word, tone = SEVERITIES.get(severity, SEVERITIES["info"])
-    return Span(fmt.pad(word, 8), tone)
+    return Run(fmt.pad(word, 8), tone)
 
 
 def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
@@ -59,18 +59,18 @@ def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
     subject = fmt.pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
     return [
         _severity(alert.severity),
-        Span(f"{code} ", Tone.MUTED),
-        Span(f"{subject} " if subject else "", Tone.MUTED),
-        Span(fmt.pad(fmt.since(alert.since, now), 7)),
-        Span(alert.message, Tone.STRONG),
+        Run(f"{code} ", Tone.MUTED),
+        Run(f"{subject} " if subject else "", Tone.MUTED),
+        Run(fmt.pad(fmt.since(alert.since, now), 7)),
+        Run(alert.message, Tone.STRONG),
     ]
 
 
 def _event_line(event: EventFrame, width: int) -> Line:
     code = fmt.pad(event.code, _CODE_WIDTH) if width >= _ROOMY else event.code
     return [
-        Span(f"{fmt.clock(event.at)} ", Tone.MUTED),
+        Run(f"{fmt.clock(event.at)} ", Tone.MUTED),
         _severity(event.severity),
-        Span(f"{code} ", Tone.MUTED),
-        Span(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
+        Run(f"{code} ", Tone.MUTED),
+        Run(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
     ]

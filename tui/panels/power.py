@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, facts, gauge, rule, sparkline
+from tui.lines import Line, Run, Tone, facts, gauge, rule, sparkline
 from tui.panels.gauges import device_row, per_token
 from tui.panels.header import mark_of
 from tui.view import View, alert_of
@@ -27,11 +27,11 @@ def page(view: View, width: int, height: int) -> list[Line]:
     for device in _in_families(frame.devices):
         lines += _device(frame, device, width)
     if not frame.devices:
-        lines.append([Span("power not reported: no device has a meter here", Tone.MUTED)])
+        lines.append([Run("power not reported: no device has a meter here", Tone.MUTED)])
     else:
         graph = sparkline(view.recent(view.history.power_w, width), width)
         lines.append(rule("POWER", width, f"all devices, last {fmt.whole_seconds(view.window_s)}"))
-        lines.append([Span(graph, Tone.ACCENT)])
+        lines.append([Run(graph, Tone.ACCENT)])
     return [*lines, *_energy(frame.energy, width)]
 
 
@@ -52,18 +52,18 @@ def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
         head = device_row(device, width - 1)
     else:
         slice_of = f"{device.name}  slice of {device.parent}, which meters power"
-        head = [Span(fmt.clip(slice_of, width - 1), Tone.STRONG)]
+        head = [Run(fmt.clip(slice_of, width - 1), Tone.STRONG)]
     readings = _readings(device)
     known = [(label, text) for label, text in readings if text != fmt.ABSENT]
     unknown = [label for label, text in readings if text == fmt.ABSENT]
     lines = [[mark, *head]]
     workers = [w.name for w in frame.workers if w.device.partition(",")[0] == device.name]
     if workers:
-        lines.append([Span(" " * _INDENT), Span("runs ", Tone.MUTED), Span(", ".join(workers))])
+        lines.append([Run(" " * _INDENT), Run("runs ", Tone.MUTED), Run(", ".join(workers))])
     lines += facts(width, known, indent=_INDENT)
     if unknown and device.parent is None:
         text = f"not reported: {', '.join(unknown)}"
-        lines.append([Span(" " * _INDENT), Span(text, Tone.MUTED)])
+        lines.append([Run(" " * _INDENT), Run(text, Tone.MUTED)])
     return lines
 
 
@@ -109,7 +109,7 @@ def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
     if energy is None or energy.total_j is None:
         method = energy.method if energy else "not reported"
         text = "not reported" if method == "not reported" else f"not reported: {method}"
-        return [rule("ENERGY", width), [Span(text, Tone.MUTED)]]
+        return [rule("ENERGY", width), [Run(text, Tone.MUTED)]]
     shares = (
         ("prefill", energy.prefill_j),
         ("decode", energy.decode_j),
@@ -134,8 +134,8 @@ def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
 def _share(label: str, value_j: float | None, total_j: float, width: int) -> Line:
     ratio = None if value_j is None or total_j <= 0 else value_j / total_j
     return [
-        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Span(fmt.pad(fmt.joules(value_j), 9, right=True), Tone.STRONG),
-        Span(fmt.pad(fmt.ratio(ratio), 6, right=True) + " "),
-        Span(gauge(ratio, width - _LABEL_WIDTH - 16), Tone.ACCENT),
+        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(fmt.pad(fmt.joules(value_j), 9, right=True), Tone.STRONG),
+        Run(fmt.pad(fmt.ratio(ratio), 6, right=True) + " "),
+        Run(gauge(ratio, width - _LABEL_WIDTH - 16), Tone.ACCENT),
     ]

@@ -8,7 +8,7 @@ Never: wider than asked for; the track gives way, then the notes.
 from __future__ import annotations
 
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, width_of
+from tui.lines import Line, Run, Tone, width_of
 from tui.timeline import Playback, iso
 
 _TRACK, _PLACE, _MARK = "░", "█", "▲"
@@ -22,13 +22,13 @@ def bar(playback: Playback, notes: list[str], width: int) -> Line:
     word = "PLAYING" if playback.is_playing else "PAUSED"
     first_ms, last_ms = playback.moments_ms[0], playback.moments_ms[-1]
     left: Line = [
-        Span(f" {word:<7} {playback.speed:g}x".ljust(14), Tone.ACCENT),
-        Span(f"{_clock(first_ms)} ", Tone.MUTED),
+        Run(f" {word:<7} {playback.speed:g}x".ljust(14), Tone.ACCENT),
+        Run(f"{_clock(first_ms)} ", Tone.MUTED),
     ]
-    right: Line = [Span(f" {_clock(last_ms)}", Tone.MUTED)]
+    right: Line = [Run(f" {_clock(last_ms)}", Tone.MUTED)]
     room = width - width_of(left) - width_of(right) - 1
     for note in notes:
-        span = Span(f"  {fmt.clean(note)}", Tone.WARN)
+        span = Run(f"  {fmt.clean(note)}", Tone.WARN)
         if room - width_of([span]) >= _LEAST_TRACK:
             right.append(span)
             room -= width_of([span])
@@ -57,10 +57,10 @@ def track(playback: Playback, num_cells: int) -> Line:
     def cell(at_ms: float) -> int:
         return int((at_ms - first_ms) / span_ms * (num_cells - 1))
 
-    cells = [Span(_TRACK, Tone.MUTED)] * num_cells
+    cells = [Run(_TRACK, Tone.MUTED)] * num_cells
     for mark_ms in playback.marks_ms:
-        cells[cell(mark_ms)] = Span(_MARK, Tone.WARN)
-    cells[cell(playback.at_ms)] = Span(_PLACE, Tone.ACCENT)
+        cells[cell(mark_ms)] = Run(_MARK, Tone.WARN)
+    cells[cell(playback.at_ms)] = Run(_PLACE, Tone.ACCENT)
     return cells
 
 

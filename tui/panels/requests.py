@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
 from tui.filter import energy_j
-from tui.lines import Line, Span, Tone
+from tui.lines import Line, Run, Tone
 from tui.rebuild import PastRequest
-from tui.request_listing import Listing
+from tui.request_listing import RequestListing
 from tui.view import REPLAY, View
 
 _MARGIN = 2
@@ -33,7 +33,7 @@ _PHASE_TONES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class RequestColumn:
     """One column; the lowest ranks are shown first when there is little room."""
 
     title: str
@@ -72,28 +72,28 @@ def _output_text(request: RequestFrame) -> str:
 
 
 COLUMNS = (
-    Column("ID", 8, 0, lambda r: fmt.short_id(r.id), is_right=False),
-    Column("PHASE", 15, 0, phase_text, is_right=False),
-    Column("USER", 8, 6, lambda r: r.user or fmt.ABSENT, is_right=False, grows_to=16),
-    Column("WORKER", 9, 13, lambda r: r.worker or fmt.ABSENT, is_right=False),
-    Column("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
-    Column("IN", 6, 1, lambda r: fmt.short_count(r.prompt_tokens)),
-    Column("OUT", 5, 2, _output_text),
-    Column("MAX", 5, 7, lambda r: fmt.short_count(r.max_tokens)),
-    Column("AGE", 6, 3, lambda r: fmt.seconds(r.age_ms / 1000)),
-    Column("QUEUE", 6, 10, lambda r: fmt.millis(r.queue_ms)),
-    Column("PREFILL", 7, 11, lambda r: fmt.millis(r.prefill_ms)),
-    Column("TTFT", 6, 4, lambda r: fmt.millis(r.ttft_ms)),
-    Column("HANDOFF", 7, 9, lambda r: fmt.millis(r.handoff_ms)),
-    Column("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
-    Column("PAUSED", 6, 20, lambda r: fmt.millis(r.paused_ms)),
-    Column("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
-    Column("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
-    Column("E2E", 6, 18, lambda r: fmt.millis(r.e2e_ms)),
-    Column("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fmt.short_count(r.num_blocks)),
-    Column("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
-    Column("J", 7, 8, lambda r: _joules(r)),
-    Column("ROUTE", 8, 19, lambda r: r.route or fmt.ABSENT, is_right=False),
+    RequestColumn("ID", 8, 0, lambda r: fmt.short_id(r.id), is_right=False),
+    RequestColumn("PHASE", 15, 0, phase_text, is_right=False),
+    RequestColumn("USER", 8, 6, lambda r: r.user or fmt.ABSENT, is_right=False, grows_to=16),
+    RequestColumn("WORKER", 9, 13, lambda r: r.worker or fmt.ABSENT, is_right=False),
+    RequestColumn("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
+    RequestColumn("IN", 6, 1, lambda r: fmt.short_count(r.prompt_tokens)),
+    RequestColumn("OUT", 5, 2, _output_text),
+    RequestColumn("MAX", 5, 7, lambda r: fmt.short_count(r.max_tokens)),
+    RequestColumn("AGE", 6, 3, lambda r: fmt.seconds(r.age_ms / 1000)),
+    RequestColumn("QUEUE", 6, 10, lambda r: fmt.millis(r.queue_ms)),
+    RequestColumn("PREFILL", 7, 11, lambda r: fmt.millis(r.prefill_ms)),
+    RequestColumn("TTFT", 6, 4, lambda r: fmt.millis(r.ttft_ms)),
+    RequestColumn("HANDOFF", 7, 9, lambda r: fmt.millis(r.handoff_ms)),
+    RequestColumn("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
+    RequestColumn("PAUSED", 6, 20, lambda r: fmt.millis(r.paused_ms)),
+    RequestColumn("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
+    RequestColumn("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
+    RequestColumn("E2E", 6, 18, lambda r: fmt.millis(r.e2e_ms)),
+    RequestColumn("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fmt.short_count(r.num_blocks)),
+    RequestColumn("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
+    RequestColumn("J", 7, 8, lambda r: _joules(r)),
+    RequestColumn("ROUTE", 8, 19, lambda r: r.route or fmt.ABSENT, is_right=False),
 )
 
 
@@ -103,9 +103,9 @@ def _joules(request: RequestFrame) -> str:
     return fmt.short_count(value_j) if value_j is None or value_j >= 100 else f"{value_j:.1f}"
 
 
-def columns_for(width: int) -> list[Column]:
+def columns_for(width: int) -> list[RequestColumn]:
     """The most important columns that fit, in display order; room left over widens the texts."""
-    chosen: list[Column] = []
+    chosen: list[RequestColumn] = []
     gap = 2 if width >= _ROOMY else 1
     room = width - _MARGIN + gap
     for column in sorted(COLUMNS, key=lambda column: column.rank):
@@ -115,7 +115,7 @@ def columns_for(width: int) -> list[Column]:
     if width >= _WIDE:
         chosen = [_with_whole_id(column) for column in chosen]
     chosen.sort(key=lambda column: [known.title for known in COLUMNS].index(column.title))
-    grown: list[Column] = []
+    grown: list[RequestColumn] = []
     for column in chosen:
         more = max(0, min(column.grows_to - column.width, room))
         room -= more
@@ -123,29 +123,29 @@ def columns_for(width: int) -> list[Column]:
     return grown
 
 
-def _with_whole_id(column: Column) -> Column:
+def _with_whole_id(column: RequestColumn) -> RequestColumn:
     if column.title != "ID":
         return column
     return replace(column, text=lambda request: request.id, grows_to=44)
 
 
-def heading(columns: Sequence[Column], listing: Listing) -> Line:
+def heading(columns: Sequence[RequestColumn], listing: RequestListing) -> Line:
     """The line above the rows; the sorted column stands out."""
-    line: Line = [Span("  ")]
+    line: Line = [Run("  ")]
     for column in columns:
         tone = Tone.ACCENT if column.title.lower() == listing.sort else Tone.MUTED
-        line.append(Span(column.cell(column.title), tone))
+        line.append(Run(column.cell(column.title), tone))
     return line
 
 
-def row(request: RequestFrame, columns: Sequence[Column], *, is_selected: bool) -> Line:
+def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected: bool) -> Line:
     """One request as a line of the table."""
-    line: Line = [Span("> " if is_selected else "  ", Tone.ACCENT)]
+    line: Line = [Run("> " if is_selected else "  ", Tone.ACCENT)]
     phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
     tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}
     for column in columns:
         text = column.cell(column.text(request))
-        line.append(Span(text, tones.get(column.title, Tone.PLAIN)))
+        line.append(Run(text, tones.get(column.title, Tone.PLAIN)))
     return line
 
 
@@ -189,11 +189,11 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
 def placeholder(view: View) -> Line:
     """What stands in an empty table."""
     if view.frame is None and view.link.why:
-        return [Span("  no daemon; start one with: penstock serve", Tone.MUTED)]
+        return [Run("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None:
-        return [Span("  waiting for the first frame", Tone.MUTED)]
+        return [Run("  waiting for the first frame", Tone.MUTED)]
     if view.listing.filter.text:
-        return [Span("  no request passes the filter; / changes it", Tone.MUTED)]
+        return [Run("  no request passes the filter; / changes it", Tone.MUTED)]
     if view.link.word == REPLAY:
-        return [Span("  no live requests that the log knows of", Tone.MUTED)]
-    return [Span('  no live requests; send one with: penstock run --chat "Hello"', Tone.MUTED)]
+        return [Run("  no live requests that the log knows of", Tone.MUTED)]
+    return [Run('  no live requests; send one with: penstock run --chat "Hello"', Tone.MUTED)]

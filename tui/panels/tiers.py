@@ -10,7 +10,7 @@ from __future__ import annotations
 from appliance.frame.protocol import Frame
 from appliance.frame.tier_frame import TierFrame
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, facts, rule
+from tui.lines import Line, Run, Tone, facts, rule
 
 
 def lines(frame: Frame, width: int) -> list[Line]:
@@ -22,7 +22,7 @@ def lines(frame: Frame, width: int) -> list[Line]:
 def _lines(title: str, tier: TierFrame, width: int) -> list[Line]:
     if tier.state != "on":
         tone = Tone.MUTED if tier.state == "opening" else Tone.WARN
-        return [rule(title, width, tier.state), [Span(tier.reason, tone)]]
+        return [rule(title, width, tier.state), [Run(tier.reason, tone)]]
     note = f"{fmt.size(tier.num_bytes)} of {fmt.size(tier.max_bytes)}"
     note += f" in {fmt.clean(tier.folder)}" if tier.folder else ""
     return [rule(title, width, note), *facts(width, _figures(tier))]

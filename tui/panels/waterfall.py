@@ -12,7 +12,7 @@ from appliance.frame.protocol import RequestFrame
 from appliance.frame.restored import restored_from
 from tui import format as fmt
 from tui.filter import energy_j
-from tui.lines import Line, Span, Tone, pairs, wrap
+from tui.lines import Line, Run, Tone, pairs, wrap
 from tui.panels.requests import phase_text
 
 _STAGES = (
@@ -40,7 +40,7 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
     """The lines of the dialog that shows one request."""
     outcome = request.finish_reason or phase_text(request)
     lines: list[Line] = [
-        [Span(fmt.clip(request.id, width), Tone.STRONG)],
+        [Run(fmt.clip(request.id, width), Tone.STRONG)],
         pairs(width, ("state", outcome), ("user", request.user or fmt.ABSENT)),
         pairs(width, ("endpoint", request.endpoint), ("received", fmt.clock(request.received_at))),
         pairs(width, ("in", _input(request)), ("out", _output(request))),
@@ -58,13 +58,13 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
             width, ("first gap", fmt.millis_unit(request.first_itl_ms)), ("moved", _moved(request))
         ),
         pairs(width, ("model", request.model), ("stream", "yes" if request.stream else "no")),
-        [Span("energy ", Tone.MUTED), Span(_energy(request))],
+        [Run("energy ", Tone.MUTED), Run(_energy(request))],
         *_because(request, width),
         [],
         *waterfall(request, width),
     ]
     if request.error:
-        lines += [[], [Span("error ", Tone.BAD), Span(fmt.clip(request.error, width - 6))]]
+        lines += [[], [Run("error ", Tone.BAD), Run(fmt.clip(request.error, width - 6))]]
     return lines
 
 
@@ -155,9 +155,9 @@ def waterfall(request: RequestFrame, width: int) -> list[Line]:
 
 def _row(label: str, number: str, bar: str, tone: Tone) -> Line:
     return [
-        Span(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Span(fmt.pad(number, _NUMBER_WIDTH, right=True) + "  ", tone),
-        Span(bar, Tone.ACCENT),
+        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(fmt.pad(number, _NUMBER_WIDTH, right=True) + "  ", tone),
+        Run(bar, Tone.ACCENT),
     ]
 
 

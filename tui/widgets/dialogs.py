@@ -19,7 +19,7 @@ from textual.widgets import Input
 from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
 from tui.feed_messages import KeyUnderDialog
-from tui.lines import Line, Span, Tone, wrap
+from tui.lines import Line, Run, Tone, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.waterfall import detail
 from tui.widgets.panel import Page, Panel, entitle
@@ -87,7 +87,7 @@ class Help(Reader):
 
     def __init__(self, keys: Sequence[tuple[str, str]], *, is_ascii: bool) -> None:
         lines: list[Line] = [
-            [Span(fmt.pad(key, _KEY_WIDTH), Tone.ACCENT), Span(what)] for key, what in keys
+            [Run(fmt.pad(key, _KEY_WIDTH), Tone.ACCENT), Run(what)] for key, what in keys
         ]
         super().__init__("KEYS  esc or q closes", lambda width: lines, is_ascii=is_ascii)
 
@@ -118,8 +118,8 @@ class Detail(Reader):
     def _lines(self, width: int) -> list[Line]:
         if self._is_there:
             return detail(self.request, width)
-        name = Span(fmt.clip(self.request.id, width), Tone.STRONG)
-        return [[name], [Span("it had not come yet at this time", Tone.MUTED)]]
+        name = Run(fmt.clip(self.request.id, width), Tone.STRONG)
+        return [[name], [Run("it had not come yet at this time", Tone.MUTED)]]
 
     def show(self, request: RequestFrame | None) -> None:
         """Another reading of the same request; None: of a time before it came."""
@@ -138,17 +138,17 @@ class Confirm(Dialog):
 
     def __init__(self, question: str, *, is_ascii: bool) -> None:
         answers: Line = [
-            Span("y", Tone.ACCENT),
-            Span(" yes   "),
-            Span("N", Tone.ACCENT),
-            Span(" no"),
+            Run("y", Tone.ACCENT),
+            Run(" yes   "),
+            Run("N", Tone.ACCENT),
+            Run(" no"),
         ]
         super().__init__(
             "CONFIRM", lambda width: [*wrap(question, width), answers], is_ascii=is_ascii
         )
 
 
-class Ask(Dialog):
+class AskDialog(Dialog):
     """A line to type; what is wrong with it is said while it is typed."""
 
     def __init__(
@@ -229,13 +229,13 @@ class Choose(Dialog):
     def _lines(self, width: int) -> list[Line]:
         rows: list[Line] = [
             [
-                Span("> " if index == self._cursor else "  ", Tone.ACCENT),
-                Span(fmt.pad(name, _NAME_WIDTH), Tone.STRONG),
-                Span(what, Tone.MUTED),
+                Run("> " if index == self._cursor else "  ", Tone.ACCENT),
+                Run(fmt.pad(name, _NAME_WIDTH), Tone.STRONG),
+                Run(what, Tone.MUTED),
             ]
             for index, (name, what) in enumerate(self._matches)
         ]
-        return rows or [[Span("nothing matches", Tone.MUTED)]]
+        return rows or [[Run("nothing matches", Tone.MUTED)]]
 
     def _around(self, width: int, height: int) -> list[Line]:
         """The options around the cursor, if not all can be shown."""

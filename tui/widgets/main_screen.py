@@ -15,7 +15,7 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
-from tui.lines import Line, Span, Tone
+from tui.lines import Line, Run, Tone
 from tui.panels import header, pages
 from tui.view import View
 from tui.widgets.overview import Overview
@@ -126,7 +126,7 @@ class MainScreen(Screen[None]):
     def _paint_tiny(self, width: int, height: int) -> list[Line]:
         need = f"need {_MIN_WIDTH}x{_MIN_HEIGHT}, have {self.size.width}x{self.size.height}"
         words = textwrap.wrap(header.summary(self._view), width)
-        return [[Span(need, Tone.WARN)], *([Span(line)] for line in words)][:height]
+        return [[Run(need, Tone.WARN)], *([Run(line)] for line in words)][:height]
 
 
 def _id(page: str) -> str:

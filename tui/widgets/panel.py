@@ -19,7 +19,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from tui import format as fmt
-from tui.lines import Line, Span, Tone, fit, to_ascii
+from tui.lines import Line, Run, Tone, fit, to_ascii
 
 Painter = Callable[[int, int], list[Line]]
 """Lines for a width and a height."""
@@ -30,7 +30,7 @@ class Toned(Widget):
 
     COMPONENT_CLASSES = {f"tone--{tone}" for tone in Tone} | {"tone--stale"}
 
-    def strip_of(self, line: Iterable[Span], width: int, style: str | None = None) -> Strip:
+    def strip_of(self, line: Iterable[Run], width: int, style: str | None = None) -> Strip:
         """The line in exactly `width` cells; `style` is a component class over all its tones."""
         if self.screen.has_class("-stale") and not self.has_class("-fresh"):
             style = "tone--stale"
@@ -97,7 +97,7 @@ class Page(Panel, can_focus=True):
         num_below = len(lines) - self._top - height
         if num_below <= 0:
             return lines[self._top :]
-        more = [Span(f"▼ {num_below + 1} more lines", Tone.MUTED)]
+        more = [Run(f"▼ {num_below + 1} more lines", Tone.MUTED)]
         return [*lines[self._top : self._top + height - 1], more]
 
     def action_scroll_lines(self, num_lines: int) -> None:

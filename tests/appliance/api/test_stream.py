@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.stream import Delta, Reply, StopMatcher
+from appliance.api.stream import Delta, OpenReply, StopMatcher
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
@@ -69,7 +69,7 @@ def emit(request, token_ids, *, index=0, reason=None, logprobs=()):
     request.inbox.put_nowait(emitted)
 
 
-async def collect(reply: Reply) -> list[Delta]:
+async def collect(reply: OpenReply) -> list[Delta]:
     return [delta async for deltas in reply.deltas() for delta in deltas]
 
 
@@ -80,7 +80,7 @@ def told(deltas: list[Delta], index: int = 0) -> str:
 async def spoken(appliance, chunks, *, stop=(), reason=FinishReason.LENGTH) -> list[Delta]:
     """The deltas of one sequence that emits these chunks of ids, each read before the next."""
     request = request_of()
-    reply = Reply(appliance, request, asking(stop))
+    reply = OpenReply(appliance, request, asking(stop))
     deltas: list[Delta] = []
     stream = reply.deltas()
     for number, ids in enumerate(chunks):
@@ -103,7 +103,7 @@ async def test_tokens_become_text_and_the_last_delta_says_why_it_ended(appliance
 
 async def test_whatever_waits_is_taken_at_once(appliance):
     request = request_of(2)
-    reply = Reply(appliance, request, asking())
+    reply = OpenReply(appliance, request, asking())
     ids = appliance.tokenizer.encode("hello", False)
     for token_id in ids:
         emit(request, [token_id], index=0)
@@ -120,7 +120,7 @@ async def test_whatever_waits_is_taken_at_once(appliance):
 
 async def test_silence_is_reported_and_loses_nothing(appliance):
     request = request_of()
-    stream = Reply(appliance, request, asking()).deltas(0.01)
+    stream = OpenReply(appliance, request, asking()).deltas(0.01)
     assert await anext(stream) == []
     assert await anext(stream) == []
     emit(request, appliance.tokenizer.encode("hello", False), reason=FinishReason.LENGTH)
@@ -151,7 +151,7 @@ async def test_at_the_end_what_was_held_back_is_sent(appliance):
 
 async def test_tokens_that_come_after_a_stop_are_dropped(appliance):
     request = request_of(2)
-    reply = Reply(appliance, request, asking(("b",)))
+    reply = OpenReply(appliance, request, asking(("b",)))
     emit(request, appliance.tokenizer.encode("abab", False), index=0)
     emit(request, appliance.tokenizer.encode("aaaa", False), index=0)
     emit(request, appliance.tokenizer.encode("cc", False), index=1, reason=FinishReason.LENGTH)
@@ -178,7 +178,7 @@ async def test_the_id_that_ends_a_sequence_is_no_text(appliance):
 
 async def test_logprobs_stay_with_their_tokens_and_know_where_the_text_begins(appliance):
     request = request_of()
-    reply = Reply(appliance, request, asking(("c",)))
+    reply = OpenReply(appliance, request, asking(("c",)))
     ids = appliance.tokenizer.encode("aäbcd", False)
     logprobs = [TokenLogprob(-float(i), [], []) for i in range(len(ids))]
     emit(request, ids, reason=FinishReason.LENGTH, logprobs=logprobs)
@@ -236,7 +236,7 @@ async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta
     ask = completion_ask(Fields(body), ModelInfo("m", 10_000, 300, (), None, 0), 1)
     request.sequences[0].prompt_token_ids = [1, *before]
     request.sequences[0].sampling = ask.sampling(1 + len(before), 10_000)
-    reply = Reply(appliance, request, ask)
+    reply = OpenReply(appliance, request, ask)
     said = Delta(request.sequences[0])
     emit(request, after, reason=FinishReason.LENGTH if has_ended else None)
     async for deltas in reply.deltas(0.01):
@@ -282,7 +282,7 @@ async def test_a_required_call_is_whole_where_only_its_marks_are_cut_off(
 ):
     request = request_of()
     tool = {"type": "function", "function": {"name": "f"}}
-    reply = Reply(appliance, request, asking(tools=[tool], tool_choice=choice))
+    reply = OpenReply(appliance, request, asking(tools=[tool], tool_choice=choice))
     emit(request, appliance.tokenizer.encode(text, False), reason=FinishReason.LENGTH)
     deltas = await collect(reply)
     assert deltas[-1].finish_reason is reason

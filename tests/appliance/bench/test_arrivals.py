@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.bench.arrivals import (
-    Arrival,
     Lengths,
+    PlannedArrival,
     drawn,
     read_trace,
     regular,
@@ -61,7 +61,7 @@ def test_the_rate_holds_and_burstiness_is_the_shape_of_the_gaps(burstiness: floa
 
 def test_regular_arrivals_leave_the_beginning_free() -> None:
     assert [each.at_s for each in regular(2, 7, 5, 8)] == [2, 4, 6]
-    assert regular(2, 1, 5, 8) == [Arrival(2, 5, 8)]
+    assert regular(2, 1, 5, 8) == [PlannedArrival(2, 5, 8)]
 
 
 @pytest.mark.parametrize(("text", "lengths"), [("512", (512, 512)), ("1-9", (1, 9))])
@@ -81,7 +81,7 @@ def test_a_trace_begins_with_its_earliest_line(tmp_path: Path) -> None:
         '{"timestamp": 2500, "input_length": 7, "output_length": 2, "hash_ids": [1]}\n\n'
         '{"timestamp": 1000, "input_length": 5, "output_length": 1}\n'
     )
-    assert read_trace(path) == [Arrival(0, 5, 1), Arrival(1.5, 7, 2, (1,))]
+    assert read_trace(path) == [PlannedArrival(0, 5, 1), PlannedArrival(1.5, 7, 2, (1,))]
 
 
 @pytest.mark.parametrize(
@@ -120,18 +120,18 @@ def test_a_trace_tells_which_prompts_begin_alike(tmp_path: Path) -> None:
 
 
 def test_arrivals_are_spread_within_their_ticks_only() -> None:
-    ticks = [Arrival(3.0 * (n // 4), n + 1, 1) for n in range(40)]
+    ticks = [PlannedArrival(3.0 * (n // 4), n + 1, 1) for n in range(40)]
     moved = spread(ticks, random.Random(0))
     assert moved == spread(ticks, random.Random(0)) == sorted(moved)
     assert len({each.at_s for each in moved}) == 40
     by_length = {each.input_tokens: each.at_s for each in moved}
     assert all(0 <= by_length[each.input_tokens] - each.at_s < 3 for each in ticks)
-    exact = [*ticks, Arrival(1.5, 1, 1)]
+    exact = [*ticks, PlannedArrival(1.5, 1, 1)]
     assert spread(exact, random.Random(0)) == exact
 
 
 def test_a_scaled_trace_shares_what_it_shared() -> None:
-    trace = [Arrival(0, 1024, 40, (1, 2)), Arrival(8, 1500, 2, (1, 2, 3))]
+    trace = [PlannedArrival(0, 1024, 40, (1, 2)), PlannedArrival(8, 1500, 2, (1, 2, 3))]
     half = scaled(trace, speed=4, length_scale=0.5)
     assert [(e.at_s, e.input_tokens, e.output_tokens) for e in half] == [(0, 512, 20), (2, 750, 1)]
     assert reusable_tokens(half) == [0, 512]

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.bench.conversing import Pace, converse
+from appliance.bench.conversing import TurnPace, converse
 from appliance.bench.load import Measured
-from appliance.bench.statistics import Slo, by_turn, summarize
+from appliance.bench.statistics import Goodness, by_turn, summarize
 from appliance.bench.talk import APIS
 from appliance.bench.target import Target
-from appliance.bench.workloads import Conversation, Turn
+from appliance.bench.workloads import PlannedConversation, PlannedTurn
 from appliance.configuration.address import UnixAddress
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import says, serving
@@ -24,8 +24,12 @@ from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import byte_level
 
-CHAT = Conversation([Turn(9, 4), Turn(5, 3, 0.01), Turn(7, 2, 0.01)], shared_tokens=20)
-AGENT = Conversation([Turn(9, 4), Turn(5, 3), Turn(7, 2)], shared_tokens=20, has_tools=True)
+CHAT = PlannedConversation(
+    [PlannedTurn(9, 4), PlannedTurn(5, 3, 0.01), PlannedTurn(7, 2, 0.01)], shared_tokens=20
+)
+AGENT = PlannedConversation(
+    [PlannedTurn(9, 4), PlannedTurn(5, 3), PlannedTurn(7, 2)], shared_tokens=20, has_tools=True
+)
 
 
 @pytest.fixture
@@ -43,14 +47,14 @@ async def target(appliance: FakeAppliance, tmp_path: Path) -> AsyncIterator[Targ
         yield target
 
 
-async def have(target: Target, *conversations: Conversation, api: str = "chat") -> Measured:
-    return await converse(target, conversations, Pace(api), "one", 0, lambda share: None)
+async def have(target: Target, *conversations: PlannedConversation, api: str = "chat") -> Measured:
+    return await converse(target, conversations, TurnPace(api), "one", 0, lambda share: None)
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("conversation", [CHAT, AGENT], ids=["chat", "agent"])
 async def test_each_prompt_begins_as_the_one_before_it(
-    target: Target, appliance: FakeAppliance, api: str, conversation: Conversation
+    target: Target, appliance: FakeAppliance, api: str, conversation: PlannedConversation
 ) -> None:
     says(appliance, "abc")
     measured = await have(target, conversation, api=api)
@@ -106,8 +110,8 @@ async def test_a_conversation_ends_with_a_turn_that_fails(
 
 
 async def test_speed_and_lengths_are_scaled(target: Target, appliance: FakeAppliance) -> None:
-    slow = later(Conversation([Turn(40, 8), Turn(40, 8, 600.0)]), 600.0)
-    pace = Pace("completions", speed=60_000, length_scale=0.25)
+    slow = later(PlannedConversation([PlannedTurn(40, 8), PlannedTurn(40, 8, 600.0)]), 600.0)
+    pace = TurnPace("completions", speed=60_000, length_scale=0.25)
     measured = await converse(target, [slow], pace, "one", 0, lambda share: None)
     assert [(s.prompt_tokens, s.output_tokens) for s in measured.samples] == [(10, 2), (22, 2)]
 
@@ -116,12 +120,14 @@ async def test_figures_are_by_turn_and_over_all(target: Target) -> None:
     measured = await have(target, CHAT, CHAT, api="completions")
     for sample in measured.samples:
         sample.cached_tokens = (sample.prompt_tokens or 0) // 2
-    figures = by_turn(measured.samples) | summarize(measured.samples, measured.window_ms, Slo())
+    figures = by_turn(measured.samples) | summarize(
+        measured.samples, measured.window_ms, Goodness()
+    )
     assert figures["turn_01_ttft_ms"] > 0
     assert figures["turn_03_hit_ratio"] == pytest.approx(0.5, abs=0.05)
     assert figures["hit_ratio"] == pytest.approx(0.5, abs=0.05)
     assert 0.5 < figures["infinite_hit_ratio"] < 1
 
 
-def later(conversation: Conversation, starts_at_s: float) -> Conversation:
+def later(conversation: PlannedConversation, starts_at_s: float) -> PlannedConversation:
     return msgspec.structs.replace(conversation, starts_at_s=starts_at_s)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.bench.interference import Disturbed, Plan, disturb, gaps_between
+from appliance.bench.interference import Disturbed, InterferencePlan, disturb, gaps_between
 from appliance.bench.samples import Sample
 from appliance.bench.target import Target
 from engine.errors import PenstockError
@@ -50,7 +50,7 @@ def test_streams_run_until_the_last_prompt_has_its_answer(
 ) -> None:
     server.script.gap_s = 0.005
     shares: list[float] = []
-    plan = Plan(num_streams=2, prompt_tokens=70, every_s=0.2, seconds=0.7)
+    plan = InterferencePlan(num_streams=2, prompt_tokens=70, every_s=0.2, seconds=0.7)
     found = asyncio.run(disturb(target, plan, "arm", 4, shares.append))
     assert (found.arm, found.round_index, shares[-1]) == ("arm", 4, 1)
     assert len(found.loaded) == 3
@@ -65,4 +65,6 @@ def test_streams_run_until_the_last_prompt_has_its_answer(
 def test_a_stream_that_fails_ends_the_measurement(server: FakeOpenAI, target: Target) -> None:
     server.script.refuse = lambda index: len(server.script.bodies[index]["prompt"]) != 70
     with pytest.raises(PenstockError, match="a stream failed: the queue is full"):
-        asyncio.run(disturb(target, Plan(1, 70, 0.1, 0.2), "arm", 0, lambda share: None))
+        asyncio.run(
+            disturb(target, InterferencePlan(1, 70, 0.1, 0.2), "arm", 0, lambda share: None)
+        )

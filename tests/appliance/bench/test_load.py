@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.arrivals import Arrival, Lengths
+from appliance.bench.arrivals import Lengths, PlannedArrival
 from appliance.bench.load import Load, Measured, measure, offer
 from appliance.bench.samples import Sample
 from appliance.bench.target import Target
@@ -18,7 +18,7 @@ from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 
 FIVE, THREE = Lengths(5, 5), Lengths(3, 3)
-BURST = tuple(Arrival(i / 100, 5, 3) for i in range(20))
+BURST = tuple(PlannedArrival(i / 100, 5, 3) for i in range(20))
 TRACE = Load(0.2, FIVE, THREE, trace=BURST)
 
 
@@ -29,7 +29,7 @@ def run(target: Target, load: Load) -> Measured:
 async def test_a_request_has_the_tokens_that_were_asked_for(
     server: FakeOpenAI, target: Target
 ) -> None:
-    (sample,) = await offer(target, [Arrival(0, 6, 4)], 10)
+    (sample,) = await offer(target, [PlannedArrival(0, 6, 4)], 10)
     assert (sample.prompt_tokens, sample.output_tokens, len(sample.itl_ms)) == (6, 4, 3)
     assert sample.is_completed
     (body,) = server.script.bodies
@@ -41,7 +41,7 @@ async def test_tcp_and_the_socket_read_the_same(server: FakeOpenAI) -> None:
     for address in (server.unix, server.tcp):
         target = Target("t", address, random.Random(0))
         target.meet()
-        (sample,) = await offer(target, [Arrival(0, 6, 4)], 10)
+        (sample,) = await offer(target, [PlannedArrival(0, 6, 4)], 10)
         assert (sample.is_completed, len(sample.itl_ms)) == (True, 3)
 
 
@@ -89,9 +89,9 @@ def test_prompts_begin_alike_where_a_trace_says_so_and_only_within_a_turn(
     server: FakeOpenAI, target: Target
 ) -> None:
     trace = (
-        Arrival(0, 40, 2, (1, 2), 20),
-        Arrival(0.01, 50, 2, (1, 2, 3), 20),
-        Arrival(0.02, 30, 2, (4, 2), 20),
+        PlannedArrival(0, 40, 2, (1, 2), 20),
+        PlannedArrival(0.01, 50, 2, (1, 2, 3), 20),
+        PlannedArrival(0.02, 30, 2, (4, 2), 20),
     )
     for _ in range(2):
         samples = run(target, Load(0.1, FIVE, THREE, trace=trace)).samples
@@ -122,14 +122,14 @@ async def test_a_reply_that_never_ends_is_an_error_and_is_hung_up_on(
     server: FakeOpenAI, target: Target
 ) -> None:
     server.script.first_s = 30
-    (sample,) = await offer(target, [Arrival(0, 5, 3)], 0.1)
+    (sample,) = await offer(target, [PlannedArrival(0, 5, 3)], 0.1)
     assert "no end" in (sample.error or "")
     assert (sample.status, sample.e2e_ms) == (200, None)
 
 
 async def test_a_server_that_is_gone_is_an_error_of_each_request(tmp_path: Path) -> None:
     nobody = Target("nobody", UnixAddress(tmp_path / "none"), random.Random(0))
-    (sample,) = await offer(nobody, [Arrival(0, 5, 3)], 1)
+    (sample,) = await offer(nobody, [PlannedArrival(0, 5, 3)], 1)
     assert sample.error == "cannot connect: No such file or directory"
     assert sample.status is None
 
@@ -139,7 +139,7 @@ def test_events_with_several_tokens_are_noted(
     server: FakeOpenAI, target: Target, has_ids: bool
 ) -> None:
     server.script.per_event, server.script.has_ids = 2, has_ids
-    (sample,) = run(target, Load(0.2, FIVE, THREE, trace=(Arrival(0, 5, 6),))).samples
+    (sample,) = run(target, Load(0.2, FIVE, THREE, trace=(PlannedArrival(0, 5, 6),))).samples
     assert len(sample.itl_ms) == 2  # three events of two tokens: two gaps that anyone saw
     assert (sample.output_tokens, sample.merged_tokens) == (6, 3)
 
@@ -165,7 +165,7 @@ def test_words_are_sent_where_ids_are_not_known(server: FakeOpenAI) -> None:
     target = Target("t", server.unix, random.Random(0), is_text=True)
     target.meet()
     target.learn_length(5, 10)  # this server counts two tokens a word
-    (sample,) = run(target, Load(0.1, FIVE, THREE, trace=(Arrival(0, 100, 3),))).samples
+    (sample,) = run(target, Load(0.1, FIVE, THREE, trace=(PlannedArrival(0, 100, 3),))).samples
     assert isinstance(server.script.bodies[0]["prompt"], str)
     assert sample.prompt_tokens == 100
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.reply_events import MAX_HEAD_BYTES, Event, Reply, ReplyReader
+from appliance.bench.reply_events import MAX_HEAD_BYTES, Event, ReceivedReply, ReplyReader
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
 
@@ -37,9 +37,9 @@ def chunked(parts: list[bytes]) -> bytes:
     return SSE + b"Transfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
 
 
-def read(data: bytes, cuts: tuple[int, ...] = ()) -> tuple[Reply, ReplyReader]:
+def read(data: bytes, cuts: tuple[int, ...] = ()) -> tuple[ReceivedReply, ReplyReader]:
     """Feed the pieces, the first at 1 ns, the second at 2 ns, and so on."""
-    reply = Reply(0)
+    reply = ReceivedReply(0)
     reader = ReplyReader(reply)
     ends = [*sorted(cuts), len(data)]
     for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.bench.reply_events import Event, Reply
+from appliance.bench.reply_events import Event, ReceivedReply
 from appliance.bench.samples import Sample, sample_of
 
 MS = 1_000_000
 
 
-def reply(*events: Event, **known: object) -> Reply:
+def reply(*events: Event, **known: object) -> ReceivedReply:
     given = {"sent_ns": 12 * MS, "status": 200, "events": list(events), "ended_ns": 60 * MS}
-    return Reply(**(given | known))
+    return ReceivedReply(**(given | known))
 
 
 def test_times_count_from_when_the_request_was_due() -> None:

@@ -10,7 +10,7 @@ import pytest
 from appliance.bench.arrivals import TICK_S, read_trace, reusable_tokens
 from appliance.bench.workloads import (
     CONVERSATIONS,
-    Conversation,
+    PlannedConversation,
     agents,
     chats,
     lines,
@@ -20,7 +20,7 @@ from appliance.bench.workloads import (
 from engine.errors import ConfigError
 
 
-def tokens(each: Conversation) -> tuple[int, int]:
+def tokens(each: PlannedConversation) -> tuple[int, int]:
     """Of all prompts together, and of all replies."""
     history, sent, written = each.shared_tokens, 0, 0
     for turn in each.turns:

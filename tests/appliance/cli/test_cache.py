@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from engine.tiers.index import Place
+from engine.tiers.index import RecordPlace
 from engine.tiers.slabs import RecordBuffer, Slabs
 from tests.appliance.cli_process import penstock, user_environ
 
@@ -21,7 +21,7 @@ def slabs(tmp_path):
     for n in range(3):
         buffer = RecordBuffer(BLOCK_BYTES)
         buffer.block[:] = bytes([n]) * BLOCK_BYTES
-        slabs.write(Place(0, n), bytes([n]) * 16, n, 1_700_000_000 + n, buffer)
+        slabs.write(RecordPlace(0, n), bytes([n]) * 16, n, 1_700_000_000 + n, buffer)
     yield slabs
     slabs.close()
 

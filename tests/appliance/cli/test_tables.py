@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.cli import listings, text, waterfall
-from appliance.cli.tables import Column, Format, Listing, csv_cell, flat, one
+from appliance.cli.tables import Format, Listing, TableColumn, csv_cell, flat, one
 
-COLUMNS = (Column("NAME", "name"), Column("N", "n", text.count), Column("X", "x", is_wide=True))
+COLUMNS = (
+    TableColumn("NAME", "name"),
+    TableColumn("N", "n", text.count),
+    TableColumn("X", "x", is_wide=True),
+)
 rows = st.lists(
     st.fixed_dictionaries(
         {"name": st.none() | st.text(), "n": st.none() | st.integers(), "x": st.text()}
@@ -73,10 +77,10 @@ def test_a_followed_table_has_one_header_and_columns_that_only_widen():
 
 
 NARROW = (
-    Column("WHEN", "when", short=text.short_time),
-    Column("ID", "id", short=text.short_id),
-    Column("USER", "user", rank=2),
-    Column("N", "n", text.count, rank=1),
+    TableColumn("WHEN", "when", short=text.short_time),
+    TableColumn("ID", "id", short=text.short_id),
+    TableColumn("USER", "user", rank=2),
+    TableColumn("N", "n", text.count, rank=1),
 )
 CALL = {"when": "2026-11-22T14:02:11.004Z", "id": "chatcmpl-3f9a21c0d7e2b1a4", "n": 7}
 

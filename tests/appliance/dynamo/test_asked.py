@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
 from appliance.dynamo import asked as asked_module
-from appliance.dynamo.asked import Prompts, Refused, asked_of
+from appliance.dynamo.asked import Prompts, RefusedAsk, asked_of
 from appliance.dynamo.served import Served
 from appliance.dynamo.told import LostError, output_of, raise_error
 from appliance.json_fields import Fields
@@ -77,7 +77,7 @@ def test_without_a_seed_it_has_one_that_goes_with_it():
 def test_an_answer_may_be_as_long_as_the_context_leaves():
     assert body(stop={"max_tokens": None})["max_tokens"] == 97
     assert body(stop={"max_tokens": 1000})["max_tokens"] == 97
-    with pytest.raises(Refused, match="context is 100"):
+    with pytest.raises(RefusedAsk, match="context is 100"):
         body(token_ids=range(100))
 
 
@@ -99,7 +99,7 @@ def test_forms_of_answers_are_passed_on(form):
     ],
 )
 def test_what_is_not_done_here_is_refused_by_name(fields, says):
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(RefusedAsk, match=says):
         body(**fields)
 
 
@@ -148,7 +148,7 @@ def test_log_probabilities_are_ranked():
 
 
 def test_the_clients_fault_stays_with_it_and_all_else_goes_elsewhere():
-    with pytest.raises(Refused, match="no such"):
+    with pytest.raises(RefusedAsk, match="no such"):
         raise_error({"message": "no such", "type": "invalid_request_error"})
     for kind in ("unavailable_error", "rate_limit_error", "server_error", None):
         with pytest.raises(LostError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.dynamo.contents import Contents
+from appliance.dynamo.contents import RouterContents
 
 
 class Router:
@@ -33,7 +33,7 @@ def block(block_id: int, parent: int | None) -> dict:
 
 def test_rows_of_blocks_are_told_together_each_after_its_parent():
     router = Router()
-    contents = Contents(router)
+    contents = RouterContents(router)
     contents.read({"cleared": True, "block_size": 2})
     contents.read({"stored": [block(1, None), block(2, 1), block(5, None), block(3, 2)]})
     assert router.known == {i: (p, [i, i]) for i, p in ((1, None), (2, 1), (5, None), (3, 2))}
@@ -46,7 +46,7 @@ def test_rows_of_blocks_are_told_together_each_after_its_parent():
 
 def test_a_block_without_the_one_before_it_is_not_told():
     router = Router()
-    contents = Contents(router)
+    contents = RouterContents(router)
     contents.read({"stored": [block(2, 1), block(3, None)]})
     assert sorted(router.known) == [3]
 
@@ -56,7 +56,7 @@ def test_a_block_without_the_one_before_it_is_not_told():
 def test_the_router_knows_what_the_daemon_has(changes):
     """Blocks of one chain come from the front and go from the back, as tails go before heads."""
     router, there = Router(), []
-    contents = Contents(router)
+    contents = RouterContents(router)
     for is_stored, number in changes:
         if is_stored:
             new = [

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appliance.dynamo import worker
-from appliance.dynamo.asked import Refused
+from appliance.dynamo.asked import RefusedAsk
 from appliance.dynamo.told import LostError
 from appliance.dynamo.worker import Adapter
 from engine.errors import PenstockError, Unavailable
@@ -182,7 +182,7 @@ async def test_who_does_not_want_it_any_more_frees_the_daemon(running, daemon):
 
 async def test_refusals_are_the_clients_and_a_full_daemon_is_not(running, daemon):
     adapter, _, _ = running
-    with pytest.raises(Refused, match="min_tokens"):
+    with pytest.raises(RefusedAsk, match="min_tokens"):
         await outputs(adapter, asked(min_tokens=50))
     daemon.unavailable = Unavailable("draining", code="draining")
     with pytest.raises(LostError, match="draining"):

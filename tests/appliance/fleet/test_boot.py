@@ -12,7 +12,7 @@ from appliance.fleet.boot import check_plan, lock_state_dir, make_plan
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
 from engine.kernels.cpu import TILES, WIDENED, has_kernels
-from engine.kernels.product_ways import Ways
+from engine.kernels.product_ways import ProductWays
 from engine.wire.messages import GpuSpec
 from tests.gguf_files import write_gguf
 
@@ -195,7 +195,7 @@ def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike
     plan_of, tiny_llama, monkeypatch, dtype
 ):
     monkeypatch.setattr(
-        "appliance.fleet.weights_plan._ways", lambda: Ways((1, 16), (WIDENED, TILES))
+        "appliance.fleet.weights_plan._ways", lambda: ProductWays((1, 16), (WIDENED, TILES))
     )
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]

@@ -20,7 +20,7 @@ from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.placement_text import placement_lines
 from appliance.fleet.placing import Placed, Placing
-from appliance.fleet.step_memory import Measured, PairTimes, StepMemory, key_of
+from appliance.fleet.step_memory import MeasuredModel, PairTimes, StepMemory, key_of
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine
@@ -167,14 +167,18 @@ TURNS = PairTimes(4096, 8, 210.0, 9.0, 410.0, 19.0)
 @pytest.mark.parametrize(
     ("known", "workers", "why"),
     [
-        (Measured(), ["prefill", "decode"], "they are timed at this start"),
-        (Measured(pair=TIMES), ["prefill", "decode"], "219 ms in one worker and 14 ms in a second"),
-        (Measured(pair=TURNS), ["colocated"], "at 53% of the rate"),
-        (Measured(is_trying=True), ["colocated"], "that start has failed"),
+        (MeasuredModel(), ["prefill", "decode"], "they are timed at this start"),
+        (
+            MeasuredModel(pair=TIMES),
+            ["prefill", "decode"],
+            "219 ms in one worker and 14 ms in a second",
+        ),
+        (MeasuredModel(pair=TURNS), ["colocated"], "at 53% of the rate"),
+        (MeasuredModel(is_trying=True), ["colocated"], "that start has failed"),
     ],
 )
 def test_one_gpu_has_one_worker_or_two_by_what_was_timed_there(
-    known: Measured,
+    known: MeasuredModel,
     workers: list[str],
     why: str,
     models: dict[str, Checkpoint],
@@ -191,7 +195,7 @@ def test_one_gpu_has_one_worker_or_two_by_what_was_timed_there(
 
     placement = found("8b")
     assert placement.places.names == workers
-    assert placement.is_trial == (known == Measured())
+    assert placement.is_trial == (known == MeasuredModel())
     assert why in placement.reasons[0]
     assert found("1b").is_trial  # of another model nothing is known
     asked = [found("8b", roles=roles) for roles in ("static", "colocated")]
@@ -234,7 +238,7 @@ def test_of_several_gpus_as_many_prefill_as_step_times_say(
 ) -> None:
     machine = inventory_of("8xh200-nvswitch")
     memory = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", machine.gpus[0]))
-    memory.write(Measured(steps=steps))
+    memory.write(MeasuredModel(steps=steps))
     config = ServeConfig(Path("socket"), tmp_path)
     placement = Placing(config, models["8b"], machine, TORCH, MACHINE).place("bfloat16").placement
     assert len(placement.places.playing("prefill")) == num_prefill
@@ -246,13 +250,13 @@ def test_a_memory_of_steps_that_cannot_be_read_is_none(
 ) -> None:
     gpu = inventory_of("rtx4090").gpus[0]
     memory = StepMemory(tmp_path, key_of(models["1b"], "bfloat16", gpu))
-    assert memory.read() == Measured()
+    assert memory.read() == MeasuredModel()
     (tmp_path / "step-times.json").write_text('{"a": [')
-    assert memory.read() == Measured()
-    memory.write(Measured(pair=TIMES))
+    assert memory.read() == MeasuredModel()
+    memory.write(MeasuredModel(pair=TIMES))
     assert memory.read().pair == TIMES
     other = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", gpu))
-    other.write(Measured(is_trying=True))
+    other.write(MeasuredModel(is_trying=True))
     assert memory.read().pair == TIMES
 
 

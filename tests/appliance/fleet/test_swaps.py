@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.fleet.swaps import Asker, Limits, Swaps
+from appliance.fleet.swaps import Asker, SwapLimits, Swaps
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 
@@ -32,7 +32,7 @@ class House:
             prepare=self._prepare,
             swap=self._swap,
             idle=self.idle,
-            limits=lambda: Limits(min_stay_s, max_waiting, 1000),
+            limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000),
         )
         self.running = asyncio.create_task(self.swaps.run())
 

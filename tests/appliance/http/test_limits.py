@@ -18,7 +18,7 @@ from appliance.api.routes import build_app
 from appliance.http import connection, gate, listeners, server, turned_away
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import ApiKey, new_key, read_keys
-from appliance.http.connection import Limits
+from appliance.http.connection import ClientLimits
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from appliance.request import Role
@@ -26,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
 
-QUICK = Limits(head_s=0.2, body_s=0.3, unread_s=0.3, linger_s=0.2, idle_s=0.3)
+QUICK = ClientLimits(head_s=0.2, body_s=0.3, unread_s=0.3, linger_s=0.2, idle_s=0.3)
 MAX_BODY_BYTES = 1 << 20
 COMPLETION = json.dumps({"prompt": "hello"}).encode()
 
@@ -112,7 +112,7 @@ async def running(appliance, tmp_path):
 
 @pytest.fixture
 async def patient(appliance, tmp_path):
-    async with Running(appliance, tmp_path, limits=Limits()) as running:
+    async with Running(appliance, tmp_path, limits=ClientLimits()) as running:
         yield running
 
 
@@ -537,7 +537,7 @@ async def test_half_a_body_and_then_the_end_is_nothing(running, appliance, caplo
 
 @pytest.fixture
 async def narrow(appliance, tmp_path):
-    async with Running(appliance, tmp_path, max_connections=4, limits=Limits()) as running:
+    async with Running(appliance, tmp_path, max_connections=4, limits=ClientLimits()) as running:
         yield running
 
 

@@ -19,7 +19,7 @@ from appliance.log.extract import write_recording
 from appliance.log.file import open_log
 from appliance.log.query import Span
 from appliance.log.request_log import RequestLog
-from appliance.log.retention import KEEP_FRAMES, Limits, Pruned, estimate, prune_steps
+from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
 from engine.errors import PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, row, start
@@ -183,26 +183,26 @@ NOW = BEGAN + timedelta(hours=95)
 
 def test_frames_go_after_three_days_and_their_templates_with_them(db: sqlite3.Connection) -> None:
     assert timedelta(hours=72) == KEEP_FRAMES
-    assert sum(prune_steps(db, Limits(), NOW), Pruned()) == Pruned(frames=24)
+    assert sum(prune_steps(db, RetentionLimits(), NOW), Pruned()) == Pruned(frames=24)
     assert left(db) == (96, 96, 72, 72)
-    assert sum(prune_steps(db, Limits(), NOW), Pruned()) == Pruned()
+    assert sum(prune_steps(db, RetentionLimits(), NOW), Pruned()) == Pruned()
 
 
 def test_a_log_that_forgets_sooner_forgets_frames_with_the_rest(db: sqlite3.Connection) -> None:
-    limits = Limits(keep_days=1)
+    limits = RetentionLimits(keep_days=1)
     assert estimate(db, limits, NOW) == Pruned(72, 72, 72)
     assert sum(prune_steps(db, limits, NOW), Pruned()) == Pruned(72, 72, 72)
     assert left(db) == (24, 24, 24, 24)
 
 
 def test_too_large_a_log_loses_the_oldest_of_each(db: sqlite3.Connection) -> None:
-    list(prune_steps(db, Limits(max_bytes=1), NOW))
+    list(prune_steps(db, RetentionLimits(max_bytes=1), NOW))
     assert left(db) == (0, 0, 0, 0)
 
 
 def test_forgotten_frames_alone_are_no_news(path: Path) -> None:
     log = write_log(path, [frames.busy(1, at="2020-01-01T00:00:00.000Z")])
-    log.set_limits(Limits(keep_days=10_000))  # a round is due
+    log.set_limits(RetentionLimits(keep_days=10_000))  # a round is due
     while query(path, NUM_FRAMES) != [(0,)]:
         time.sleep(0.01)
     assert log.close()

@@ -17,7 +17,14 @@ from appliance.log import retention as log_retention
 from appliance.log.query import EventQuery, RowQuery, log_time
 from appliance.log.reader import read_rows
 from appliance.log.request_log import RequestLog
-from appliance.log.retention import Limits, Pruned, Upkeep, estimate, prune_steps, used_bytes
+from appliance.log.retention import (
+    Pruned,
+    RetentionLimits,
+    Upkeep,
+    estimate,
+    prune_steps,
+    used_bytes,
+)
 from tests.appliance.logs import query, rids, row, start, write
 
 NOW = datetime(2026, 3, 31, tzinfo=UTC)
@@ -57,15 +64,15 @@ def left(db: sqlite3.Connection) -> tuple[int, ...]:
     return tuple(db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables)
 
 
-def prune(db: sqlite3.Connection, limits: Limits) -> Pruned:
+def prune(db: sqlite3.Connection, limits: RetentionLimits) -> Pruned:
     return sum(prune_steps(db, limits, NOW), Pruned())
 
 
 def test_what_is_too_old_goes_with_its_text(db: sqlite3.Connection, path: Path) -> None:
-    assert prune(db, Limits(keep_days=30)) == Pruned(requests=271, events=271)
+    assert prune(db, RetentionLimits(keep_days=30)) == Pruned(requests=271, events=271)
     assert left(db) == (29, 29, 29)
     assert rids(read_rows(path, RowQuery(limit=1))) == ["cmpl-1"]
-    assert prune(db, Limits(keep_days=30)) == Pruned()
+    assert prune(db, RetentionLimits(keep_days=30)) == Pruned()
 
 
 def test_beyond_its_size_the_oldest_go_and_the_file_shrinks(
@@ -73,7 +80,7 @@ def test_beyond_its_size_the_oldest_go_and_the_file_shrinks(
 ) -> None:
     before_bytes = path.stat().st_size
     max_bytes = used_bytes(db) // 2
-    assert prune(db, Limits(max_bytes=max_bytes)).requests > 100
+    assert prune(db, RetentionLimits(max_bytes=max_bytes)).requests > 100
     assert used_bytes(db) <= max_bytes
     assert path.stat().st_size <= max_bytes < before_bytes
     assert path.with_name(path.name + "-wal").stat().st_size == 0
@@ -83,18 +90,18 @@ def test_beyond_its_size_the_oldest_go_and_the_file_shrinks(
 
 
 def test_a_little_too_much_costs_few_rows(db: sqlite3.Connection) -> None:
-    pruned = prune(db, Limits(max_bytes=used_bytes(db) - 1))
+    pruned = prune(db, RetentionLimits(max_bytes=used_bytes(db) - 1))
     assert 0 < pruned.requests <= 40
 
 
 def test_without_limits_nothing_goes(db: sqlite3.Connection) -> None:
-    assert prune(db, Limits()) == Pruned()
-    assert prune(db, Limits(keep_days=10**9, max_bytes=2**40)) == Pruned()
+    assert prune(db, RetentionLimits()) == Pruned()
+    assert prune(db, RetentionLimits(keep_days=10**9, max_bytes=2**40)) == Pruned()
     assert left(db) == (300, 300, 300)
 
 
 def test_a_limit_that_nothing_fits_ends_with_an_empty_log(db: sqlite3.Connection) -> None:
-    assert prune(db, Limits(max_bytes=1)) == Pruned(300, 300)
+    assert prune(db, RetentionLimits(max_bytes=1)) == Pruned(300, 300)
     assert left(db) == (0, 0, 0)
 
 
@@ -103,7 +110,7 @@ def test_work_is_cut_into_short_transactions(
 ) -> None:
     monkeypatch.setattr(log_retention, "SLICE_ROWS", 50)
     monkeypatch.setattr(log_retention, "SLICE_PAGES", 20)
-    steps = list(prune_steps(db, Limits(keep_days=30), NOW))
+    steps = list(prune_steps(db, RetentionLimits(keep_days=30), NOW))
     assert sum(steps, Pruned()) == Pruned(271, 271)
     assert max(step.requests + step.events for step in steps) <= 50
     assert steps.count(Pruned()) > 5  # pages given back
@@ -115,28 +122,28 @@ def test_work_is_cut_into_short_transactions(
 def test_an_estimate_is_exact_for_age_and_close_for_size(
     db: sqlite3.Connection, keep_days: int, size_ratio: float
 ) -> None:
-    by_age = Limits(keep_days=keep_days)
+    by_age = RetentionLimits(keep_days=keep_days)
     assert estimate(db, by_age, NOW).requests == max(0, 301 - keep_days)
-    by_size = Limits(max_bytes=int(used_bytes(db) * size_ratio))
+    by_size = RetentionLimits(max_bytes=int(used_bytes(db) * size_ratio))
     expected = 0 if size_ratio >= 1 else 300 * (1 - 0.9 * size_ratio)
     assert estimate(db, by_size, NOW).requests == pytest.approx(expected, abs=2)
     assert left(db) == (300, 300, 300)
 
 
 def test_a_round_is_due_at_once_and_then_after_an_hour(db: sqlite3.Connection) -> None:
-    upkeep = Upkeep(Limits(max_bytes=1))
+    upkeep = Upkeep(RetentionLimits(max_bytes=1))
     rounds = [upkeep.step(db)]
     while rounds[-1] is None:
         rounds.append(upkeep.step(db))
     assert rounds[-1] == Pruned(300, 300)
     assert upkeep.due_in_s > 3_500
     assert upkeep.step(db) is None
-    upkeep.set_limits(Limits(max_bytes=2))
+    upkeep.set_limits(RetentionLimits(max_bytes=2))
     assert upkeep.due_in_s == 0
 
 
 def test_a_round_that_fails_is_over_until_the_next(db: sqlite3.Connection) -> None:
-    upkeep = Upkeep(Limits(keep_days=1))
+    upkeep = Upkeep(RetentionLimits(keep_days=1))
     db.close()
     with pytest.raises(sqlite3.Error):
         upkeep.step(db)
@@ -157,7 +164,7 @@ def follow(log: RequestLog, code: str) -> dict[str, object]:
 def test_a_daemon_forgets_at_its_start_and_says_so(path: Path) -> None:
     backup = path.with_name("requests.db.before-m002_users")
     backup.write_bytes(b"")
-    log = start(path, Limits(keep_days=1))
+    log = start(path, RetentionLimits(keep_days=1))
     log.record(row("cmpl-new", received_at=log_time(datetime.now(UTC))))
     assert "forgot 300 requests and 300 events beyond 1 d" in str(
         follow(log, "log.pruned")["message"]
@@ -171,7 +178,7 @@ def test_a_daemon_forgets_at_its_start_and_says_so(path: Path) -> None:
 def test_limits_that_change_under_way_hold_at_once(path: Path) -> None:
     log = start(path)
     assert len(log.rows(RowQuery(limit=500))) == 300
-    log.set_limits(Limits(max_bytes=1))
+    log.set_limits(RetentionLimits(max_bytes=1))
     follow(log, "log.pruned")
     assert log.rows(RowQuery()) == []
     assert log.close()
@@ -180,7 +187,7 @@ def test_limits_that_change_under_way_hold_at_once(path: Path) -> None:
 @pytest.mark.usefixtures("db")
 def test_rows_are_written_while_it_forgets(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_retention, "SLICE_ROWS", 5)
-    log = start(path, Limits(keep_days=1))
+    log = start(path, RetentionLimits(keep_days=1))
     assert log.flush(10)
     log.record(row("cmpl-new", received_at=log_time(datetime.now(UTC))))
     assert log.flush(10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.frame.protocol import LatencyFrame
-from appliance.watch.explain import Waiting, limit, slow_because
+from appliance.watch.explain import QueueWaits, limit, slow_because
 from appliance.watch.windows import Usual
 from tests.tui.frames import request, worker
 
@@ -99,39 +99,39 @@ WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (("ready", "", Waiting(), [RESTS], IDLE), ""),
-        (("ready", "", Waiting(), [RESTS], LATE), ""),
+        (("ready", "", QueueWaits(), [RESTS], IDLE), ""),
+        (("ready", "", QueueWaits(), [RESTS], LATE), ""),
         (
-            ("ready", "", Waiting(12, 3), [WORKS], LATE),
+            ("ready", "", QueueWaits(12, 3), [WORKS], LATE),
             "queue: 12 sequences wait for KV blocks, 3 for prefill",
         ),
         (
-            ("ready", "", Waiting(for_prefill=1), [WORKS], LATE),
+            ("ready", "", QueueWaits(for_prefill=1), [WORKS], LATE),
             "queue: 1 sequence waits for prefill",
         ),
         (
-            ("ready", "", Waiting(for_prefill=1, for_swap=2), [WORKS], IDLE),
+            ("ready", "", QueueWaits(for_prefill=1, for_swap=2), [WORKS], IDLE),
             "queue: 1 sequence waits for prefill, 2 for a swap of models",
         ),
         (
-            ("loading", "x", Waiting(for_workers=2), [RESTS], IDLE),
+            ("loading", "x", QueueWaits(for_workers=2), [RESTS], IDLE),
             "queue: 2 sequences wait for a worker to be ready",
         ),
         (
-            ("ready", "", Waiting(), [WORKS], LATE),
+            ("ready", "", QueueWaits(), [WORKS], LATE),
             "prefill: 60% of the first tokens are later than their target",
         ),
         (
-            ("ready", "", Waiting(), [WORKS], IDLE),
+            ("ready", "", QueueWaits(), [WORKS], IDLE),
             "prefill: worker prefill has no idle time, with 1 sequence",
         ),
-        (("ready", "", Waiting(), [worker("decode")], IDLE), ""),
+        (("ready", "", QueueWaits(), [worker("decode")], IDLE), ""),
         (
-            ("degraded", "worker decode is restarting", Waiting(3), [WORKS], LATE),
+            ("degraded", "worker decode is restarting", QueueWaits(3), [WORKS], LATE),
             "degraded: worker decode is restarting",
         ),
         (
-            ("draining", "draining", Waiting(), [], IDLE),
+            ("draining", "draining", QueueWaits(), [], IDLE),
             "draining: it takes no new requests",
         ),
     ],

@@ -7,11 +7,11 @@ from appliance.watch.watchdog import (
     MIN_PATIENCE_S,
     STEP_PATIENCE,
     UNKNOWN_PATIENCE_S,
-    Reading,
     Watchdog,
+    WorkerReading,
 )
 
-STILL = Reading(pid=1, num_reports=7, has_work=True, step_ms=40.0)
+STILL = WorkerReading(pid=1, num_reports=7, has_work=True, step_ms=40.0)
 
 
 IDLE = STILL._replace(has_work=False)

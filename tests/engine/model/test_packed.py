@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.errors import CheckpointError
 from engine.folder.checkpoint import Checkpoint, packed_layout
 from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, load_kernels
-from engine.kernels.product_ways import EXACT, NUM_INPUTS, Ways, find_ways, judge
+from engine.kernels.product_ways import EXACT, NUM_INPUTS, ProductWays, find_ways, judge
 from engine.model.linear import CompiledLinear
 from engine.model.packing import packed_weight
 from engine.model.transformer import Transformer
@@ -35,7 +35,7 @@ def one_thread():
 
 def packed_linear(level, matrices, biases, way):
     weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
-    ways = Ways((1,), (way,))
+    ways = ProductWays((1,), (way,))
     return CompiledLinear(load_kernels(level)[0], weights, list(biases), ways=ways)
 
 
@@ -132,7 +132,7 @@ def test_a_model_of_packed_matrices_is_the_model(folder, way):
     stored = load_weights(checkpoint, "bfloat16", None, None, ignore)
     assert sum(weight.scheme == "bfloat16_pairs" for weight in packed.values()) > 8
     found, expected = (
-        Transformer(checkpoint.config, weights, "bfloat16", 64, ways=Ways((1,), (way,)))
+        Transformer(checkpoint.config, weights, "bfloat16", 64, ways=ProductWays((1,), (way,)))
         for weights in (packed, stored)
     )
     logits = []
@@ -177,7 +177,7 @@ def times(stored, **ways):
 
 def test_each_number_of_inputs_gets_its_fastest_way():
     tiles = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], tiles=[2, 2, 1, 1, 4]), [])
-    assert tiles.ways == Ways(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
+    assert tiles.ways == ProductWays(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
     assert [tiles.ways.way_of(n) for n in (1, 3, 15, 16, 5000)] == [0, 0, 0, 2, 2]
     assert tiles.why.endswith("just now, 1x as fast for 1 token at a time, 4x for 256")
     assert EXACT.way_of(9000) == WIDENED

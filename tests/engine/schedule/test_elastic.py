@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedule.elastic import Choice, Situation, Slo, Way, WorkerLoad, choose
+from engine.schedule.elastic import PairChoice, Situation, Slo, Way, WorkerLoad, choose
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair
 from engine.schedule.step_times import StepLoad
 
@@ -243,7 +243,7 @@ SITUATIONS = st.builds(
 @given(SITUATIONS)
 def test_every_situation_has_a_choice_that_is_open(situation):
     choice = choose(situation, linear)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, PairChoice)
     assert choice.reason
     assert choice.pair in situation.candidates
     if choice.pair != situation.candidates[0] and choice.pair.moves:

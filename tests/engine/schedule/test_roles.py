@@ -4,7 +4,7 @@ from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
 from engine.schedule.copies import Copies
 from engine.schedule.cores import Cores
-from engine.schedule.elastic import Choice
+from engine.schedule.elastic import PairChoice
 from engine.schedule.journeys import Pair
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.sequence import Leg, On, Phase, Sequence, Stamps
@@ -104,7 +104,7 @@ def test_static_roles_lend_nothing_and_take_back_what_is_lent():
     machine.settle(DECODING)
     machine.roles.switch("static")
     assert machine.settle(DECODING) == [[0], [1]]
-    assert machine.route(sequence()) == Choice(MOVE, "static")
+    assert machine.route(sequence()) == PairChoice(MOVE, "static")
 
 
 def test_colocated_roles_give_all_work_and_all_cores_to_one_worker():
@@ -131,7 +131,7 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
     machine = Machine(cores={"prefill": (0,), "decode": (0,)})
     assert machine.roles.acts_static
     assert machine.settle(DECODING) == [[0], [0]]
-    assert machine.route(sequence()) == Choice(MOVE, "static", "both workers share one device")
+    assert machine.route(sequence()) == PairChoice(MOVE, "static", "both workers share one device")
 
 
 def test_workers_that_share_cores_with_their_like_have_something_to_choose():
@@ -196,7 +196,7 @@ def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
 @pytest.mark.parametrize("reason", ["cheapest", "kept"])
 def test_what_is_placed_is_counted(reason):
     machine = Machine()
-    machine.roles.placed(sequence(), Choice(DECODE, reason, "ttft 5 ms", 64), 0)
+    machine.roles.placed(sequence(), PairChoice(DECODE, reason, "ttft 5 ms", 64), 0)
     assert machine.roles.counts == {f"decode {reason}": 1}
 
 

@@ -7,7 +7,7 @@ from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
 from engine.cache.prefix_hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError
-from engine.schedule.elastic import Choice
+from engine.schedule.elastic import PairChoice
 from engine.schedule.journeys import MAX_PREEMPTIONS, Pair
 from engine.schedule.outcomes import Outcome
 from engine.schedule.queue import FairQueue
@@ -478,7 +478,7 @@ def test_a_prompt_that_can_never_fit_is_refused_and_nothing_is_kept(world):
 
 def test_a_placed_sequence_carries_the_reason_of_its_route():
     world = World("elastic")
-    choice = Choice(Pair("decode", "decode"), "kept", "ttft 5 ms", 64)
+    choice = PairChoice(Pair("decode", "decode"), "kept", "ttft 5 ms", 64)
     world.router.roles.route = lambda *args, **options: choice
     sequence = world.sequence()
     world.submit(sequence)
@@ -843,7 +843,7 @@ def test_no_route_loses_anything_while_roles_are_switched(arm, seed):
     world = World(arm, num_blocks=33, num_slots=2)
 
     def any_route(sequence, candidates, running, now_ns, hits):
-        return Choice(rng.choice(candidates), "drawn", "", rng.choice([None, 3]))
+        return PairChoice(rng.choice(candidates), "drawn", "", rng.choice([None, 3]))
 
     def switch():
         world.router.switch_roles(rng.choice(ROLES), world.now_ns)
@@ -866,7 +866,7 @@ def give_way(world):
 @pytest.mark.parametrize("ticks", [1, 2, 3, 4, 5])
 def test_a_prompt_that_gives_way_goes_on_where_it_disturbs_nobody(arm, ticks):
     world = World(arm)
-    world.router.roles.route = lambda *_, **__: Choice(Pair("decode", "decode"), "drawn")
+    world.router.roles.route = lambda *_, **__: PairChoice(Pair("decode", "decode"), "drawn")
     chat, prompt = world.sequence(3, 20), world.sequence(30, 6)
     world.submit(chat, prompt)
     for _ in range(ticks):
@@ -888,7 +888,9 @@ def test_a_prompt_that_gives_way_goes_on_where_it_disturbs_nobody(arm, ticks):
 
 def test_what_came_of_a_forecast_is_said_and_who_breaks_it_gives_way():
     world = World("elastic")
-    world.router.roles.route = lambda *_, **__: Choice(Pair("decode", "decode"), "drawn", "fast")
+    world.router.roles.route = lambda *_, **__: PairChoice(
+        Pair("decode", "decode"), "drawn", "fast"
+    )
     prompt = world.sequence(30, 3)
     world.submit(prompt)
     outcomes = [Outcome(prompt.seq_id, "; it was not", gives_way=True), Outcome(99, "; no such")]

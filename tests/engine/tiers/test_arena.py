@@ -6,10 +6,10 @@ from collections import deque
 import pytest
 
 from engine.cache.places import DRAM
-from engine.tiers.arena import Arena
+from engine.tiers.arena import CacheArena
 from engine.tiers.context import Context, Patience
 from engine.tiers.costs import Costs
-from engine.tiers.index import Entry, Place, SlabIndex
+from engine.tiers.index import IndexEntry, RecordPlace, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.records import SlabHead
 from engine.tiers.tier import Tier
@@ -29,7 +29,7 @@ class ArenaWorld(TieredWorld):
         tiers, copies = self.router.prefixes.tiers, self.router.copies
         if not has_disk:
             tiers.each.clear()
-        self.arena = copies.arena = Arena(
+        self.arena = copies.arena = CacheArena(
             HEAD,
             self.worker_of,
             lambda name, command: self.workers[name].inbox.append(command),
@@ -145,7 +145,7 @@ class Rig:
 
     def __init__(self):
         self.worker, self.sent, self.reports, self.due = "w", [], [], deque()
-        self.arena = Arena(
+        self.arena = CacheArena(
             HEAD,
             lambda pool: self.worker,
             lambda name, command: self.sent.append((name, command)),
@@ -155,7 +155,7 @@ class Rig:
 
     def load(self, copy_id, *pairs):
         """Of places to blocks."""
-        entries = [Entry(bytes([place]), Place(0, place), 1, 1) for place, _ in pairs]
+        entries = [IndexEntry(bytes([place]), RecordPlace(0, place), 1, 1) for place, _ in pairs]
         copy = Copy(copy_id, DRAM, "kv", list(enumerate(block for _, block in pairs)), None)
         self.arena.begin(job := CopyJob(copy=copy, life=1, entries=entries))
         return job
@@ -187,7 +187,13 @@ def test_what_a_dead_worker_was_at_is_not_done_whatever_it_had_reported():
 def test_without_a_worker_a_copy_is_void_and_other_jobs_are_done():
     rig = Rig()
     rig.worker = None
-    jobs = [rig.load(1, (0, 5)), GrowJob(), GrowJob(), SweepJob(places=[Place(0, 1)]), ProbeJob()]
+    jobs = [
+        rig.load(1, (0, 5)),
+        GrowJob(),
+        GrowJob(),
+        SweepJob(places=[RecordPlace(0, 1)]),
+        ProbeJob(),
+    ]
     for job in jobs[1:]:
         rig.arena.begin(job)
     assert not rig.reports

@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 
 from engine.tiers.disk import NUM_READERS, NUM_WRITERS, Disk
-from engine.tiers.index import Place, SlabIndex
+from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.tiers.slabs import Slabs
 from engine.wire.messages import Copy
@@ -121,7 +121,7 @@ def test_what_nobody_needs_any_more_is_not_loaded(harness):
 
 def test_an_error_of_the_disk_is_reported_with_what_was_done_before(harness):
     harness.store(3, 4)
-    harness.index.begin_load(name(4)).place = Place(99, 0)
+    harness.index.begin_load(name(4)).place = RecordPlace(99, 0)
     job = harness.load((3, 1), (4, 2))
     assert (job.num_done, job.error, job.is_damaged) == (1, "the slab is gone", False)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.tiers.jobs import GrowJob
-from engine.tiers.slabs import DamagedError, Place, RecordBuffer
+from engine.tiers.slabs import DamagedError, RecordBuffer, RecordPlace
 from tests.engine.tiers.harness import TierHarness
 from tests.engine.tiers.test_disk import BLOCK_BYTES, Harness, block, name
 
@@ -40,7 +40,7 @@ def test_of_many_flipped_bytes_none_reaches_a_reader(harness):
             os.pwrite(file.fileno(), bytes([before[0] ^ mask]), at)
             record = min(max((at - 4096) // record_bytes, 0), 5)
             try:
-                harness.slabs.read(Place(0, record), name(record), buffer)
+                harness.slabs.read(RecordPlace(0, record), name(record), buffer)
             except DamagedError:
                 num_damaged += 1
             else:

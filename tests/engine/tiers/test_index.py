@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.tiers.index import HIGH_WATERMARK, LOW_WATERMARK, Place, SlabIndex
+from engine.tiers.index import HIGH_WATERMARK, LOW_WATERMARK, RecordPlace, SlabIndex
 from engine.tiers.records import DIGEST_BYTES, RecordHead
 
 HASHES = st.integers(0, 11).map(lambda n: bytes([n]) * 16)
@@ -108,12 +108,12 @@ def test_records_expire_and_what_is_left_of_older_ones_is_to_be_erased(index):
     stored(index, name(1), now_s=10)
     stored(index, name(2), now_s=60)
     index.drop(name(1))  # its bytes are still in its place
-    assert index.expire(111) == [Place(0, 0)]
+    assert index.expire(111) == [RecordPlace(0, 0)]
     assert index.expire(111) == []
     assert index.num_free == 2
-    index.erased([Place(0, 0)])
+    index.erased([RecordPlace(0, 0)])
     assert index.num_free == 3
-    assert index.expire(161) == [Place(0, 1)]
+    assert index.expire(161) == [RecordPlace(0, 1)]
     assert index.num_expired == 1
 
 
@@ -122,7 +122,7 @@ def test_of_two_records_of_one_block_the_newer_is_found():
         index = SlabIndex()
         index.add_slab(0, 2, [(i, head(name(1), n)) for i, n in enumerate(numbers)])
         index.order_by_age()
-        assert index.begin_load(name(1)).place == Place(0, numbers.index(2))
+        assert index.begin_load(name(1)).place == RecordPlace(0, numbers.index(2))
         assert index.num_free == 1
         entry = index.begin_store(name(5), 0)
         assert entry.number == 3
@@ -141,9 +141,9 @@ def test_a_slab_that_is_gone_takes_its_records_with_it(index):
 def test_clearing_leaves_nothing_to_find_and_names_all_that_is_to_be_erased(index):
     stored(index, name(1), name(2))
     reading = index.begin_load(name(2))
-    assert index.clear() == [Place(0, 0)]
+    assert index.clear() == [RecordPlace(0, 0)]
     index.end_load(reading)
-    assert index.clear() == [Place(0, 1)]
+    assert index.clear() == [RecordPlace(0, 1)]
     assert len(index) == 0
 
 

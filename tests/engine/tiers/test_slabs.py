@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.tiers import slabs as module
 from engine.tiers.disk import probe
 from engine.tiers.files import BusyError, check_records, delete_slabs, slab_bytes, survey
-from engine.tiers.index import Place, SlabIndex
+from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.records import DIGEST_BYTES, HEADER_BYTES, PAGE
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 
@@ -67,12 +67,12 @@ def slabs(folder):
 
 
 def test_a_block_comes_back_after_a_restart(slabs, folder):
-    put(slabs, Place(0, 1), name(7), number=5)
+    put(slabs, RecordPlace(0, 1), name(7), number=5)
     slabs.close()
     again, found = open_slabs(folder)
     ((index, head),) = found[0].records
     assert (index, head.number, head.block_hash) == (1, 5, name(7))
-    assert get(again, Place(0, 1), name(7)) == content(name(7))
+    assert get(again, RecordPlace(0, 1), name(7)) == content(name(7))
     assert again.reclaimed == module.Reclaimed()
     again.close()
 
@@ -149,7 +149,7 @@ def test_a_folder_has_one_process(slabs, folder):
 
 
 def test_another_models_slabs_make_room_and_are_counted(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
     slabs.close()
     for model, block_bytes in ((MODELS[1], BLOCK_BYTES), (MODELS[0], 3 * BLOCK_BYTES)):
         other, found = open_slabs(folder, model=model, block_bytes=block_bytes)
@@ -173,20 +173,20 @@ def test_a_smaller_cap_is_kept_from_the_start(slabs, folder):
 
 
 def test_a_slab_that_was_cut_off_keeps_what_is_whole(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
-    put(slabs, Place(0, 1), name(2))
+    put(slabs, RecordPlace(0, 0), name(1))
+    put(slabs, RecordPlace(0, 1), name(2))
     slabs.close()
     path = folder / "slab-000000.kv"
     os.truncate(path, PAGE + 2 * 2 * PAGE - 1)
     again, found = open_slabs(folder)
     assert [index for index, _ in found[0].records] == [0, 1]
-    assert get(again, Place(0, 0), name(1)) == content(name(1))
+    assert get(again, RecordPlace(0, 0), name(1)) == content(name(1))
     again.close()
     os.truncate(path, PAGE + 2 * PAGE + 100)
     again, found = open_slabs(folder)
     assert [index for index, _ in found[0].records] == [0]
-    put(again, Place(0, 1), name(3))
-    assert get(again, Place(0, 1), name(3)) == content(name(3))
+    put(again, RecordPlace(0, 1), name(3))
+    assert get(again, RecordPlace(0, 1), name(3)) == content(name(3))
     again.close()
 
 
@@ -200,7 +200,7 @@ def test_a_slab_without_its_first_page_is_reclaimed(slabs, folder):
 
 
 def test_a_slab_under_another_slabs_name_is_reclaimed(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
     slabs.close()
     shutil.copy(folder / "slab-000000.kv", folder / "slab-000001.kv")
     again, found = open_slabs(folder)
@@ -209,26 +209,26 @@ def test_a_slab_under_another_slabs_name_is_reclaimed(slabs, folder):
 
 
 def test_a_record_in_anothers_place_is_not_served(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
     with (folder / "slab-000000.kv").open("r+b") as file:
         file.seek(PAGE)
         record = file.read(2 * PAGE)
         file.write(record)
     with pytest.raises(DamagedError):
-        get(slabs, Place(0, 1), name(1))
+        get(slabs, RecordPlace(0, 1), name(1))
 
 
 def test_another_block_in_the_place_is_not_served(slabs):
-    put(slabs, Place(0, 0), name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
     with pytest.raises(DamagedError, match="another block"):
-        get(slabs, Place(0, 0), name(2))
+        get(slabs, RecordPlace(0, 0), name(2))
 
 
 def test_nothing_is_left_of_what_is_erased(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
-    slabs.erase(Place(0, 0))
+    put(slabs, RecordPlace(0, 0), name(1))
+    slabs.erase(RecordPlace(0, 0))
     with pytest.raises(DamagedError):
-        get(slabs, Place(0, 0), name(1))
+        get(slabs, RecordPlace(0, 0), name(1))
     assert content(name(1))[100:200] not in (folder / "slab-000000.kv").read_bytes()
 
 
@@ -238,7 +238,7 @@ def test_slabs_that_somebody_deletes_are_noticed_and_their_space_given_back(slab
     assert slabs.forget_lost() == [0]
     assert slabs.num_bytes == 0
     with pytest.raises(OSError, match="gone"):
-        put(slabs, Place(0, 0), name(1))
+        put(slabs, RecordPlace(0, 0), name(1))
     assert slabs.grow().number == 1
 
 
@@ -250,8 +250,8 @@ def test_a_folder_that_somebody_deletes_is_made_again_and_is_ones_own(slabs, fol
         assert slabs.forget_lost() == [0]
     head = slabs.grow()
     assert head.number == 1  # no number twice
-    put(slabs, Place(1, 0), name(7))
-    assert get(slabs, Place(1, 0), name(7)) == content(name(7))
+    put(slabs, RecordPlace(1, 0), name(7))
+    assert get(slabs, RecordPlace(1, 0), name(7)) == content(name(7))
     with pytest.raises(BusyError):
         open_slabs(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -287,15 +287,15 @@ def test_a_file_system_without_direct_io_is_used_through_its_cache(folder, monke
     monkeypatch.setattr(os, "open", refuse_direct)
     slabs, _ = open_slabs(folder)
     slabs.grow()
-    put(slabs, Place(0, 0), name(1))
-    assert get(slabs, Place(0, 0), name(1)) == content(name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
+    assert get(slabs, RecordPlace(0, 0), name(1)) == content(name(1))
     assert not slabs.is_direct
     slabs.close()
 
 
 def test_a_survey_says_what_is_there_and_which_of_it_is_damaged(slabs, folder):
     slabs.grow()
-    for n, place in enumerate([Place(0, 0), Place(0, 1), Place(1, 0)]):
+    for n, place in enumerate([RecordPlace(0, 0), RecordPlace(0, 1), RecordPlace(1, 0)]):
         put(slabs, place, name(n))
     path = folder / "slab-000000.kv"
     with path.open("r+b") as file:
@@ -313,7 +313,7 @@ def test_a_survey_says_what_is_there_and_which_of_it_is_damaged(slabs, folder):
 
 def test_what_a_start_finds_damaged_is_erased(slabs, folder):
     for n in range(2):
-        put(slabs, Place(0, n), name(n))
+        put(slabs, RecordPlace(0, n), name(n))
     path = folder / "slab-000000.kv"
     with path.open("r+b") as file:
         file.seek(PAGE)
@@ -326,7 +326,7 @@ def test_what_a_start_finds_damaged_is_erased(slabs, folder):
 
 
 def test_what_a_process_has_is_not_deleted(slabs, folder):
-    put(slabs, Place(0, 0), name(1))
+    put(slabs, RecordPlace(0, 0), name(1))
     with pytest.raises(BusyError):
         delete_slabs(folder)
     slabs.close()
