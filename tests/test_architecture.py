@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "appliance", "tui", "migrations")
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 ROW = re.compile(r"^\| `(?P<file>[\w/]+\.py)` \| (?P<what>.+) \|$", re.M)
 DOOR = re.compile(r"^\| `(?P<package>[\w.]+)` \| (?P<users>`.+`) \|", re.M)
@@ -98,7 +97,6 @@ def test_every_door_is_used():
 @pytest.mark.parametrize("file", MAP)
 def test_files_and_functions_fit_on_their_pages(file):
     source = (ROOT / file).read_text()
-    assert source.count("\n") <= MAX_FILE_LINES
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
