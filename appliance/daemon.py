@@ -33,12 +33,11 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
-from appliance.journal import Formatter, has_terminal
+from appliance.journal import Formatter, has_terminal, notify, notify_watchdog
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import RetentionLimits
 from appliance.models.names import HubName
-from appliance.notify import notify, notify_watchdog
-from appliance.open_files import raise_limit
+from appliance.process_limits import raise_limit
 from appliance.rehearsing import rehearsing_of
 from appliance.service import Service
 from appliance.swapping import Swapping

@@ -32,10 +32,10 @@ from appliance.frame.protocol import (
     TotalsFrame,
     utc_now,
 )
+from appliance.journal import notify
 from appliance.log.request_log import RequestLog
 from appliance.log.row import frame_of_row
 from appliance.models.names import HubName
-from appliance.notify import notify
 from appliance.request import ModelInfo, Request
 from engine.cache.prefix_hashes import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from appliance.frame.protocol import PHASES, Frame
-from appliance.log.extract import write_recording
 from appliance.log.query import Span
+from appliance.log.recorder import write_recording
 from tests.appliance.cli_process import penstock
 from tests.daemons import Daemon
 from tests.recordings import assert_same

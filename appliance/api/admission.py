@@ -15,7 +15,6 @@ from typing import cast
 
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.arrival import arrival_of, client_request_id
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.constraints import Constraint
@@ -23,7 +22,7 @@ from appliance.api.infill import infill_of
 from appliance.api.output_format import OutputFormat, output_format_of
 from appliance.api.stream import Echo
 from appliance.api.turns import Turns
-from appliance.api.wire import appliance_of
+from appliance.api.wire import appliance_of, arrival_of, client_request_id
 from appliance.json_fields import Fields, invalid_value, unsupported
 from appliance.request import ModelInfo, Request, Role
 from engine.cache.prefix_hashes import PrefixChain

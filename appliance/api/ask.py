@@ -16,8 +16,7 @@ import msgspec
 from appliance.api.chat_messages import Message
 from appliance.api.constraints import Constraint
 from appliance.api.output_format import OutputFormat
-from appliance.api.preamble import in_words, needs_words, without_system
-from appliance.api.tools import Tools
+from appliance.api.tools import Tools, in_words, needs_words, without_system
 from appliance.json_fields import INT64_MAX, invalid_value
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from appliance.api.arrival import arrival_of
-from appliance.api.wire import appliance_of
+from appliance.api.wire import appliance_of, arrival_of
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError
 

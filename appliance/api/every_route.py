@@ -24,9 +24,8 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from appliance.api.appliance import Appliance
-from appliance.api.arrival import arrival_of
 from appliance.api.metrics import HttpCounts
-from appliance.api.wire import CLIENT_CLOSED_REQUEST, error_response, reply_headers
+from appliance.api.wire import CLIENT_CLOSED_REQUEST, arrival_of, error_response, reply_headers
 from engine.errors import RequestError
 
 _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)

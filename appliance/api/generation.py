@@ -26,12 +26,11 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.api.admission import Accepted, accept
 from appliance.api.appliance import Appliance
-from appliance.api.arrival import arrival_of
 from appliance.api.ask import Ask
 from appliance.api.authority import require
 from appliance.api.stream import Delta, OpenReply
 from appliance.api.turns import hang_up
-from appliance.api.wire import CLIENT_CLOSED_REQUEST, appliance_of, error_response
+from appliance.api.wire import CLIENT_CLOSED_REQUEST, appliance_of, arrival_of, error_response
 from appliance.fleet.swaps import Asker
 from appliance.json_fields import Fields
 from appliance.request import HUNG_UP, Role

@@ -9,6 +9,7 @@ Never: checks anything; what a field may be is decided where it is read.
 from __future__ import annotations
 
 from appliance.api.ask import MAX_SALT_CHARS
+from appliance.api.control import MAX_TARGET_MS
 from appliance.api.openai import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -31,7 +32,6 @@ from appliance.api.schemas import (
     whole,
     within,
 )
-from appliance.api.set_roles import MAX_TARGET_MS
 from appliance.api.tools import MAX_TOOLS
 from appliance.configuration.settings import ROLES
 from appliance.json_fields import INT64_MAX

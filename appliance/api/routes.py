@@ -17,7 +17,7 @@ from appliance.api.admission import AdmissionTurns
 from appliance.api.appliance import Appliance
 from appliance.api.authority import peer_of
 from appliance.api.cache import cache_routes
-from appliance.api.control import control_routes
+from appliance.api.control import control_routes, switch_roles
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.endpoints import ENDPOINTS, generating_routes
 from appliance.api.every_route import Edge
@@ -27,9 +27,7 @@ from appliance.api.model_names import model_not_found
 from appliance.api.ollama_routes import ollama_routes
 from appliance.api.openapi import document
 from appliance.api.replies import model_object, other_model_object
-from appliance.api.response_memory import memory_routes
-from appliance.api.response_store import ResponseStore
-from appliance.api.set_roles import switch_roles
+from appliance.api.response_memory import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.api.wire import appliance_of, json_response
 from appliance.frame.protocol import FRAME_VERSION

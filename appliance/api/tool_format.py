@@ -14,19 +14,17 @@ import string
 from dataclasses import dataclass
 
 from appliance.api.call_readers import (
+    DSML_ELEMENTS,
+    GLM_ELEMENTS,
+    QWEN_ELEMENTS,
     CallReader,
     read_deepseek,
+    read_elements,
     read_gemma,
     read_json,
     read_json_list,
     read_mistral,
     read_pythonic,
-)
-from appliance.api.element_calls import (
-    DSML_ELEMENTS,
-    GLM_ELEMENTS,
-    QWEN_ELEMENTS,
-    read_elements,
 )
 from engine.text.call_grammar import CallSyntax
 

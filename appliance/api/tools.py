@@ -8,7 +8,9 @@ Never: calls a function.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,3 +136,84 @@ def _named(choice: object, schemas: dict[str, Any]) -> str | None:
     if name not in schemas:
         raise invalid_value("tool_choice", "names a function that is not in `tools`")
     return name
+
+
+# Tools for a chat template that knows none: told in words, as a model would be told by its own.
+#
+# Owns: the words.
+# Invariant: what the model reads of earlier calls and results is written as its own calls are read.
+# Never: changes a conversation without tools.
+#
+# The rule, also in docs/api.md: a first message of the role system describes the functions and how
+# a call is written; if the client has one of its own, the words are put behind it. A call that the
+# assistant made stands behind its text; a result is a message of the role user. Where a template
+# refuses the role system, the words stand before the first message of the user.
+
+
+Message = dict[str, Any]
+
+_WORDS = """\
+You can call functions. These are there, each with the JSON schema of its arguments:
+<tools>
+{definitions}
+</tools>
+To call one, write its name and its arguments as JSON between these marks, and nothing behind them:
+<tool_call>
+{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
+</tool_call>
+The result comes in the next message between <tool_response> and </tool_response>. Call a function \
+only if you need it; otherwise answer in words."""
+
+
+def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+    """The conversation with its tools, calls and results as text."""
+    spelled = [_spelled(message) for message in messages]
+    merged: list[Message] = []
+    for message, was in zip(spelled, messages, strict=True):
+        is_next = was["role"] == "tool" and merged and merged[-1].get("_is_result")
+        if is_next:
+            merged[-1]["content"] += "\n" + message["content"]
+        else:
+            merged.append({**message, "_is_result": was["role"] == "tool"})
+    plain = [{k: v for k, v in one.items() if k != "_is_result"} for one in merged]
+    if not tools:
+        return plain
+    words = _WORDS.format(definitions="\n".join(map(_written, tools)))
+    if plain[0]["role"] == "system":
+        first = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}
+        return [first, *plain[1:]]
+    return [{"role": "system", "content": words}, *plain]
+
+
+def without_system(messages: list[Message]) -> list[Message]:
+    """The same where the role system is refused: its words open the user's first message."""
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return messages
+    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+    return [first, *messages[2:]]
+
+
+def needs_words(messages: Iterable[Message]) -> bool:
+    """Whether a conversation has calls or results in it."""
+    return any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
+
+
+def _spelled(message: Message) -> Message:
+    if message["role"] == "tool":
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": text}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{_call(one)}\n</tool_call>" for one in calls]
+    content = "\n".join([message["content"], *written] if message["content"] else written)
+    return {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
+
+
+def _call(call: dict[str, Any]) -> str:
+    function = call["function"]
+    return _written({"name": function["name"], "arguments": function["arguments"]})
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

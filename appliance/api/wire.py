@@ -1,24 +1,98 @@
-"""Between HTTP and the handlers: JSON and errors out.
+"""One HTTP request as it came in: who asks, since when, by which id.
 
-Owns: the headers that replies carry, and what of a client's headers is kept.
-Invariant: a refusal that may pass says when to come back, in both headers that clients read.
-Never: knows a route.
+Owns: what the layers of one request tell each other, from the gate to the last byte of its reply.
+Invariant: there is one for each request, made before anything is decided about it.
+Never: knows a body, a route or a reply.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import secrets
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from appliance.api.appliance import Appliance
-from appliance.api.arrival import arrival_of, client_request_id
 from appliance.configuration.dialects import Dialect, dialect_of, error_body
+from appliance.frame.protocol import utc_now
+from appliance.request import Peer
 from engine.errors import RequestError
+
+# One HTTP request as it came in: who asks, since when, by which id.
+#
+# Owns: what the layers of one request tell each other, from the gate to the last byte of its reply.
+# Invariant: there is one for each request, made before anything is decided about it.
+# Never: knows a body, a route or a reply.
+
+
+_KEY = "arrival"
+"""Under which the scope's state has it; nothing else is passed on there."""
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What is known of one request besides its body."""
+
+    write_part: Callable[[bytes], Awaitable[None]]
+    """Sends a part of a streamed reply's body; the connection's own."""
+    peer: Peer = field(default_factory=Peer)
+    """Who asks. The gate finds out; until then it is nobody in particular."""
+    is_known: Callable[[], bool] = lambda: True
+    """Whether who asks would still be let in; a reply that has no end asks again and again."""
+    request_id: str = field(default_factory=_new_id)
+    """In every reply's x-request-id; a request that generates gets another, with a prefix."""
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
+    """CLOCK_MONOTONIC when its head was here, and once it has a body, when all of that was."""
+    received_at: str = field(default_factory=utc_now)
+    """The same moment as ISO 8601, UTC."""
+    swap_wait_ns: int = 0
+    """Of the time since then, what it waited for its model to be swapped in."""
+    _has_body: bool = False
+    hang_up: Callable[[], None] = lambda: None
+    """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
+
+    def keep(self, scope: Scope) -> None:
+        """Let everybody who handles this request find it."""
+        scope.setdefault("state", {})[_KEY] = self
+
+    def generates(self, id_prefix: str) -> None:
+        """It asks for text: its id says which kind, as clients expect."""
+        self.request_id = f"{id_prefix}{secrets.token_hex(12)}"
+
+    def has_body(self) -> None:
+        """All of the body is here.
+
+        A client that sends slowly has not waited for us, and gains no place in the queue by it.
+        Nothing happens the second time.
+        """
+        if self._has_body:
+            return
+        self._has_body = True
+        self.arrived_ns, self.received_at = time.monotonic_ns(), utc_now()
+
+
+def arrival_of(http: Request) -> Arrival:
+    """How a request came in."""
+    return cast(Arrival, http.scope["state"][_KEY])
+
+
+def client_request_id(http: Request) -> str | None:
+    """The client's own id for the request, of harmless characters; None if it has none."""
+    given = http.headers.get("x-request-id", "")
+    return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:128] or None
+
 
 CLIENT_CLOSED_REQUEST = 499
 """Nginx's status for a client that left before its reply; it is only logged."""

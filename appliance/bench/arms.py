@@ -12,11 +12,12 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import TypeVar
 
-from appliance.bench.exchange import exchange
+from appliance.bench.load import exchange
 from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.target import Target
 from appliance.configuration import address, config
@@ -123,3 +124,42 @@ class Arms:
 def _label_and_place(spec: str) -> tuple[str, str]:
     named = _NAMED.fullmatch(spec)
     return (named[1], named[2]) if named else (spec, spec)
+
+
+# Interleaved rounds: every arm in each of them, in a new order, and the first arm twice.
+#
+# What slows a machine for a while slows all arms of a round, so ratios within a round hold where
+# absolute figures do not. The first arm's second turn shows by how much equal things differ.
+# Owns: the order. Invariant: every list of results is in the order of rounds.
+# Never: looks at a result.
+
+
+AGAIN = "A/A"
+"""The label of the first arm's second turn."""
+
+T = TypeVar("T")
+
+
+def interleaved(
+    arms: Arms, num_rounds: int, seed: int, measure: Callable[[Target, str, int], T]
+) -> dict[str, list[T]]:
+    """Results by label, the second turns of the first arm under AGAIN.
+
+    Args:
+        arms: open; the first is the base of all ratios.
+        num_rounds: how often each is measured.
+        seed: of the order.
+        measure: takes the target, the label of its turn and the round's index.
+    """
+    results: dict[str, list[T]] = {label: [] for label in (*arms.labels, AGAIN)}
+    for round_index, turns in enumerate(order(arms.labels, num_rounds, seed)):
+        for label in turns:
+            with arms.ready(arms.labels[0] if label == AGAIN else label) as target:
+                results[label].append(measure(target, label, round_index))
+    return results
+
+
+def order(labels: list[str], num_rounds: int, seed: int) -> list[list[str]]:
+    """Of each round, the labels in the order of their turns."""
+    rng, turns = random.Random(seed), [*labels, AGAIN]
+    return [rng.sample(turns, len(turns)) for _ in range(num_rounds)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from appliance.bench.rounds import AGAIN
+from appliance.bench.arms import AGAIN
 from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 
 

@@ -20,8 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from appliance.bench.arrivals import Lengths, regular
-from appliance.bench.exchange import exchange
-from appliance.bench.load import PATIENCE_S, Load, Tick, measure, offer
+from appliance.bench.load import PATIENCE_S, Load, Tick, exchange, measure, offer
 from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.samples import Sample, sample_of
 from appliance.bench.statistics import Figures

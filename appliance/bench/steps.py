@@ -11,9 +11,13 @@ Never: imports torch.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -221,3 +225,42 @@ def kind_of(step: Stepped, case: StepCase) -> Kind | None:
 def _num_blocks(case: StepCase, num_steps: int, setup: Setup) -> int:
     """Of one sequence."""
     return -(-(case.context + num_steps + 1) // setup.block_size)
+
+
+# What a worker's parts cost on this machine's device: asked of a process that may import torch.
+#
+# Owns: starting it, and reading what it prints.
+# Invariant: what it says on stderr is passed on when it fails.
+# Never: imports torch; measures.
+
+
+KINDS = ("kernels", "steps", "transports")
+
+
+def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> dict[str, Any]:
+    """Run one of KINDS to its end.
+
+    Args:
+        kind: what to measure.
+        model: a folder whose shape to take; None: that of Llama 3.1 8B.
+        is_small: little work, to see that it works.
+
+    Returns:
+        device, torch, dtype, the two ceilings, and `data`: a row for each figure.
+
+    Raises:
+        WorkerFailed: it did not come to its end.
+    """
+    command = [sys.executable, "-P", "-m", "engine.workers.measure", kind]
+    command += [] if model is None else ["--model", str(model)]
+    command += ["--small"] if is_small else []
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        last = ended.stderr.strip().rpartition("\n")[2]
+        raise WorkerFailed(
+            last or f"it ended with {ended.returncode}",
+            where=f"bench {kind}",
+            hint="a smaller model may fit: name its folder" if "memory" in last else "",
+        )
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found

@@ -21,11 +21,10 @@ import msgspec
 import typer
 
 from appliance.bench import comparison, plot
-from appliance.bench.arms import ROLES, Arms
+from appliance.bench.arms import ROLES, Arms, interleaved
 from appliance.bench.conversing import TurnPace, converse
 from appliance.bench.interference import Disturbed, InterferencePlan, disturb
 from appliance.bench.load import Load, Measured, measure
-from appliance.bench.rounds import interleaved
 from appliance.bench.samples import Sample
 from appliance.bench.statistics import Figures, Goodness, by_turn, summarize, times
 from appliance.bench.talk import APIS

@@ -2,7 +2,7 @@
 
 Owns: their tables.
 Invariant: each figure is beside the ceiling that was measured in the same run.
-Never: measures: appliance.bench.device_costs does.
+Never: measures: appliance.bench.steps does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def transports(model: Model = None, small: Small = False, output: Output = Forma
 
 
 def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
-    from appliance.bench.device_costs import measure_device
+    from appliance.bench.steps import measure_device
 
     found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
     if output is Format.JSON:

@@ -84,15 +84,15 @@ def serve(
     if check_config:
         _check(load_config())
         return
-    from appliance import daemon, heap
+    from appliance import daemon, process_limits
 
-    heap.keep_small()
+    process_limits.keep_small()
     raise typer.Exit(daemon.serve(load_config))
 
 
 def _check(settings: config.ServeConfig) -> None:
     from appliance.fleet.boot import check_others, check_plan
-    from appliance.fleet.ssd_room import ssd_problem
+    from appliance.fleet.ssd_cache import ssd_problem
     from appliance.http.access import AccessPolicy
 
     for sentence in config.unknown_variables():

@@ -55,8 +55,8 @@ def _download(client: Client, query: dict[str, str], target: Path) -> None:
 
 
 def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
-    from appliance.log.extract import write_recording  # 70 ms that only a missing daemon costs
     from appliance.log.query import span_query
+    from appliance.log.recorder import write_recording  # 70 ms that only a missing daemon costs
 
     try:
         target.write_bytes(b"")

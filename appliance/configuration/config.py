@@ -20,8 +20,7 @@ from appliance.configuration import paths
 from appliance.configuration.setting_kinds import a_path, is_loopback, is_meant
 from appliance.configuration.settings import SETTINGS
 from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
-from appliance.models.model_tables import MODEL_SETTINGS, MODELS, read_tables
-from appliance.models.names import HubName
+from appliance.models.names import MODEL_SETTINGS, MODELS, HubName, read_tables
 from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"

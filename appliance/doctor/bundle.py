@@ -30,9 +30,9 @@ from appliance.configuration import config
 from appliance.doctor import stacks
 from appliance.doctor.finding import Finding
 from appliance.http.api_keys import KEY_PREFIX
-from appliance.log.extract import write_recording
 from appliance.log.query import EventQuery, RowQuery, Span, log_time
 from appliance.log.reader import read_events, read_rows
+from appliance.log.recorder import write_recording
 from engine.errors import PenstockError
 
 NUM_EVENTS = 1000

@@ -17,8 +17,13 @@ from pathlib import Path
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.gpu_placement import attention_for, installed_torch
-from appliance.fleet.placement import MIN_BLOCKS, Placement, WorkerPlan, available_memory_bytes
-from appliance.fleet.placement_text import placement_lines
+from appliance.fleet.placement import (
+    MIN_BLOCKS,
+    Placement,
+    WorkerPlan,
+    available_memory_bytes,
+    placement_lines,
+)
 from appliance.fleet.placing import Placing, this_inventory
 from appliance.fleet.weights_plan import WeightsPlan, plan_weights
 from appliance.models import cache

@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from appliance.fleet.peer_pools import PeerPools
+from appliance.fleet.peer_pools import PeerPools, Sharing
 from appliance.fleet.placement import WorkerPlan
-from appliance.fleet.sharing import Sharing
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.units import part_text, size_text

@@ -1,9 +1,8 @@
-"""What the daemon tells the console and the CLI: frames, versioned.
+"""One KV pool as a part of a frame: blocks by state, who holds them, what is kept for others.
 
-Owns: the wire format of /v1/penstock/* and /v1/requests.
-Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
-bytes; fields are only ever added within one FRAME_VERSION.
-Never: imports the engine, so that the console can run where the engine is not.
+Owns: the shape.
+Invariant: blocks by state add up to num_blocks.
+Never: knows the ledger.
 """
 
 from __future__ import annotations
@@ -12,11 +11,85 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from appliance.frame.link_frame import LinkFrame as LinkFrame
-from appliance.frame.pool_frame import HolderFrame as HolderFrame
-from appliance.frame.pool_frame import OwnerFrame as OwnerFrame
-from appliance.frame.pool_frame import PoolFrame as PoolFrame
 from appliance.frame.tier_frame import TierFrame
+
+# One KV pool as a part of a frame: blocks by state, who holds them, what is kept for others.
+#
+# Owns: the shape.
+# Invariant: blocks by state add up to num_blocks.
+# Never: knows the ledger.
+
+
+class OwnerFrame(msgspec.Struct):
+    """Who holds blocks of a pool."""
+
+    user: str
+    num_blocks: int
+    num_requests: int
+
+
+class HolderFrame(msgspec.Struct):
+    """Whose prompts and answers have left blocks that can be found."""
+
+    user: str
+    num_blocks: int
+
+
+class PoolFrame(msgspec.Struct):
+    """Blocks of one KV pool (or of the transfer ring) by state; they add up to num_blocks."""
+
+    name: str
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    free: int
+    reserved: int
+    active: int
+    draining: int
+    owners: list[OwnerFrame] = []
+    """Most blocks first; at most MAX_POOL_OWNERS."""
+    cached: int = 0
+    """In use by nobody, and kept as long as nothing else needs the room."""
+    holders: list[HolderFrame] = []
+    """Who has left what others find, in use or not; as owners."""
+    evicted: int = 0
+    """Blocks that were kept and then taken for something else, since the start."""
+
+    @property
+    def used_ratio(self) -> float | None:
+        """Share of blocks that new work cannot have; None: it has none at all."""
+        if self.num_blocks <= 0:
+            return None
+        return 1 - (self.free + self.cached) / self.num_blocks
+
+
+# One link between two pools as a part of a frame.
+#
+# Owns: the record. Never: reads anything.
+
+
+class LinkFrame(msgspec.Struct):
+    """How blocks get from one pool to another."""
+
+    from_pool: str
+    to_pool: str
+    transport: str
+    """`peer` or `shm`: as it is now."""
+    probe_bytes_per_s: float | None
+    """Of blocks there and back, found unchanged at start; None: not tried yet."""
+    copy_bytes_per_s: float | None
+    """While it copies, lately; None: it has not copied yet."""
+    bytes_per_s: float
+    """That have arrived, since the last frame."""
+    down: str | None = None
+    """Why `transport` is not what was placed; None: it is."""
+    has_detour: bool = False
+    """It goes from one device's memory into another's."""
+    num_bytes: int = 0
+    """That have ever arrived."""
+    num_strikes: int = 0
+    """Copies in a row that failed or came to less than half of what the try at start did."""
+
 
 FRAME_VERSION = 1
 PHASES = ("queued", "prefilling", "handing_off", "paused", "decoding", "finished")

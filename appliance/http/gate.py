@@ -25,10 +25,15 @@ from typing import cast
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.api.arrival import Arrival
-from appliance.api.wire import error_response
-from appliance.http.access import AccessPolicy, Credentials
-from appliance.http.cors import allowed_origin, is_preflight, preflight, readable
+from appliance.api.wire import Arrival, error_response
+from appliance.http.access import (
+    AccessPolicy,
+    Credentials,
+    allowed_origin,
+    is_preflight,
+    preflight,
+    readable,
+)
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError, Unavailable
 

@@ -26,7 +26,7 @@ from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
 from appliance.http.turned_away import TurnedAway, too_many_connections
-from appliance.open_files import max_connections
+from appliance.process_limits import max_connections
 from appliance.request import Role
 
 NUM_RESERVED = 16

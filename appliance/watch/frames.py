@@ -37,7 +37,7 @@ from appliance.frame.protocol import (
 from appliance.request import ModelInfo, Request
 from appliance.watch.alerts import Alerts, Change
 from appliance.watch.energy import Energy
-from appliance.watch.explain import limit, slow_because
+from appliance.watch.explain import limit, slow_because, waits
 from appliance.watch.router_parts import (
     pool_frames,
     queue_frame,
@@ -46,7 +46,6 @@ from appliance.watch.router_parts import (
     way_frames,
 )
 from appliance.watch.telemetry import Telemetry
-from appliance.watch.wait_reasons import waits
 from appliance.watch.windows import Usual
 from engine.schedule.router import Router
 

@@ -17,12 +17,12 @@ import psutil
 from appliance.fleet.worker_state import WorkerState
 from appliance.frame.histograms import Histograms
 from appliance.frame.latency import stages
-from appliance.frame.link_frame import LinkFrame
 from appliance.frame.protocol import (
     MAX_FRAME_EVENTS,
     EventFrame,
     HandoffFrame,
     HostFrame,
+    LinkFrame,
     WorkerFrame,
 )
 from appliance.request import Request

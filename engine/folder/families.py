@@ -1,10 +1,6 @@
-"""The supported families: one row each of what sets it apart from Llama.
+"""The supported families whose layers choose among experts: rows of the table of families.
 
-A row's `defaults` are the keys of config.json that the family has, with transformers' default for
-each; a key that is not among them means nothing to the family and is ignored, as transformers
-ignores it. Numbers come out of those keys. What no key says is a field of the row.
-Owns: the table of differences; there is no class and no branch per family anywhere else.
-Invariant: a row is complete; None is "the family has no such part".
+Owns: those rows. Invariant: as for all rows, engine.folder.families says it.
 Never: reads a file.
 """
 
@@ -13,9 +9,120 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.folder.family import COMMON, Family, NormNames
+from engine.folder.family import COMMON, ExpertNames, Family, NormNames
 from engine.folder.gemmas import GEMMAS
-from engine.folder.mixtures import MIXTURES
+
+# The supported families whose layers choose among experts: rows of the table of families.
+#
+# Owns: those rows. Invariant: as for all rows, engine.folder.families says it.
+# Never: reads a file.
+
+
+MIXTURES = (
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        COMMON
+        | {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "bos_token_id": None,
+            "eos_token_id": 50279,
+        },
+        qk_norm="projection",
+        experts=ExpertNames(),
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        COMMON
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        COMMON
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_local_experts": None,  # what newer files call num_experts
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        qk_norm="head",
+        experts=ExpertNames(),
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        COMMON
+        | {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "sliding_window": 128,
+            "layer_types": None,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        has_wide_norms=True,
+        experts=ExpertNames(router="router", has_bias=True, is_stacked=True),
+        activation="clamped_swiglu",
+        has_sinks=True,
+    ),
+)
+
 
 _QWEN: dict[str, Any] = COMMON | {
     "vocab_size": 151936,
@@ -272,3 +379,45 @@ _ROWS = (
 
 FAMILY_BY_NAME = {family.name: family for family in _ROWS}
 FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
+
+
+# Architectures that people will ask for and that are not served, each with the reason.
+#
+# What is served is one decoder: layers of attention over a pool whose blocks have one shape, and
+# of a feed-forward, in one stream. These need more than a row of the table of families.
+# Owns: the reasons.
+# Invariant: none of them is in the table of families.
+# Never: reads a file.
+
+
+_RECURRENT = (
+    "most of its layers keep a state that every token changes, which no block of the KV pool "
+    "holds: moving, caching and recovering a sequence would have to carry it too"
+)
+_STREAMS = (
+    "it adds embeddings of their own to each layer, beside the one stream of tokens, and some "
+    "layers use the keys and values of another"
+)
+_CHUNKED = (
+    "its attention ends at borders of chunks, which no attention kernel here knows, and its "
+    "experts are weighed before they compute; the smallest has 109 billion parameters"
+)
+_LATENT = "its keys and values are kept compressed, in a form that the KV pool does not have"
+
+UNSERVED = {
+    "gemma3n": _STREAMS,
+    "llama4": _CHUNKED,
+    "qwen3next": _RECURRENT,
+    "qwen35": _RECURRENT,
+    "deepseekv2": _LATENT,
+    "deepseekv3": _LATENT,
+}
+"""By the beginning of an architecture's name in lower case, without marks: config.json and GGUF
+have the same up to that."""
+
+
+def reason(name: str) -> str | None:
+    """Why an architecture or model type is not served, if that is known here."""
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    plain = plain.replace("deepseek2", "deepseekv2")
+    return next((why for start, why in UNSERVED.items() if plain.startswith(start)), None)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.folder.families import reason
 from engine.folder.family import Family
 from engine.folder.gguf_header import GgufModel
 from engine.folder.tensor_info import TensorInfo
-from engine.folder.unserved import reason
 
 _END_MARKS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME
+from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.folder.family import ExpertNames, Family
 from engine.folder.gguf_config import config_keys, sampling_keys
 from engine.folder.gguf_header import GgufModel, find_gguf
@@ -23,7 +23,6 @@ from engine.folder.layer_heads import LayerHeads, layer_heads
 from engine.folder.quantisation import Quantisation
 from engine.folder.rope import RopeConfig
 from engine.folder.sampling_defaults import sampling_defaults
-from engine.folder.unserved import reason
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

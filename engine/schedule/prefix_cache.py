@@ -20,7 +20,7 @@ from engine.cache.blocks import BlockState, Ledger
 from engine.cache.places import PREFILL, Places
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.fetches import Fetches, Lookup, longest
-from engine.schedule.queued_work import Ahead
+from engine.schedule.queue import Ahead
 from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Leg, On, Paused, Sequence
 from engine.tiers.loads import Wanted

@@ -1,10 +1,10 @@
-"""How a sequence goes on that was handed over, has lost its worker, or blocks on their way.
+"""Which sequence is to blame when a worker dies.
 
-Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
-Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
-with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
-where nobody else is.
-Never: admits, ends or blames a sequence.
+A sequence that keeps killing workers is found out: after its second death each that was there makes
+its next step with no other suspect beside it, and a death then is blamed on it alone.
+Owns: how many deaths are too many.
+Invariant: a sequence that makes progress is not on probation any more, but its deaths still count.
+Never: ends a sequence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,35 @@ from engine.schedule.journeys import Journeys
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Leg, Moving, On, Sequence
+
+# Which sequence is to blame when a worker dies.
+#
+# A sequence that keeps killing workers is found out: after its second death each that was there
+# makes its next step with no other suspect beside it, and a death then is blamed on it alone.
+# Owns: how many deaths are too many.
+# Invariant: a sequence that makes progress is not on probation any more, but its deaths still
+# count. Never: ends a sequence.
+
+
+PROBATION_SUSPICIONS = 2
+MAX_SUSPICIONS = 3
+
+
+def blame(victims: list[Sequence]) -> None:
+    """Suspect those of a dead worker's sequences that are on probation; if none is, all."""
+    for sequence in [s for s in victims if s.is_on_probation] or victims:
+        sequence.num_suspicions += 1
+        sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
+
+
+def is_proven(sequence: Sequence) -> bool:
+    """True if too many workers have died under it."""
+    return sequence.num_suspicions > MAX_SUSPICIONS
+
+
+def must_wait(sequence: Sequence, at_worker: list[Sequence]) -> bool:
+    """True if it is on probation, and so is one that is at its worker already."""
+    return sequence.is_on_probation and any(other.is_on_probation for other in at_worker)
 
 
 class Recovery:

@@ -14,14 +14,13 @@ from itertools import chain
 
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, Places
-from engine.schedule import suspicion
+from engine.schedule import recovery
 from engine.schedule.copies import Copies
 from engine.schedule.fetches import Fetches
 from engine.schedule.growth import Growth
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
 from engine.schedule.prefix_cache import PrefixCache
-from engine.schedule.queue import FairQueue
-from engine.schedule.queued_work import Ahead
+from engine.schedule.queue import Ahead, FairQueue
 from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.router_counters import Counters
@@ -152,14 +151,14 @@ class Router:
         self.copies.worker_died(worker)
         victims = [s for s in self.at.running.values() if s.worker == worker]
         if not self.places.has_followed(worker, self.roles.ready_workers):
-            suspicion.blame(victims)
+            recovery.blame(victims)
         for sequence in victims:
             self.growth.forget(sequence)
             self.roles.outcomes.forget(sequence.seq_id)
             assert isinstance(sequence.where, On)
             self.at.put(sequence, Waiting(sequence.where.leg))
         for sequence in victims:
-            if suspicion.is_proven(sequence):
+            if recovery.is_proven(sequence):
                 about = f"worker {worker} died {sequence.num_suspicions} times under it"
                 self.abort(sequence, FinishReason.ERROR, now_ns, about)
             else:
@@ -301,7 +300,7 @@ class Router:
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
         at_worker = [s for s in self.at.running.values() if s.worker == worker]
-        return worker in self.roles.ready_workers and not suspicion.must_wait(sequence, at_worker)
+        return worker in self.roles.ready_workers and not recovery.must_wait(sequence, at_worker)
 
     def _arrive(self, sequence: Sequence, now_ns: int) -> None:
         """Go on with a sequence between two workers, as far as its blocks have come."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
     from engine.kernels.product_ways import ProductWays
     from engine.model.weight import Weight
+    from engine.workers.affinity import Near
     from engine.workers.grammars import Grammars
-    from engine.workers.numa import Near
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -78,12 +78,11 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.model.transformer import Transformer
     from engine.text.matcher import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
-    from engine.workers.affinity import use_cores
+    from engine.workers.affinity import Near, use_cores
     from engine.workers.copying import probe
     from engine.workers.grammars import Grammars
     from engine.workers.kv_cache import map_pool
     from engine.workers.loop import StepLoop
-    from engine.workers.numa import Near
     from engine.workers.runner import Runner
     from engine.workers.weights_loss import weights_loss
 

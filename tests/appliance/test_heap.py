@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from appliance.heap import OWN_PAGES_BYTES
+from appliance.process_limits import OWN_PAGES_BYTES
 
 CHURN = """
 import ctypes, random, re, sys
-from appliance.heap import keep_small
+from appliance.process_limits import keep_small
 if sys.argv[1] == "kept" and not keep_small():
     sys.exit("this C library has no such sizes")
 rng, stays, passing = random.Random(0), [], []

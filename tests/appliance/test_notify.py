@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.notify import notify
+from appliance.journal import notify
 
 
 @pytest.fixture(params=["path", "abstract"])

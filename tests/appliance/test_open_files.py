@@ -4,12 +4,12 @@ import resource
 import subprocess
 import sys
 
-from appliance.open_files import NUM_APART, max_connections
+from appliance.process_limits import NUM_APART, max_connections
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one():
     script = (
-        "import resource; from appliance.open_files import raise_limit\n"
+        "import resource; from appliance.process_limits import raise_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
         "print(raise_limit(1024)); print(raise_limit(100))\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"

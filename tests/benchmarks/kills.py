@@ -26,7 +26,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.schedule.suspicion import MAX_SUSPICIONS
+from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.starter.documents import Writer
 from tests.daemons import Daemon
 

@@ -9,18 +9,7 @@ from __future__ import annotations
 
 from appliance.frame.protocol import Frame, PoolFrame
 from tui import format as fmt
-from tui.lines import (
-    STATE_CELLS,
-    Line,
-    Run,
-    Tone,
-    beside,
-    facts,
-    gauge,
-    rule,
-    sparkline,
-    state_bar,
-)
+from tui.lines import STATE_CELLS, Line, Run, Tone, beside, facts, gauge, rule, sparkline, state_bar
 from tui.panels import tiers
 from tui.panels.gauges import kv, used_spans
 from tui.view import View, pool_counts

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from appliance.api.arrival import Arrival, arrival_of, client_request_id
+from appliance.api.wire import Arrival, arrival_of, client_request_id
 from appliance.request import Peer
 
 

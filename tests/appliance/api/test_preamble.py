@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.api.preamble import in_words, without_system
+from appliance.api.tools import in_words, without_system
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.fakes import FakeAppliance

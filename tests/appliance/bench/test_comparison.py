@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.arms import Arms
+from appliance.bench.arms import AGAIN, Arms, interleaved, order
 from appliance.bench.comparison import LOAD_METRICS, Metric, rows
 from appliance.bench.plot import cumulative
-from appliance.bench.rounds import AGAIN, interleaved, order
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 

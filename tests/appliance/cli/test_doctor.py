@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration import config
-from appliance.devices.machine import Devices
-from appliance.devices.rapl import find_packages
+from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks as doctor
 from tests.appliance.cli_process import penstock, user_environ
 

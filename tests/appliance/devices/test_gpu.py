@@ -9,7 +9,7 @@ import pytest
 
 from appliance.devices import gpu as gpu_room
 from appliance.devices import nvml as api
-from appliance.devices.gpm import MAX_WINDOW_NS
+from appliance.devices.gpu import MAX_WINDOW_NS
 from appliance.devices.machine import Devices, find_gpus
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.frame.protocol import DeviceFrame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.devices.rapl import find_packages
+from appliance.devices.machine import find_packages
 
 S = 1_000_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.devices.gpu_listing import Gpu
-from appliance.doctor.mig_layouts import PROFILES, layouts, memory_to_divide
+from appliance.doctor.gpu_checks import PROFILES, layouts, memory_to_divide
 
 MIB = 1 << 20
 LLAMA_8B = (16_060_522_496, 131_072)

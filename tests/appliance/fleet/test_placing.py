@@ -18,7 +18,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
-from appliance.fleet.placement_text import placement_lines
+from appliance.fleet.placement import placement_lines
 from appliance.fleet.placing import Placed, Placing
 from appliance.fleet.step_memory import MeasuredModel, PairTimes, StepMemory, key_of
 from engine.errors import ConfigError

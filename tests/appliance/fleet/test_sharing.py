@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.devices.gpu_listing import Gpu
+from appliance.fleet.peer_pools import Sharing
 from appliance.fleet.placement import WorkerPlan
-from appliance.fleet.sharing import Sharing
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import GpuSpec, MapShared, PoolSpec, Setup, SharedMemory
 from tests.fakes import until

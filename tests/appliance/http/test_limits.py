@@ -13,7 +13,7 @@ import socket
 import httpx
 import pytest
 
-from appliance import open_files
+from appliance import process_limits
 from appliance.api.routes import build_app
 from appliance.http import connection, gate, listeners, server, turned_away
 from appliance.http.access import AccessPolicy
@@ -677,8 +677,8 @@ async def test_who_is_turned_away_and_says_nothing_is_not_waited_for_long(narrow
 
 
 async def test_connections_leave_descriptors_for_the_rest(narrow, monkeypatch):
-    limits = (open_files.NUM_APART + server.NUM_RESERVED + 2, 4096)
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: limits)
+    limits = (process_limits.NUM_APART + server.NUM_RESERVED + 2, 4096)
+    monkeypatch.setattr(process_limits.resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(server, "SHARE_OF_ONE", 1.0)
     opened = [(await watch(narrow, narrow.key))[0] for _ in range(2)]
     assert opened == [200, 200]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from appliance.frame.recording import TABLES, open_recording
-from appliance.log.extract import temporary_recording, write_recording
 from appliance.log.query import Span
+from appliance.log.recorder import temporary_recording, write_recording
 from engine.errors import PenstockError, RequestError
 from tests.appliance.logs import query
 from tests.recordings import at, frame_at, make_recording, request_row, write_log

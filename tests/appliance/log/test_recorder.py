@@ -15,9 +15,9 @@ from sqlite_utils import Database
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker
 from appliance.log import recorder, request_log
-from appliance.log.extract import write_recording
 from appliance.log.file import open_log
 from appliance.log.query import Span
+from appliance.log.recorder import write_recording
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
 from engine.errors import PenstockError

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from appliance.configuration.config import ServeConfig
-from appliance.devices.machine import MIN_INTERVAL_NS, Devices
-from appliance.devices.rapl import find_packages
+from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_packages
 from appliance.fleet.boot import make_plan
 from appliance.log.query import RowQuery, UsageQuery
 from appliance.log.request_log import RequestLog

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.fleet.placement import BLOCK_SIZE
-from appliance.watch.wait_reasons import waits
+from appliance.watch.explain import waits
 from engine.cache.prefix_hashes import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.test_prefix_cache import finish, next_turn

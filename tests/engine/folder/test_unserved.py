@@ -5,9 +5,8 @@ import json
 import pytest
 
 from engine.errors import CheckpointError
-from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME
+from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.folder.model_config import ModelConfig
-from engine.folder.unserved import reason
 
 AS_PUBLISHED = {
     "Gemma3nForConditionalGeneration": "embeddings of their own",

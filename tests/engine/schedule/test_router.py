@@ -11,10 +11,10 @@ from engine.schedule.elastic import PairChoice
 from engine.schedule.journeys import MAX_PREEMPTIONS, Pair
 from engine.schedule.outcomes import Outcome
 from engine.schedule.queue import FairQueue
+from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence, Stamps, Waiting
-from engine.schedule.suspicion import MAX_SUSPICIONS
 from engine.wire.messages import Copied, Copy, CoresUsed, Release, Stepped
 from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token

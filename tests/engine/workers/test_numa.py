@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from engine.workers.numa import node_of, prefer_node
+from engine.workers.affinity import node_of, prefer_node
 
 
 def shared_memory(num_bytes=1 << 20):
