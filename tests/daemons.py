@@ -82,8 +82,14 @@ class Daemon:
 
     def wait_ready(self) -> Daemon:
         self.wait_for(self.is_listening, self.ready_s, LOADING_POLL_S)
-        self.wait_for(lambda: self.get_status("/ready") == 200, self.ready_s, LOADING_POLL_S)
+        self.wait_for(self.is_ready, self.ready_s, LOADING_POLL_S)
         return self
+
+    def is_ready(self) -> bool:
+        try:
+            return self.get_status("/ready") == 200
+        except httpx.ConnectError:  # it has ended: who waits says why
+            return False
 
     @property
     def tcp_url(self) -> str:

@@ -170,9 +170,8 @@ def socket_path(given: str | None, environ: Mapping[str, str] = os.environ) -> P
         return a_path(given or environ["PENSTOCK_SOCKET"])
     configured = None
     if environ.get("PENSTOCK_CONFIG") or paths.config_file(environ) is not None:
-        from appliance.configuration import (
-            config,  # all settings, where most client verbs need none
-        )
+        # all settings, where most client verbs need none
+        from appliance.configuration import config
 
         configured = config.configured_socket(environ)
     return configured or paths.client_socket(environ)

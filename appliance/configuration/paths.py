@@ -50,13 +50,25 @@ def default_socket(environ: Mapping[str, str]) -> Path:
 def client_socket(environ: Mapping[str, str]) -> Path:
     """Where clients look: as default_socket(), and where nobody listens there, the unit's place.
 
+    Without a unit it is where this user's daemon says that it listens, which may have been started
+    with another XDG_RUNTIME_DIR, as by cron or su.
+
     Raises:
         ConfigError: as default_socket().
     """
     path = default_socket(environ)
-    if not os.path.lexists(path) and has_unit():
-        return SYSTEM_SOCKET
-    return path
+    if os.path.lexists(path):
+        return path
+    return SYSTEM_SOCKET if has_unit() else _told_socket(environ) or path
+
+
+def _told_socket(environ: Mapping[str, str]) -> Path | None:
+    """The socket that is named in the lock of the state directory, if it is there."""
+    try:
+        _, _, path = (default_state_dir(environ) / "lock").read_text("utf-8").strip().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Path(path) if path.startswith("/") and Path(path).is_socket() else None
 
 
 def has_unit() -> bool:

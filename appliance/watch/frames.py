@@ -126,7 +126,7 @@ class Frames:
             devices=devices,
             energy=self.energy.frame(),
             host=telemetry.host(),
-            handoff=telemetry.handoff(states, router, elapsed_s),
+            handoff=telemetry.handoff(router, elapsed_s),
             links=telemetry.links(router, elapsed_s),
             weights=weights_text(
                 plan.weights_words,

@@ -133,17 +133,17 @@ class Telemetry:
         self._since_ns = now_ns
         return elapsed_s
 
-    def handoff(self, states: list[WorkerState], router: Router, elapsed_s: float) -> HandoffFrame:
+    def handoff(self, router: Router, elapsed_s: float) -> HandoffFrame:
         """What was handed over since the last call, and what is on its way."""
         before, counters = self._handoffs, router.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
-        probed = [rate for w in states for rate in w.probes.values() if rate]  # 0: it is down
+        probed = [link.probe_bytes_per_s for link in router.copies.links.states.values()]
         return HandoffFrame(
             transport=router.places.transport,
             num_in_flight=len(router.at.moving),
             handoffs_per_s=(counters.handoffs - before[0]) / elapsed_s,
             bytes_per_s=(counters.handoff_bytes - before[1]) / elapsed_s,
-            probe_bytes_per_s=min(probed, default=None),
+            probe_bytes_per_s=min((rate for rate in probed if rate), default=None),  # 0: down
             num_failed=counters.failed_handoffs,
         )
 

@@ -37,6 +37,9 @@ from engine.workers.running import Running
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""
 _NUM_PROBES = 8
+_PROBE_PATIENCE_S = 2.0
+"""So long a probe is made again that has never succeeded."""
+_PROBE_PAUSE_S = 0.01
 _POPULATE_WRITE = 23
 """Advice to madvise(), of Linux 5.14: make all pages of a range, as if each were written."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -280,10 +283,11 @@ def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None) -> float:
-    """Send a pattern to another pool and back, by way of their block 0, which is nobody's.
+    """Send a pattern to another pool's block 0, which is nobody's, and fetch it back.
 
-    All workers send the same one, so two that do it at once change nothing for each other; a step
-    of the other pool's worker may write its padding there meanwhile, so one success is enough.
+    All workers send the same one, and none touches its own pool for it, so those that do it at once
+    change nothing for each other. A step of the other pool's worker, as it warms up, may write its
+    padding there meanwhile: so one success is enough, and it is waited for.
 
     Returns:
         bytes per second, both ways counted; the best of a few.
@@ -292,25 +296,26 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
         WorkerFailed: what came back is not what was sent.
     """
     values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(251)
-    pattern = values.view(pool.shape[1:]).to(pool.dtype).to(pool.device)
-    rates, num_intact = [], 0
-    for _ in range(_NUM_PROBES):
-        pool[0].copy_(pattern)
+    sent = values.view(1, *pool.shape[1:]).to(pool.dtype).to(pool.device)
+    back = torch.empty_like(sent)
+    rates, is_intact = [], False
+    patient_until_s = time.monotonic() + _PROBE_PATIENCE_S
+    while len(rates) < _NUM_PROBES or not is_intact:
+        if len(rates) >= _NUM_PROBES:
+            if time.monotonic() > patient_until_s:
+                raise WorkerFailed(
+                    "what came back from another pool is not what was sent to it",
+                    where="handoff",
+                    hint="the memory or the device is at fault; see the kernel log",
+                )
+            time.sleep(_PROBE_PAUSE_S)
+        back.zero_()
         _settle(device)
         started_ns = time.monotonic_ns()
-        num_bytes = copy_blocks(pool, other, [(0, 0)], device)
-        pool[0].zero_()
-        _settle(device)
-        num_bytes += copy_blocks(other, pool, [(0, 0)], device)
+        num_bytes = copy_blocks(sent, other, [(0, 0)], device)
+        num_bytes += copy_blocks(other, back, [(0, 0)], device)
         rates.append(num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9)
-        num_intact += torch.equal(pool[0], pattern)
-    pool[0].zero_()
-    if not num_intact:
-        raise WorkerFailed(
-            "what came back from another pool is not what was sent to it",
-            where="handoff",
-            hint="the memory or the device is at fault; see the kernel log",
-        )
+        is_intact = is_intact or torch.equal(back, sent)
     return max(rates)
 
 

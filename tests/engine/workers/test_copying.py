@@ -62,9 +62,24 @@ def test_the_try_touches_nobodys_block_and_says_how_fast_it_was(dtype):
     pool, ring = pool_and_ring(dtype)
     pool_before, ring_before = pool.clone(), ring.clone()
     assert probe(pool, ring) > 0
-    assert torch.equal(pool[1:], pool_before[1:])
+    assert torch.equal(pool, pool_before)
     assert torch.equal(ring[1:], ring_before[1:])
-    assert not pool[0].any()
+
+
+def test_a_try_outlasts_another_worker_that_writes_its_padding_meanwhile(monkeypatch):
+    writes = iter(range(40))
+
+    def disturbed(source, target, pairs, device=None):
+        copied = copy_blocks(source, target, pairs, device)
+        if target is ring and next(writes, None) is not None:
+            ring[0].fill_(-1)
+        return copied
+
+    pool, ring = pool_and_ring()
+    monkeypatch.setattr(copying, "copy_blocks", disturbed)
+    monkeypatch.setattr(copying, "_PROBE_PATIENCE_S", 60.0)
+    assert probe(pool, ring) > 0
+    assert next(writes, None) is None
 
 
 def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
@@ -74,6 +89,7 @@ def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
         return copied
 
     monkeypatch.setattr(copying, "copy_blocks", lossy)
+    monkeypatch.setattr(copying, "_PROBE_PATIENCE_S", 0.0)
     with pytest.raises(WorkerFailed, match="not what was sent"):
         probe(*pool_and_ring())
 
