@@ -12,9 +12,10 @@ from appliance.devices.gpu_listing import Gpu
 from appliance.devices.inventory import GpuLink, Inventory, read_nodes
 from appliance.fleet import boot, placing, spread, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
+from engine.schedule import links
 from tests.daemons import Daemon
 
-NUM_GPUS, REACH = "ACCELERATED_GPUS", "ACCELERATED_REACH"
+NUM_GPUS, REACH, FAULTS = "ACCELERATED_GPUS", "ACCELERATED_REACH", "ACCELERATED_FAULTS"
 
 
 def inventory():
@@ -39,13 +40,17 @@ class AcceleratedDaemon(Daemon):
     """Its workers compute on cores what GPUs would, and there may be eight."""
 
     def __init__(self, folder, num_gpus, *args, reach=True, **options):
-        env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach))}
+        self.faults = folder / "faults"
+        """What is wrong with the links, as tests.accelerated_worker reads it."""
+        self.faults.mkdir(parents=True)
+        env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach)), FAULTS: str(self.faults)}
         super().__init__(folder, *args, env=env, **options)
 
 
 if __name__ == "__main__":
     boot.this_inventory = placing.this_inventory = inventory
     boot.installed_torch = lambda: "2.11.0+cu130"
+    links.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
     spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     worker = (sys.executable, "-m", "tests.accelerated_worker")
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker

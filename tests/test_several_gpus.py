@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerated import AcceleratedDaemon
+from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 from tests.daemons import is_alive
 
@@ -55,8 +56,8 @@ def daemon(
         daemon.stop()
 
 
-def answer(daemon: AcceleratedDaemon, prompt: list[int]) -> list[int]:
-    events = daemon.stream(prompt, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+def answer(daemon: AcceleratedDaemon, prompt: list[int], salt: str | None = None) -> list[int]:
+    events = daemon.stream(prompt, max_tokens=NUM_OUTPUTS, ignore_eos=True, cache_salt=salt)
     tokens = []
     for event in events:
         assert "error" not in event, event
@@ -119,6 +120,13 @@ def is_decoding(daemon: AcceleratedDaemon) -> bool:
     return any(request.get("phase") == "decoding" for request in daemon.requests())
 
 
+def wait_restarted(daemon: AcceleratedDaemon, pid: int) -> None:
+    daemon.wait_for(
+        lambda: all(w["state"] == "ready" and w["pid"] != pid for w in daemon.state()["workers"]),
+        240,
+    )
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_dies_under_load_changes_no_answer(
     daemon: AcceleratedDaemon, role: str, alone: list[list[int]]
@@ -131,12 +139,140 @@ def test_a_worker_that_dies_under_load_changes_no_answer(
         os.kill(pid, signal.SIGKILL)
         daemon.wait_for(lambda: not is_alive(pid))
         assert [each.result() for each in answers] == alone * 2
-    daemon.wait_for(
-        lambda: all(w["state"] == "ready" and w["pid"] != pid for w in daemon.state()["workers"]),
-        240,
-    )
+    wait_restarted(daemon, pid)
     # blocks go into the pool of its new life, and are what they were
     before = daemon.state()["totals"]["finished"]
     assert [answer(daemon, prompt) for prompt in PROMPTS] == alone
     assert daemon.fresh_state()["totals"]["finished"] == before + len(PROMPTS)
     daemon.assert_all_free()
+
+
+def prompt_of(number: int) -> list[int]:
+    """Six blocks and a bit, which no other prompt begins with."""
+    return [(11 * number + 5 * i) % 280 + 5 for i in range(400)]
+
+
+def link(daemon: AcceleratedDaemon) -> dict:
+    """The first link that blocks are pushed over."""
+    return next(link for link in daemon.fresh_state()["links"] if link["has_detour"])
+
+
+def arrived(daemon: AcceleratedDaemon) -> dict[tuple[str, str], int]:
+    """Bytes over each link, by the pools at its ends, which are called as their workers."""
+    links = daemon.fresh_state()["links"]
+    return {(x["from_pool"], x["to_pool"]): x["num_bytes"] for x in links}
+
+
+def block_bytes(daemon: AcceleratedDaemon) -> int:
+    return int(daemon.state()["pools"][0]["block_bytes"])
+
+
+def has_first_token(daemon: AcceleratedDaemon) -> bool:
+    live = [each for each in daemon.requests() if each["phase"] != "finished"]
+    return any(each["output_tokens"] for each in live)
+
+
+def make_faultless(daemon: AcceleratedDaemon) -> None:
+    """Mend all links: those that are down come up when who pushes over them starts again."""
+    for path in daemon.faults.iterdir():
+        path.unlink()
+    for down in [each for each in daemon.fresh_state()["links"] if each["down"]]:
+        kill(daemon, down["from_pool"])
+    daemon.wait_for(lambda: not any(each["down"] for each in daemon.state()["links"]), 240)
+
+
+def kill(daemon: AcceleratedDaemon, worker: str) -> None:
+    pid = daemon.worker_pid(worker)
+    os.kill(pid, signal.SIGKILL)
+    wait_restarted(daemon, pid)
+
+
+@pytest.fixture
+def pushing(daemon: AcceleratedDaemon, machine: str) -> Iterator[AcceleratedDaemon]:
+    """On which every link pushes."""
+    if not machine.endswith("peer"):
+        pytest.skip("nothing is pushed")
+    make_faultless(daemon)
+    yield daemon
+    make_faultless(daemon)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+def test_a_worker_that_dies_while_half_a_chunk_is_pushed_changes_no_answer(
+    pushing: AcceleratedDaemon, victim: str
+) -> None:
+    daemon, prompt = pushing, prompt_of(20 if victim == "source" else 21)
+    expected = answer(daemon, prompt, salt="before")
+    before = arrived(daemon)
+    daemon.faults.joinpath("hold").write_text("3")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answer, daemon, prompt)
+        daemon.wait_for((daemon.faults / "held").exists, 60)
+        # some blocks are there and said to be, one is there, the others are not
+        source, target = daemon.wait_for(
+            lambda: next(
+                (way for way, size in arrived(daemon).items() if size > before[way]), None
+            ),
+            60,
+        )
+        assert arrived(daemon)[source, target] - before[source, target] < 4 * block_bytes(daemon)
+        daemon.wait_for(lambda: has_first_token(daemon), 60)
+        pid = daemon.worker_pid(source if victim == "source" else target)
+        os.kill(pid, signal.SIGKILL)
+        daemon.wait_for(lambda: not is_alive(pid))
+        (daemon.faults / "hold").unlink()
+        assert asked.result() == expected
+    wait_restarted(daemon, pid)
+    assert daemon.log_rows(1)[0]["workers"].startswith(source)
+    assert answer(daemon, prompt) == expected
+    daemon.assert_all_free()
+
+
+def test_a_link_that_fails_is_taken_down_loudly_and_blocks_go_by_the_host(
+    pushing: AcceleratedDaemon,
+) -> None:
+    daemon = pushing
+    daemon.faults.joinpath("broken").touch()
+    number = 30
+    while not any(each["down"] for each in daemon.fresh_state()["links"]):
+        number += 1
+        assert number < 30 + 4 * 8
+        expected = answer(daemon, prompt_of(number), salt="before")
+        assert answer(daemon, prompt_of(number)) == expected
+    (daemon.faults / "broken").unlink()  # what is down stays down
+    state = daemon.fresh_state()
+    down = next(each for each in state["links"] if each["down"])
+    assert down["transport"] == "shm"
+    assert "the link is broken" in down["down"]
+    assert "link.down" in {alert["code"] for alert in state["alerts"]}
+    assert "is down, its blocks go by shm" in daemon.stderr
+    for command, words in (
+        (("status",), "link.down"),
+        (("top", "--once"), "is down"),
+        (("doctor",), "by shm"),
+    ):
+        assert words in penstock(user_environ(daemon.folder), *command).stdout
+    prompt = prompt_of(19)
+    expected = answer(daemon, prompt, salt="before")
+    assert answer(daemon, prompt) == expected
+    row = daemon.log_rows(1)[0]
+    assert row["transport"] == row["links"] == "shm"
+    daemon.assert_all_free()
+
+
+def test_a_link_that_changes_what_it_carries_is_found_at_start_and_not_used(
+    pushing: AcceleratedDaemon, alone: list[list[int]]
+) -> None:
+    daemon = pushing
+    daemon.faults.joinpath("lossy").touch()
+    source = link(daemon)["from_pool"]
+    kill(daemon, source)
+    daemon.wait_for(lambda: link(daemon)["down"], 30)
+    found = link(daemon)
+    assert (found["transport"], found["probe_bytes_per_s"]) == ("shm", 0)
+    assert found["down"] == "what came back at start is not what was sent"
+    assert [answer(daemon, prompt, salt="lossy") for prompt in PROMPTS] == alone
+    assert {row["links"] for row in daemon.log_rows(len(PROMPTS))} <= {"shm", None}
+    make_faultless(daemon)
+    assert link(daemon)["transport"] == "peer"
+    assert [answer(daemon, prompt, salt="mended") for prompt in PROMPTS] == alone

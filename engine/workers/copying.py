@@ -298,7 +298,8 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
     values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(251)
     sent = values.view(1, *pool.shape[1:]).to(pool.dtype).to(pool.device)
     back = torch.empty_like(sent)
-    rates, is_intact = [], False
+    rates: list[float] = []
+    is_intact = False
     patient_until_s = time.monotonic() + _PROBE_PATIENCE_S
     while len(rates) < _NUM_PROBES or not is_intact:
         if len(rates) >= _NUM_PROBES:
