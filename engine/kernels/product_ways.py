@@ -120,7 +120,9 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
         f"{gains[-1]:.2g}x for {counts[-1]}"
     )
     if gains[-1] < GAIN or min(gains) < LOSS:
-        why = "rearranged for its bfloat16 instructions they gain too little on this CPU"
+        why = (
+            "rearranged for its bfloat16 instructions they gain too little for prompts on this CPU"
+        )
         return TrialResult(None, f"{_STORED}: {why} ({tried}){said}")
     return TrialResult(
         ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,21 @@ def test_the_socket_is_looked_for_in_the_documented_order(machine: Path) -> None
     own = machine / "tmp" / f"penstock-{os.getuid()}" / "penstock.sock"
     assert socket_path(None, environ) == own
     assert load({}, environ).socket == own
+
+
+def test_a_daemon_is_found_where_it_says_that_it_listens(machine: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_STATE_HOME": str(machine / "state")}
+    usual = Path("/run/user/7/penstock/penstock.sock")
+    lock = machine / "state" / "penstock" / "lock"
+    lock.parent.mkdir(parents=True)
+    other = machine / "tmp" / "s"
+    lock.write_text(f"71 {other}\n")
+    assert socket_path(None, environ) == usual
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(other))
+        assert socket_path(None, environ) == other
+        lock.write_bytes(b"\xff\n")
+        assert socket_path(None, environ) == usual
 
 
 def test_a_shared_folder_in_tmp_must_be_ours_alone(machine: Path) -> None:
