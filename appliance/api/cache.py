@@ -69,18 +69,15 @@ async def _lines(http: Request, contents: CacheContents, root: Hash) -> AsyncIte
         changes = None if told is None else contents.changes(told, root)
         told = contents.num_changes
         if changes is None:
-            for line in _all(contents, root):
+            blocks = contents.blocks(root)  # all of one moment, however slowly they are read
+            yield _line({"cleared": True, "block_size": contents.block_size})
+            for line in _stored(blocks):
                 yield line
         else:
             for line in _of(changes):
                 yield line
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), LOOK_INTERVAL_S)
-
-
-def _all(contents: CacheContents, root: Hash) -> Iterator[bytes]:
-    yield _line({"cleared": True, "block_size": contents.block_size})
-    yield from _stored(contents.blocks(root))
 
 
 def _of(changes: Iterable[ContentsChange]) -> Iterator[bytes]:

@@ -257,7 +257,7 @@ class _Voice:
         for index, token_id in enumerate(token_ids, num_before + 1):
             text = self._text_of(token_id)
             if index > self._sequence.sampling.min_tokens:
-                self._stop.push(text)
+                self._num_chars += len(text) - len(self._stop.push(text))
 
     def _say(self, piece: str, delta: Delta) -> bool:
         """Add a piece's text; True if that was all, and the sequence is closed."""

@@ -23,6 +23,8 @@ SOCKET_UNIT_NAME = "penstock.socket"
 UNIT_DIRS = (Path("/etc/systemd/system"), Path("/usr/lib/systemd/system"))
 SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")
+LOCK_BYTES = 4096
+"""A daemon writes its pid and its socket there, which are fewer."""
 
 
 def config_file(environ: Mapping[str, str]) -> Path | None:
@@ -63,12 +65,21 @@ def client_socket(environ: Mapping[str, str]) -> Path:
 
 
 def _told_socket(environ: Mapping[str, str]) -> Path | None:
-    """The socket that is named in the lock of the state directory, if it is there."""
+    """The socket that is named in the lock of the state directory, if it is ours or root's.
+
+    A daemon that has ended leaves its lock behind, and anybody might then listen where it did.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        _, _, path = (default_state_dir(environ) / "lock").read_text("utf-8").strip().partition(" ")
-    except (OSError, UnicodeDecodeError):
+        with open(os.open(default_state_dir(environ) / "lock", flags), "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            text = file.read(LOCK_BYTES).decode("utf-8", "replace") if is_file else ""
+        path = text.strip().partition(" ")[2]
+        status = os.lstat(path)
+    except (OSError, ValueError):
         return None
-    return Path(path) if path.startswith("/") and Path(path).is_socket() else None
+    is_socket = path.startswith("/") and stat.S_ISSOCK(status.st_mode)
+    return Path(path) if is_socket and status.st_uid in (os.getuid(), 0) else None
 
 
 def has_unit() -> bool:

@@ -35,7 +35,10 @@ def wait_for_signal(state_dir: Path) -> int:
 def daemon_pid(state_dir: Path) -> int | None:
     """Of the daemon that has the folder; None if none has."""
     try:
-        pid = int((state_dir / "lock").read_text().split()[0])
+        # what is no file is not waited for
+        fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as lock:
+            pid = int(lock.read(20).split()[0])
     except (OSError, ValueError, IndexError):
         return None
     return pid if _field(pid, "Name") is not None else None

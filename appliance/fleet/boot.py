@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -84,13 +85,21 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
-        fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(state_dir / "lock", flags, 0o640)
     except OSError as error:
         raise ConfigError(
             f"cannot use the state directory: {error.strerror}",
             where=str(state_dir),
             hint="choose another with --state-dir",
         ) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ConfigError(
+            "lock is no file of ours there",
+            where=str(state_dir),
+            hint="remove it, or choose another with --state-dir",
+        )
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

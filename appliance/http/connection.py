@@ -11,6 +11,7 @@ the kernel cannot tell that from one that is gone, so there it counts as gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import http
 import logging
@@ -128,6 +129,12 @@ class ClientProtocol(H11Protocol):
         self._num_received = 0
         self._num_requests = 0
         self._mark: _ByteMark | None = None
+        self._handshake: tuple[float, socket.socket] | None = None
+        """Since when, and on which socket, TLS is being agreed on."""
+
+    def shakes_hands(self, connection: socket.socket) -> None:
+        """It has no transport until TLS is agreed on, and until then others may have its place."""
+        self._handshake = time.monotonic(), connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From here on the client's time runs."""
@@ -135,6 +142,7 @@ class ClientProtocol(H11Protocol):
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._mark = self._observe(time.monotonic())
         self._opened_at = self._mark.since
+        self._handshake = None
 
     def data_received(self, data: bytes) -> None:
         """Count, for the slow; say at once what a flood would be told anyway."""
@@ -224,7 +232,9 @@ class ClientProtocol(H11Protocol):
         SILENT_S: whoever connects in order to ask has asked by then.
         """
         mark = self._mark
-        if mark is None or self.transport.is_closing():
+        if mark is None:
+            return None if self._handshake is None else self._handshake[0]
+        if self.transport.is_closing():
             return None
         if self.credentials is None and self.key is None:
             return self._opened_at
@@ -239,7 +249,11 @@ class ClientProtocol(H11Protocol):
 
         Between two requests nothing is said: it would be taken for the reply to the next one.
         """
-        if self._phase() is ConnectionPhase.IDLE:
+        if self._mark is None and self._handshake is not None:
+            with contextlib.suppress(OSError):  # the handshake fails of it, and closes the socket
+                self._handshake[1].shutdown(socket.SHUT_RDWR)
+            self._handshake = None
+        elif self._phase() is ConnectionPhase.IDLE:
             self._hang_up()
         else:
             self._refuse(too_many_connections())

@@ -90,7 +90,7 @@ class Gate:
         try:
             _check_head(scope)
             arrival.peer = self._peer(scope, line)
-            arrival.is_known = functools.partial(self._is_known, scope)
+            arrival.is_known = functools.partial(self._is_known, scope, arrival.peer)
         except RequestError as error:
             response = error_response(Request(scope), error)
             if error.status == 401:
@@ -135,10 +135,15 @@ class Gate:
         line.on_key(peer.key)
         return peer
 
-    def _is_known(self, scope: Scope) -> bool:
-        """False once the policy has lost the key by which it came in."""
-        is_process = _line(scope).credentials is not None
-        return is_process or self.policy.holder_of(_shown_key(scope)) is not None
+    def _is_known(self, scope: Scope, peer: Peer) -> bool:
+        """False once the policy has lost the key by which it came in, or gives it a lesser role."""
+        credentials = _line(scope).credentials
+        if credentials is not None:
+            return self.policy.peer_of(credentials).role >= peer.role
+        if peer.key is None:  # it showed none, where none is asked for
+            return True
+        now = self.policy.holder_of(_shown_key(scope))
+        return now is not None and now.role >= peer.role
 
 
 class _Body:

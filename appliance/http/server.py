@@ -198,6 +198,8 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         tls = self.policy.tls if protocol.credentials is None else None
         patience_s = None if tls is None else HANDSHAKE_S
+        if tls is not None:
+            protocol.shakes_hands(connection)
         try:
             await loop.connect_accepted_socket(
                 lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=patience_s

@@ -8,6 +8,7 @@ Never: asks clients for certificates: who they are is said by their API keys.
 from __future__ import annotations
 
 import ssl
+import stat
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -25,6 +26,8 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """
     for path, name in ((certificate, "tls_cert"), (key, "tls_key")):
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise ConfigError(f"{path} is no file", where=name)
             path.open("rb").close()
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", where=name) from error

@@ -205,10 +205,12 @@ def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mappi
     if schema is False:
         return False
     known: Mapping[str, Any] = _ANY_OBJECT if schema is None else {} if schema is True else schema
-    own = known.get("x-guidance", {})
+    own = known.get("x-guidance") or {}
     if not isinstance(own, Mapping):
         return known  # which the compiler refuses
-    guidance = {"whitespace_pattern": _WHITESPACE, **own}
+    guidance = dict(own)
+    if own.get("whitespace_pattern") is None:
+        guidance["whitespace_pattern"] = _WHITESPACE
     if own.get("whitespace_flexible") is False:
         del guidance["whitespace_pattern"]
     return {**known, "x-guidance": guidance | ({"lenient": True} if is_lenient else {})}

@@ -47,6 +47,18 @@ def test_a_state_directory_belongs_to_one_daemon(tmp_path):
     os.close(lock_state_dir(state, socket))
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_refused_and_left_alone(tmp_path, kind):
+    precious = tmp_path / "precious"
+    precious.write_text("1")
+    lock = tmp_path / "state" / "lock"
+    lock.parent.mkdir()
+    lock.symlink_to(precious) if kind == "link" else os.mkfifo(lock)
+    with pytest.raises(ConfigError):
+        lock_state_dir(lock.parent, tmp_path / "socket")
+    assert precious.read_text() == "1"
+
+
 def test_a_state_directory_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as refused:

@@ -100,6 +100,45 @@ async def test_who_does_not_encrypt_gets_nothing_and_harms_nobody(served):
         assert (await client.get("/v1/models", headers=served.shown)).status_code == 200
 
 
+async def test_half_handshakes_give_way_to_who_has_a_key(served):
+    served.server.policy = dataclasses.replace(served.server.policy, max_connections=12)
+    halves = []
+    try:
+        for _ in range(40):
+            halves.append(half := socket.create_connection(("127.0.0.1", served.port)))
+            half.setblocking(False)
+            half.send(b"\x16")
+        async with served.client() as client:
+            assert (await client.get("/v1/models", headers=served.shown)).status_code == 200
+    finally:
+        for half in halves:
+            half.close()
+
+
+async def test_a_stream_ends_with_the_role_that_opened_it(served, tmp_path):
+    key, line = new_key("desk", "operator")
+    path = tmp_path / "more"
+
+    def let_in(text):
+        path.write_text(text)
+        path.chmod(0o600)
+        policy = dataclasses.replace(served.server.policy, keys=read_keys(path))
+        served.server.policy = policy
+
+    let_in(line)
+    shown = {"authorization": f"Bearer {key}"}
+    async with (
+        served.client() as client,
+        client.stream("GET", "/v1/penstock/stream", headers=shown) as reply,
+    ):
+        frames = reply.aiter_lines()
+        assert await anext(frames)
+        let_in(line.replace("operator", "user"))
+        async with asyncio.timeout(60):
+            async for _ in frames:
+                pass
+
+
 async def test_old_versions_are_not_spoken(served):
     context = trusting(FIRST[0])
     with pytest.warns(DeprecationWarning, match="deprecated"):

@@ -326,6 +326,13 @@ def test_a_schema_may_say_itself_how_much_space_there_is(model):
     assert not model.accepts(json_grammar(dense), '{"a": 1}')
 
 
+@pytest.mark.parametrize("own", [{}, [], None, {"whitespace_pattern": None}])
+def test_space_is_bounded_whatever_else_a_schema_says(model, own):
+    schema = json_grammar({"type": "object", "x-guidance": own})
+    assert model.accepts(schema, '{"a":  1}')
+    assert not model.accepts(schema, '{"a":' + " " * 400 + "1}")
+
+
 def test_a_lenient_schema_passes_over_what_cannot_be_enforced(model):
     schema = {"type": "object", "unevaluatedProperties": False, "dependentRequired": {"a": ["b"]}}
     with pytest.raises(GrammarError):
