@@ -109,8 +109,9 @@ async def test_who_does_not_read_keeps_nobody_out(
     monkeypatch.setattr(log_api, "PATIENCE_S", 0.0)
     reply = await served.http.get(PATH)
     assert (reply.status_code, len(reply.content)) == (200, 32 << 20)
-    await until(lambda: opened[0].closed)  # the one that had waited longest
-    assert not opened[1].closed
+    held = opened[:MAX_OPEN_EACH]  # of which one has waited longest
+    await until(lambda: any(one.closed for one in held))
+    assert sum(one.closed for one in held) == 1
 
 
 async def test_one_peers_recordings_leave_room_for_others(tmp_path: Path) -> None:
