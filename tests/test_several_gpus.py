@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.accelerated import AcceleratedDaemon
-from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 from tests.daemons import is_alive
 
@@ -225,38 +224,6 @@ def test_a_worker_that_dies_while_half_a_chunk_is_pushed_changes_no_answer(
     wait_restarted(daemon, pid)
     assert daemon.log_rows(1)[0]["workers"].startswith(source)
     assert answer(daemon, prompt) == expected
-    daemon.assert_all_free()
-
-
-def test_a_link_that_fails_is_taken_down_loudly_and_blocks_go_by_the_host(
-    pushing: AcceleratedDaemon,
-) -> None:
-    daemon = pushing
-    daemon.faults.joinpath("broken").touch()
-    number = 30
-    while not any(each["down"] for each in daemon.fresh_state()["links"]):
-        number += 1
-        assert number < 30 + 4 * 8
-        expected = answer(daemon, prompt_of(number), salt="before")
-        assert answer(daemon, prompt_of(number)) == expected
-    (daemon.faults / "broken").unlink()  # what is down stays down
-    state = daemon.fresh_state()
-    down = next(each for each in state["links"] if each["down"])
-    assert down["transport"] == "shm"
-    assert "the link is broken" in down["down"]
-    assert "link.down" in {alert["code"] for alert in state["alerts"]}
-    assert "is down, its blocks go by shm" in daemon.stderr
-    for command, words in (
-        (("status",), "link.down"),
-        (("top", "--once"), "is down"),
-        (("doctor",), "by shm"),
-    ):
-        assert words in penstock(user_environ(daemon.folder), *command).stdout
-    prompt = prompt_of(19)
-    expected = answer(daemon, prompt, salt="before")
-    assert answer(daemon, prompt) == expected
-    row = daemon.log_rows(1)[0]
-    assert row["transport"] == row["links"] == "shm"
     daemon.assert_all_free()
 
 
