@@ -1,8 +1,14 @@
-"""Values of arguments as models write them, to JSON.
+"""How calls are read in each way that models write them: one reader for each.
 
-Owns: how a text becomes a value where a notation has no quotes.
-Invariant: whatever a model writes gives JSON; what is no value of any kind is a string.
-Never: reads calls.
+A reader is given where a call may begin, behind its mark. It consumes nothing until it knows that
+one of the request's functions is called; then it reports the call, and its arguments as JSON,
+piece by piece, whatever notation they are written in. It returns None; or, if there is no such
+call, how much of the text is none.
+
+Owns: the notations.
+Invariant: arguments that are complete in the model's notation are a JSON object; those that a
+limit cuts off are the beginning of one.
+Never: decides what is content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Responses that a client may go on from by their id.
+"""What a response goes on from, and what is kept of it: /v1/responses between two requests.
 
-Owns: what is kept of them, in memory, with a bound.
-Invariant: a response is found by whoever asked for it and by nobody else; what is kept is bounded
-in number and in bytes, the oldest goes first, and all of it goes with the daemon.
-Never: writes to disk.
+Owns: `previous_response_id`, `store`, and the routes of one response.
+Invariant: a conversation that goes on is the one that its client
+would have sent in full.
+Never: keeps anything for anybody but who asked.
 """
 
 from __future__ import annotations

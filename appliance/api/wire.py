@@ -1,8 +1,8 @@
-"""One HTTP request as it came in: who asks, since when, by which id.
+"""Between HTTP and the handlers: JSON and errors out.
 
-Owns: what the layers of one request tell each other, from the gate to the last byte of its reply.
-Invariant: there is one for each request, made before anything is decided about it.
-Never: knows a body, a route or a reply.
+Owns: the headers that replies carry, and what of a client's headers is kept.
+Invariant: a refusal that may pass says when to come back, in both headers that clients read.
+Never: knows a route.
 """
 
 from __future__ import annotations

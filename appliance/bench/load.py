@@ -1,9 +1,9 @@
-"""One request and its reply on a connection of its own.
+"""Load on one server for a while: by schedule, or so many at a time.
 
-Owns: the connection, and the stamp of each read.
-Invariant: a read is stamped before it is looked at; whatever goes wrong is a sentence in the
-reply's `problem`.
-Never: raises for what a server does, retries, or keeps a connection.
+Owns: the pace.
+Invariant: every request that was due is a sample, also one that was refused, failed or never
+ended; a schedule does not wait for replies.
+Never: computes a statistic.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How busy the parts of a GPU are, where the GPU measures it: Hopper and later.
+"""One GPU and its MIG instances, as frames.
 
-Owns: two samples for each device or MIG instance, between which a metric is taken.
-Invariant: the first sample shows nothing, and a window so long that it says nothing of now begins
-anew; none is too short to tell, as machine reads no device twice within 200 ms.
-Never: blocks; names a device.
+Owns: the device's handle and counters, its instances, the newest critical error.
+Invariant: the frame is there with the same name from the first reading to the last, whatever the
+GPU does not support and also when it has fallen off the bus; an instance has memory and activity of
+its own, while power, clocks and energy are the GPU's.
+Never: asks at every reading for what seldom changes, or for what takes the driver milliseconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""CPU packages: their energy counters in the powercap tree.
+"""All devices of the machine, read together.
 
-Owns: which packages there are, and the last reading of each.
-Invariant: a package's frame is there also where its counter may not be read, as it may only by root
-on most machines.
-Never: writes to the tree; counts anything twice: parts of a package, and `psys`, which is the whole
-machine, are left out.
+Owns: the newest reading.
+Invariant: a device keeps its place and name from one reading to the next; None means not reported.
+Never: needs a driver; is read so often that a counter's difference says nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Into which MIG instances a GPU could be divided, and which of them would suit a model.
+"""What would go wrong at the first run on a GPU, each with cause, consequence and command.
 
-Owns: the table of profiles, as parts of a GPU. Pure.
-Invariant: what an instance has left for KV leans to the careful side; a layout that holds no
-useful request is said to be of no use.
-Never: divides anything; asks a driver.
+Owns: the record of a machine with GPUs, how it is taken, and the checks over it.
+Invariant: checks look at the record alone, so that any machine can be looked at anywhere; what the
+driver does not say is not taken for bad.
+Never: makes a CUDA context, changes anything.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Two workers on one GPU: who is told where the other's memory is.
+"""Pools of workers on GPUs that workers on other GPUs write into: who is told where each is.
 
-One worker exports its weights and its pool, and another maps them. What is exported lives as long
-as its worker: when that one ends, so does the other, before either starts again.
-Owns: what has been exported in this life of the exporter, and who waits for it.
-Invariant: a worker is told once in each of its lives, and never of memory that is gone.
+What a worker has exported lives as long as it does, and the memory is free only when nobody holds
+it any more: so before a worker that has died starts again, all that have mapped its pool let go.
+Owns: what has been exported in this life of each, who knows of it, and who has to let go of it.
+Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
+memory that is gone.
 Never: looks into what it passes on; ends a process.
 """
 

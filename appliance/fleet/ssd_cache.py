@@ -1,8 +1,9 @@
-"""Where an SSD cache may be, and how large it may grow there.
+"""The SSD cache of a running daemon: its folder and cap, its start, its upkeep and its end.
 
-Owns: the sizes when nobody says, and what of a disk stays free.
-Invariant: what is asked for is granted only as far as the disk has it to spare.
-Never: leaves anything in the folder, or makes it.
+Owns: the slabs and the threads of the disk, from start to end.
+Invariants: whatever is wrong with the folder, the daemon serves, and says that it does so without
+this cache; at the end it waits for stores no longer than FLUSH_S.
+Never: decides what is stored or loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One KV pool as a part of a frame: blocks by state, who holds them, what is kept for others.
+"""What the daemon tells the console and the CLI: frames, versioned.
 
-Owns: the shape.
-Invariant: blocks by state add up to num_blocks.
-Never: knows the ledger.
+Owns: the wire format of /v1/penstock/* and /v1/requests.
+Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
+bytes; fields are only ever added within one FRAME_VERSION.
+Never: imports the engine, so that the console can run where the engine is not.
 """
 
 from __future__ import annotations

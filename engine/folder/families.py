@@ -1,6 +1,10 @@
-"""The supported families whose layers choose among experts: rows of the table of families.
+"""The supported families: one row each of what sets it apart from Llama.
 
-Owns: those rows. Invariant: as for all rows, engine.folder.families says it.
+A row's `defaults` are the keys of config.json that the family has, with transformers' default for
+each; a key that is not among them means nothing to the family and is ignored, as transformers
+ignores it. Numbers come out of those keys. What no key says is a field of the row.
+Owns: the table of differences; there is no class and no branch per family anywhere else.
+Invariant: a row is complete; None is "the family has no such part".
 Never: reads a file.
 """
 

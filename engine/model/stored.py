@@ -1,9 +1,9 @@
-"""Values to codes and scales: what a checkpoint that is not quantised is turned into at start.
+"""A tensor as its file has it, and rows of the values that the model wants.
 
-Owns: how codes are chosen.
-Invariant: no value is further from its code's than half a step of its group, but for those at the
-ends of a group whose range was drawn in so that the others come nearer.
-Never: decides which matrices, or to what form (engine.folder.panels_layout does).
+Owns: the order of rows, the shift, which a file's format may have otherwise, and the choice of what
+reads codes.
+Invariant: rows() gives the same values however it is cut.
+Never: maps a file.
 """
 
 from __future__ import annotations

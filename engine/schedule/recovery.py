@@ -1,10 +1,10 @@
-"""Which sequence is to blame when a worker dies.
+"""How a sequence goes on that was handed over, has lost its worker, or blocks on their way.
 
-A sequence that keeps killing workers is found out: after its second death each that was there makes
-its next step with no other suspect beside it, and a death then is blamed on it alone.
-Owns: how many deaths are too many.
-Invariant: a sequence that makes progress is not on probation any more, but its deaths still count.
-Never: ends a sequence.
+Owns: nothing; writes a sequence's way and how far it is computed, as a part of the router.
+Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
+with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
+where nobody else is.
+Never: admits, ends or blames a sequence.
 """
 
 from __future__ import annotations
