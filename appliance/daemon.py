@@ -22,9 +22,14 @@ from importlib.metadata import version
 from appliance.announcement import IS_OPEN, announcement
 from appliance.api.routes import build_app
 from appliance.configuration.address import TcpAddress
-from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
-from appliance.configuration.folders import prepare_directories
-from appliance.doctor.stacks import wait_for_signal
+from appliance.configuration.config import (
+    ServeConfig,
+    changes,
+    prepare_directories,
+    take_over,
+    unknown_variables,
+)
+from appliance.doctor.bundle import wait_for_signal
 from appliance.fetching import Fetching
 from appliance.fleet.boot import BootPlan, check_others, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.fleet.kv_caches import KvCaches
@@ -41,7 +46,7 @@ from appliance.process_limits import raise_limit
 from appliance.rehearsing import rehearsing_of
 from appliance.service import Service
 from appliance.swapping import Swapping
-from appliance.watch.watchdog import LOOK_INTERVAL_S
+from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import PenstockError
 from engine.schedule.queue import FairQueue

@@ -21,7 +21,7 @@ import msgspec
 
 from appliance.api.appliance import Readings
 from appliance.fleet.roles_change import RolesChange
-from appliance.frame.histograms import Histograms
+from appliance.frame.latency import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,
     EventFrame,
@@ -37,7 +37,7 @@ from appliance.log.request_log import RequestLog
 from appliance.log.row import frame_of_row
 from appliance.models.names import HubName
 from appliance.request import ModelInfo, Request
-from engine.cache.prefix_hashes import PrefixChain
+from engine.cache.prefix_index import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer

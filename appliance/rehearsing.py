@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.fleet.balance import StepMemory, is_two_better, key_of, pair_times, programme
 from appliance.fleet.boot import BootPlan
-from appliance.fleet.pairing import is_two_better, pair_times, programme
-from appliance.fleet.step_memory import StepMemory, key_of
 from engine.schedule.rehearsal import Rehearsal, steps
 from engine.schedule.router import Router
 from engine.wire.messages import Command, CoresUsed, Rehearsed, Report

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from engine.errors import RequestError
 from engine.schedule.sequence import Sequence
-from engine.wire.sampling import TokenLogprob
+from engine.wire.messages import TokenLogprob
 
 HUNG_UP = "client"
 """Who has cancelled a request whose client is gone."""

@@ -1,6 +1,7 @@
-"""What the api calls: requests in, tokens out.
+"""What the api calls: requests in, tokens out, and rows and frames of those that are closed.
 
-Owns: live requests, the totals, and whether new work is taken.
+Owns: the newest frames of closed requests; live requests, the totals, and whether new work is
+taken.
 Invariant: every accepted request is closed exactly once, with one log row.
 Never: waits; starts or stops a process.
 """
@@ -17,7 +18,6 @@ from functools import partial
 import msgspec
 
 from appliance.api.appliance import Readings
-from appliance.closed import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan, model_info
@@ -26,21 +26,61 @@ from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swaps
-from appliance.frame.protocol import EventFrame, Frame, TotalsFrame, utc_now
+from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.log.request_log import RequestLog
-from appliance.log.row import LogRow, frame_of_row
+from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
-from appliance.watch.availability import Availability
-from appliance.watch.deadlines import Deadlines
+from appliance.watch.deadlines import Availability, Deadlines
 from appliance.watch.frames import Frames, Standing
 from appliance.watch.telemetry import Telemetry
-from engine.cache.prefix_hashes import PrefixChain
+from engine.cache.prefix_index import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped
-from engine.wire.sampling import TokenLogprob
+from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped, TokenLogprob
+
+# Requests that have had their terminal reply: all as rows of the log, the newest as frames.
+# Invariant: each request is recorded once; joules that are known only later reach its row and
+# frame.
+# Never: keeps a request's tokens or text in memory.
+
+
+MAX_FRAMES = 200
+
+
+class ClosedRequests:
+    """What is left of a request once it is closed."""
+
+    def __init__(self, request_log: RequestLog) -> None:
+        self._log = request_log
+        self._frames: dict[str, dict[str, object]] = {}
+        """By id, oldest first."""
+
+    def add(self, frame: RequestFrame, row: LogRow) -> None:
+        """A request is closed."""
+        self._frames[frame.id] = msgspec.to_builtins(frame)
+        if len(self._frames) > MAX_FRAMES:
+            del self._frames[next(iter(self._frames))]
+        self._log.record(row)
+
+    def complete(self, requests: list[Request]) -> None:
+        """No more joules will come for these."""
+        for request in requests:
+            if request.prefill_j is None:  # it had no step
+                continue
+            energy = RowEnergy(request.request_id, request.prefill_j, request.decode_j)
+            self._log.record(energy)
+            if (frame := self._frames.get(energy.rid)) is not None:
+                frame |= {"prefill_j": energy.prefill_j, "decode_j": energy.decode_j}
+
+    def frames(self) -> list[dict[str, object]]:
+        """The newest MAX_FRAMES, newest first."""
+        return list(reversed(self._frames.values()))
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("penstock")
 

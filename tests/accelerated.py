@@ -8,11 +8,10 @@ import os
 import sys
 
 from appliance.cli.main import main
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import GpuLink, Inventory, read_nodes
+from appliance.devices.inventory import Gpu, GpuLink, Inventory, read_nodes
 from appliance.fleet import boot, placing, spread, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from engine.schedule import links
+from engine.schedule import copies
 from tests.daemons import Daemon
 
 NUM_GPUS, REACH, FAULTS = "ACCELERATED_GPUS", "ACCELERATED_REACH", "ACCELERATED_FAULTS"
@@ -50,7 +49,7 @@ class AcceleratedDaemon(Daemon):
 if __name__ == "__main__":
     boot.this_inventory = placing.this_inventory = inventory
     boot.installed_torch = lambda: "2.11.0+cu130"
-    links.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
+    copies.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
     spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     worker = (sys.executable, "-m", "tests.accelerated_worker")
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker

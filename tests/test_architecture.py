@@ -26,8 +26,8 @@ DIRECTIONS = {
     "tui/": (
         "tui",
         "appliance.frame.protocol",
-        "appliance.frame.restored",
-        "appliance.frame.tier_frame",
+        "appliance.frame.protocol",
+        "appliance.frame.protocol",
         "appliance.frame.recording",
         "appliance.client",
         "appliance.configuration.config",

@@ -12,7 +12,7 @@ import pytest
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.paths import SYSTEM_SOCKET
 from appliance.http.listeners import SOCKET_MODE
-from appliance.watch.watchdog import LOOK_INTERVAL_S
+from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
 UNITS = Path(__file__).parents[1] / "appliance" / "systemd"

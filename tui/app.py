@@ -18,16 +18,14 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from appliance.frame.protocol import Frame, RequestFrame
-from tui import actions, feed, keys
-from tui import filter as filters
+from tui import actions, feed, keys, request_listing
 from tui import format as fmt
-from tui.feed_messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.feed import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
 from tui.request_listing import RequestListing
 from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, View
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
-from tui.widgets.main_screen import MainScreen
+from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen
 from tui.widgets.request_table import RequestTable
-from tui.widgets.themes import ALL_CLASSES, THEMES
 
 Follow = Callable[
     [str, Callable[[Frame], object], Callable[[feed.FeedLost, float], object]], Awaitable[None]
@@ -290,18 +288,18 @@ class Console(App[None]):
 
     def action_unfilter(self) -> None:
         """Show all requests again."""
-        self._list_anew(replace(self._latest.listing, filter=filters.Filter()))
+        self._list_anew(replace(self._latest.listing, filter=request_listing.Filter()))
 
     def action_filter(self) -> None:
         """Ask which requests to show."""
 
         def filter_by(text: str | None) -> None:
             if text is not None:
-                self._list_anew(replace(self._latest.listing, filter=filters.parse(text)))
+                self._list_anew(replace(self._latest.listing, filter=request_listing.parse(text)))
 
         text = self._latest.listing.filter.text
-        hint = f"as {filters.GRAMMAR}; empty shows all"
-        check = actions.problem_of(filters.parse)
+        hint = f"as {request_listing.GRAMMAR}; empty shows all"
+        check = actions.problem_of(request_listing.parse)
         self.push_screen(AskDialog("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
 
     def _list_anew(self, listing: RequestListing) -> None:

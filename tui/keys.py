@@ -13,8 +13,8 @@ from textual.binding import Binding
 
 from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
-from tui.panels import pages
 from tui.view import READ_ONLY, REPLAY, View
+from tui.widgets import main_screen
 
 KEYS: Sequence[Binding] = (
     Binding("question_mark", "help", "help"),
@@ -36,7 +36,7 @@ KEYS: Sequence[Binding] = (
     Binding("escape", "unfilter", "clear filter"),
     *(
         Binding(str(number), f"page('{name}')", name, show=False)
-        for number, name in enumerate(pages.NAMES, start=1)
+        for number, name in enumerate(main_screen.NAMES, start=1)
     ),
 )
 _SIGNS = {

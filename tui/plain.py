@@ -15,7 +15,7 @@ from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
 from tui import format as fmt
 from tui.lines import Line, fit, text_of, to_ascii
-from tui.panels import gauges, header, lanes, latency, log
+from tui.panels import gauges, header, lanes, log
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
 
@@ -120,7 +120,7 @@ def page(view: View, width: int) -> list[str]:
             gauges.kv_title(view, width, kv_height),
             gauges.kv(view, width, kv_height),
         ),
-        (latency.title(view), latency.latency(view, width, 6)),
+        (gauges.title(view), gauges.latency(view, width, 6)),
         ("MACHINE", gauges.machine(view, width, 12)),
         (
             table.title(view, num_live, 1, num_live),

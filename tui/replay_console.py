@@ -19,8 +19,7 @@ from tui import format as fmt
 from tui.app import Console
 from tui.lines import Line
 from tui.panels.replay import bar, landing
-from tui.replay import Replay
-from tui.timeline import Playback, parse_moment
+from tui.replay import Playback, Replay, parse_moment
 from tui.widgets.dialogs import AskDialog, Detail
 from tui.widgets.panel import Panel
 

@@ -12,12 +12,12 @@ from typing import IO, Protocol
 
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
-from appliance.frame.histograms import Histograms
+from appliance.frame.latency import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request
-from engine.cache.prefix_hashes import PrefixChain
-from engine.schedule.cache_contents import CacheContents
+from engine.cache.prefix_index import PrefixChain
+from engine.schedule.prefix_cache import CacheContents
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
-"""What a client asks, validated: the same for completions, chats and responses.
+"""What a client asks, validated: of which model, and all that the APIs have in common.
 
-Owns: how an ask becomes sampling parameters, once its prompt is token ids.
+Owns: the refusal; how an ask becomes sampling parameters, once its prompt is token ids.
 Invariant: an Ask asks for nothing that this daemon does not do.
 Never: knows fields' names beyond those that its own refusals name.
 """
@@ -13,14 +13,60 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.chat_messages import Message
-from appliance.api.constraints import Constraint
-from appliance.api.output_format import OutputFormat
-from appliance.api.tools import Tools, in_words, needs_words, without_system
-from appliance.json_fields import INT64_MAX, invalid_value
+from appliance.api.prompts import Message
+from appliance.api.tool_format import OutputFormat
+from appliance.api.tools import Constraint, Tools, in_words, needs_words, without_system
+from appliance.json_fields import INT64_MAX, invalid_type, invalid_value
+from appliance.request import ModelInfo
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
+
+# Which model a client asks for, and what it is told when that is not here.
+# Invariant: a refusal says every name that would have been served.
+# Never: swaps a model; a request that generates has waited for its own before it comes here.
+
+
+_MAX_NAMED = 20
+
+
+def check_model(asked: object, model: ModelInfo) -> None:
+    """Refuse another model than the one that is served; no name is the served one's."""
+    if asked in (None, ""):  # clients that must name one may leave it empty
+        return
+    if not isinstance(asked, str):
+        raise invalid_type("model", "a string", asked)
+    if model.is_called(asked):
+        return
+    raise model_not_found(asked, model)
+
+
+def model_not_found(asked: str, model: ModelInfo) -> RequestError:
+    """Another model was asked for than the one that is served."""
+    if asked.removesuffix(":latest") in model.others:
+        what = f"`{asked}` is not served now, `{model.model_id}` is; a request that generates swaps"
+    else:
+        what = f"the model `{asked[:200]}` does not exist here; {_named(model)}"
+    return RequestError(
+        what,
+        code="model_not_found",
+        param="model",
+        status=404,
+        kind="not_found_error",
+    )
+
+
+def _named(model: ModelInfo) -> str:
+    """The names that there are: `a`, `b` and `c` do."""
+    names = [f"`{name}`" for name in (model.model_id, *model.others, *model.aliases)]
+    if len(names) == 1:
+        return f"{names[0]} does"
+    names[_MAX_NAMED:] = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    return f"{', '.join(names[:-1])} and {names[-1]} do"
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 2048

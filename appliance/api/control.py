@@ -1,6 +1,7 @@
-"""What is under way, over HTTP: requests, frames, cancelling, draining.
+"""What operators read and do over HTTP: requests, frames, cancelling, draining, cache, metrics.
 
-Owns: /v1/requests and the routes of /v1/penstock that speak of the present.
+Owns: the lines, and how often changes are looked for; the counts of replies by route, method and
+class of status; /v1/requests and the routes of /v1/penstock that speak of the present.
 Invariant: whoever reads the appliance may read all of this; what changes something asks authority.
 Never: decides about requests; it asks the Appliance.
 """
@@ -8,26 +9,184 @@ Never: decides about requests; it asks the Appliance.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import groupby
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from appliance.api.authority import (
+from appliance.api.wire import (
+    appliance_of,
     is_known,
+    json_response,
     not_live,
     peer_of,
     request_not_found,
     require,
     require_owner,
 )
-from appliance.api.wire import appliance_of, json_response
 from appliance.configuration.settings import ROLES
 from appliance.fleet.roles_change import RolesChange
 from appliance.json_fields import Fields, invalid_value
 from appliance.log.query import most_rows
+from appliance.metrics.exposition import MEDIA_TYPE, exposition
+from appliance.metrics.own import MetricFamily, counter
 from appliance.request import Role
+from engine.cache.prefix_index import Hash
+from engine.errors import RequestError
+from engine.schedule.prefix_cache import Block, CacheContents, ContentsChange
+
+# GET /v1/penstock/cache: what the prefix cache holds by tokens, and each change of that.
+# For routers that choose among several appliances the one that has most of a prompt. A line each:
+# `{"cleared": true, "block_size": N}` first, and whenever what was told before is void; `{"stored":
+# [{"id", "parent", "token_ids"}, ...]}`, each block after the one before it; `{"removed": [id,
+# ...]}`.
+# Invariant: who reads all lines knows what the asker's own prompts would find in memory.
+# Never: tells of what the asker's own prompts would not find, or of prompts with a secret.
+
+
+LOOK_INTERVAL_S = 0.05
+MAX_LINE_BLOCKS = 256
+
+
+def cache_routes() -> list[Route]:
+    """The one of the cache."""
+    return [Route("/v1/penstock/cache", cache)]
+
+
+async def cache(http: Request) -> Response:
+    """All that is there, and then each change, until either side leaves.
+
+    It ends when another model is served. Prompts are in it, so it is for operators.
+    """
+    peer, appliance = require(http, Role.OPERATOR), appliance_of(http)
+    contents = appliance.cache_contents
+    chain = None if contents is None else appliance.hash_prompt([], None, peer.name)
+    if contents is None or chain is None:
+        raise RequestError(
+            "the prefix cache is off, or not there yet",
+            code="no_prefix_cache",
+            status=409,
+            hint="serve with --prefix-cache on",
+        )
+    lines = _lines(http, contents, chain.root)
+    return StreamingResponse(
+        lines, media_type="application/x-ndjson", headers={"cache-control": "no-store"}
+    )
+
+
+async def _lines(http: Request, contents: CacheContents, root: Hash) -> AsyncIterator[bytes]:
+    if http.method == "HEAD":
+        return
+    stopping: asyncio.Event = http.app.state.stopping
+    told: int | None = None
+    while not stopping.is_set() and is_known(http):
+        if appliance_of(http).cache_contents is not contents:
+            return
+        changes = None if told is None else contents.changes(told, root)
+        told = contents.num_changes
+        if changes is None:
+            blocks = contents.blocks(root)  # all of one moment, however slowly they are read
+            yield _line({"cleared": True, "block_size": contents.block_size})
+            for line in _stored(blocks):
+                yield line
+        else:
+            for line in _of(changes):
+                yield line
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), LOOK_INTERVAL_S)
+
+
+def _of(changes: Iterable[ContentsChange]) -> Iterator[bytes]:
+    for is_stored, group in groupby(changes, key=lambda change: change.is_stored):
+        blocks = [change.block for change in group]
+        if is_stored:
+            yield from _stored(blocks)
+        else:
+            yield _line({"removed": [block.block_id for block in blocks]})
+
+
+def _stored(blocks: list[Block]) -> Iterator[bytes]:
+    for start in range(0, len(blocks), MAX_LINE_BLOCKS):
+        told = [
+            {"id": one.block_id, "parent": one.parent_id, "token_ids": one.token_ids.tolist()}
+            for one in blocks[start : start + MAX_LINE_BLOCKS]
+        ]
+        yield _line({"stored": told})
+
+
+def _line(value: object) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+# GET /metrics, and what it says of HTTP itself.
+# Invariant: labels are of a fixed set, whatever clients send.
+# Never: counts probes, whose refusals are no errors of the api.
+
+
+PROBES = ("/health", "/ready", "/metrics")
+_METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
+
+
+class HttpCounts:
+    """Replies since the daemon started."""
+
+    def __init__(self) -> None:
+        self._replies: Counter[tuple[str, str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def count(self, path: str | None, method: str, status: int, seconds: float) -> None:
+        """A reply has been sent whole, or its client is gone.
+
+        Args:
+            path: of the route; None: there was none.
+            method: as the client wrote it.
+            status: of the reply.
+            seconds: since the request came.
+        """
+        if path in PROBES:
+            return
+        handler, method = path or "none", method if method in _METHODS else "other"
+        self._replies[handler, method, f"{status // 100}xx"] += 1
+        self._seconds[handler, method] += seconds
+
+    def families(self) -> Iterator[MetricFamily]:
+        """As vLLM's server and most others name them."""
+        yield counter(
+            "http_requests_total",
+            "Replies, but for those to probes.",
+            [
+                ({"handler": handler, "method": method, "status": status}, number)
+                for (handler, method, status), number in self._replies.items()
+            ],
+        )
+        totals: Counter[tuple[str, str]] = Counter()
+        for (handler, method, _), number in self._replies.items():
+            totals[handler, method] += number
+        yield MetricFamily(
+            "summary",
+            "http_request_duration_seconds",
+            "To the end of the reply.",
+            summaries=[
+                ({"handler": handler, "method": method}, number, self._seconds[handler, method])
+                for (handler, method), number in totals.items()
+            ],
+        )
+
+
+async def metrics(http: Request) -> Response:
+    """All there is to chart, as Prometheus reads it."""
+    readings = appliance_of(http).readings()
+    http_counts: HttpCounts = http.app.state.http_counts
+    body = exposition(readings.frame, readings.histograms, http_counts.families())
+    return Response(body, media_type=MEDIA_TYPE)
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def control_routes() -> list[Route]:

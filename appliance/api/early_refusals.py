@@ -20,7 +20,7 @@ from collections.abc import Collection
 import msgspec
 
 from appliance.api.appliance import Appliance
-from appliance.api.metrics import HttpCounts
+from appliance.api.control import HttpCounts
 from appliance.configuration.dialects import Dialect, dialect_of, error_body
 from appliance.request import Peer, Role
 from engine.errors import QueueFull, RequestError

@@ -1,7 +1,7 @@
-"""A POST that generates, from its body to its request's one end.
+"""A POST that generates, from its row in the table to its request's one end.
 
 Owns: the way in, which is the same for every such endpoint; the watch for a client that hangs up,
-and what keeps a waiting stream alive.
+and what keeps a waiting stream alive; the table.
 Invariant: each request that submit() accepts gets exactly one close(), whatever happens between.
 Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
 while it writes a large one.
@@ -13,24 +13,34 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from appliance.api.admission import Accepted, accept
+from appliance.api.admission import Accepted, accept, hang_up
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
-from appliance.api.authority import require
+from appliance.api.messages_api import MessageShape, in_anthropics_words, messages_ask
+from appliance.api.ollama_api import OllamaShape, chat_ask_of, generate_ask
+from appliance.api.openai import chat_ask, completion_ask
+from appliance.api.replies import ReplyShape, fingerprint
+from appliance.api.responses import ResponseShape, earlier, in_our_words, keeper, response_ask
 from appliance.api.stream import Delta, OpenReply
-from appliance.api.turns import hang_up
-from appliance.api.wire import CLIENT_CLOSED_REQUEST, appliance_of, arrival_of, error_response
+from appliance.api.wire import (
+    CLIENT_CLOSED_REQUEST,
+    appliance_of,
+    arrival_of,
+    error_response,
+    require,
+)
 from appliance.fleet.swaps import Asker
 from appliance.json_fields import Fields
 from appliance.request import HUNG_UP, Role
@@ -287,3 +297,81 @@ class Generation:
 
 def _internal(what: str) -> RequestError:
     return RequestError(what, code="internal", status=500, kind="server_error")
+
+
+# The POSTs that generate: for each its path, how its body is read, what its reply looks like.
+# Invariant: whatever is asked by any of them goes the one way of generation.generate.
+# Never: reads a field, or writes a reply.
+
+
+def _reply_shape(accepted: Accepted, http: Request) -> ReplyShape:
+    appliance = appliance_of(http)
+    return ReplyShape(
+        ask=accepted.ask,
+        request=accepted.request,
+        tokenizer=appliance.tokenizer,
+        created=int(time.time()),
+        fingerprint=fingerprint(appliance.model),
+    )
+
+
+def _response_shape(accepted: Accepted, http: Request) -> ResponseShape:
+    """A response that is kept when it has ended, unless its client does not want that."""
+    return ResponseShape(
+        accepted.request,
+        accepted.fields,
+        created_at=int(time.time()),
+        on_end=keeper(accepted.fields, http),
+    )
+
+
+ENDPOINTS = {
+    "/v1/completions": Endpoint(
+        id_prefix="cmpl-",
+        read=lambda fields, http: completion_ask(
+            fields, appliance_of(http).model, appliance_of(http).max_per_request
+        ),
+        shape=_reply_shape,
+    ),
+    "/v1/chat/completions": Endpoint(
+        id_prefix="chatcmpl-",
+        read=lambda fields, http: chat_ask(fields, appliance_of(http).model),
+        shape=_reply_shape,
+    ),
+    "/v1/responses": Endpoint(
+        id_prefix="resp_",
+        read=lambda fields, http: response_ask(
+            fields, appliance_of(http).model, earlier(fields, http)
+        ),
+        shape=_response_shape,
+        refusal=in_our_words,
+    ),
+    "/v1/messages": Endpoint(
+        id_prefix="msg_",
+        read=lambda fields, http: messages_ask(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: MessageShape(accepted.request),
+        refusal=in_anthropics_words,
+    ),
+    "/api/chat": Endpoint(
+        id_prefix="chat-",
+        read=lambda fields, http: chat_ask_of(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=True),
+    ),
+    "/api/generate": Endpoint(
+        id_prefix="gen-",
+        read=lambda fields, http: generate_ask(fields, appliance_of(http).model),
+        shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=False),
+    ),
+}
+
+
+def generating_routes() -> list[Route]:
+    """A POST route for each row of ENDPOINTS."""
+    return [Route(path, _handler(one), methods=["POST"]) for path, one in ENDPOINTS.items()]
+
+
+def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Generation]]:
+    async def handle(http: Request) -> Generation:
+        return await generate(http, endpoint)
+
+    return handle

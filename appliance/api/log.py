@@ -20,9 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from appliance.api.authority import peer_of
-from appliance.api.turns import Turns
-from appliance.api.wire import appliance_of, arrival_of, json_response
+from appliance.api.admission import Turns
+from appliance.api.wire import appliance_of, arrival_of, json_response, peer_of
 from appliance.log.query import event_query, row_query, span_query, usage_query
 from engine.errors import Unavailable
 

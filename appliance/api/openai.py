@@ -13,12 +13,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import Ask, Chat, checked_salt
-from appliance.api.chat_messages import read_messages
-from appliance.api.constraints import read_constraint
-from appliance.api.model_names import check_model
-from appliance.api.prompts import check_ids, read_output_offset, read_prompts
-from appliance.api.tools import read_tools
+from appliance.api.ask import Ask, Chat, check_model, checked_salt
+from appliance.api.prompts import check_ids, read_messages, read_output_offset, read_prompts
+from appliance.api.tools import read_constraint, read_tools
 from appliance.json_fields import (
     INT64_MAX,
     Fields,
@@ -29,7 +26,7 @@ from appliance.json_fields import (
     unsupported,
 )
 from appliance.request import ModelInfo
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.api.dialect_schemas import REPLIES as OTHER_REPLIES
-from appliance.api.dialect_schemas import REQUESTS as OTHER_REQUESTS
 from appliance.api.reply_schemas import replies
-from appliance.api.request_schemas import REQUESTS
-from appliance.api.schemas import (
+from appliance.api.request_schemas import (
     COUNT,
+    DIALECT_REQUESTS,
+    REQUESTS,
     STRING,
     Json,
     listing,
@@ -23,6 +22,7 @@ from appliance.api.schemas import (
     shape,
     whole,
 )
+from appliance.api.request_schemas import REPLIES as OTHER_REPLIES
 from appliance.configuration.dialects import Dialect, dialect_of
 from appliance.frame.protocol import FRAME_VERSION
 from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
@@ -301,7 +301,7 @@ def document(version: str, *, needs_key: bool) -> Json:
         "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": REQUESTS | OTHER_REQUESTS | replies() | OTHER_REPLIES,
+            "schemas": REQUESTS | DIALECT_REQUESTS | replies() | OTHER_REPLIES,
             "headers": {
                 "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
             },

@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import re
 
-from appliance.api.call_readers import read_json
-from appliance.api.output_format import OutputFormat
-from appliance.api.reading import CallDelta, Part, Step, TextReading, partial_match_chars
+from appliance.api.call_readers import (
+    CallDelta,
+    Part,
+    Step,
+    TextReading,
+    partial_match_chars,
+    read_json,
+)
+from appliance.api.tool_format import OutputFormat
 from appliance.api.tools import Tools
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.request_schemas import TOOL_CALL
-from appliance.api.schemas import (
+from appliance.api.request_schemas import (
     BOOLEAN,
     COUNT,
     INTEGER,
     NUMBER,
     STRING,
+    TOOL_CALL,
     Json,
     items,
     nullable,

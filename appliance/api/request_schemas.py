@@ -1,12 +1,14 @@
-"""JSON schemas of what can be asked, as data.
+"""JSON schemas of what can be asked, as data; Anthropic's and Ollama's with their answers.
 
-Owns: the bodies of POSTs.
+Owns: how an absent field, a list or a bound looks in a schema; the bodies of POSTs; them, as data.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: another
 model's name, a prompt longer than the context, a grammar that cannot be compiled.
 Never: checks anything; what a field may be is decided where it is read.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from appliance.api.ask import MAX_SALT_CHARS
 from appliance.api.control import MAX_TARGET_MS
@@ -19,22 +21,68 @@ from appliance.api.openai import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
-from appliance.api.schemas import (
-    BOOLEAN,
-    COUNT,
-    OBJECT,
-    STRING,
-    Json,
-    items,
-    one_of,
-    ref,
-    shape,
-    whole,
-    within,
-)
 from appliance.api.tools import MAX_TOOLS
 from appliance.configuration.settings import ROLES
 from appliance.json_fields import INT64_MAX
+
+# The words in which JSON schemas are written here.
+# Invariant: objects may have other fields than those named.
+# Never: knows a route or a field.
+
+
+Json = dict[str, Any]
+
+STRING: Json = {"type": "string"}
+INTEGER: Json = {"type": "integer"}
+NUMBER: Json = {"type": "number"}
+BOOLEAN: Json = {"type": "boolean"}
+OBJECT: Json = {"type": "object"}
+COUNT: Json = {"type": "integer", "minimum": 0}
+
+
+def ref(name: str) -> Json:
+    """A component by its name."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def one_of(*words: str) -> Json:
+    """The schema of a string that is one of these words."""
+    return {"type": "string", "enum": list(words)}
+
+
+def within(low: float, high: float) -> Json:
+    """A number in [low, high]."""
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def whole(low: int, high: int = INT64_MAX) -> Json:
+    """An integer in [low, high]."""
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def items(schema: Json, **limits: int) -> Json:
+    """The schema of a list of such things."""
+    return {"type": "array", "items": schema, **limits}
+
+
+def nullable(schema: Json) -> Json:
+    """The schema, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def shape(required: Json, optional: Json | None = None) -> Json:
+    """An object with fields that are there, and fields that may be absent or null; and others."""
+    absent = {name: nullable(schema) for name, schema in (optional or {}).items()}
+    return {"type": "object", "required": list(required), "properties": {**required, **absent}}
+
+
+def listing(schema: Json) -> Json:
+    """Things as every list here is sent."""
+    return shape({"object": {"const": "list"}, "data": items(schema)})
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOPS: Json = items(_STOP, maxItems=MAX_STOPS)
@@ -265,4 +313,156 @@ REQUESTS: Json = {
         ),
         "additionalProperties": False,
     },
+}
+
+
+# JSON schemas of what Anthropic's and Ollama's APIs are asked, and answer.
+# Never: checks anything.
+
+
+_TEXT_BLOCK: Json = shape({"type": {"const": "text"}, "text": STRING})
+_TEXTS: Json = {"anyOf": [STRING, items(_TEXT_BLOCK)]}
+_OLLAMA: Json = {
+    "model": STRING,
+    "stream": BOOLEAN,
+    "format": {"anyOf": [one_of("json"), OBJECT]},
+    "think": {"anyOf": [BOOLEAN, one_of("low", "medium", "high")]},
+    "keep_alive": {"anyOf": [STRING, whole(-1)]},
+    "options": shape(
+        {},
+        {
+            **{name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "min_p")},
+            **{name: SAMPLING[name] for name in ("repeat_penalty", "presence_penalty")},
+            "frequency_penalty": SAMPLING["frequency_penalty"],
+            "seed": whole(0),
+            "num_predict": whole(-2),
+            "num_ctx": COUNT,
+            "stop": STOPS,
+        },
+    ),
+}
+
+DIALECT_REQUESTS: Json = {
+    "MessagesRequest": shape(
+        {"messages": items(ref("AnthropicMessage"), minItems=1), "max_tokens": whole(1)},
+        {
+            "model": STRING,
+            "system": _TEXTS,
+            "temperature": within(0, 1),
+            "top_p": SAMPLING["top_p"],
+            "top_k": whole(0),
+            "stop_sequences": STOPS,
+            "stream": BOOLEAN,
+            "thinking": shape({"type": one_of("enabled", "adaptive", "disabled")}),
+            "tools": items(
+                shape({"name": FUNCTION_NAME, "input_schema": OBJECT}, {"description": STRING}),
+                maxItems=MAX_TOOLS,
+            ),
+            "tool_choice": shape(
+                {"type": one_of("auto", "none")}, {"disable_parallel_tool_use": BOOLEAN}
+            ),
+            "metadata": OBJECT,
+        },
+    ),
+    "AnthropicMessage": {
+        "anyOf": [
+            shape(
+                {
+                    "role": {"const": "user"},
+                    "content": {
+                        "anyOf": [
+                            STRING,
+                            items(
+                                {
+                                    "anyOf": [
+                                        _TEXT_BLOCK,
+                                        shape(
+                                            {
+                                                "type": {"const": "tool_result"},
+                                                "tool_use_id": STRING,
+                                            },
+                                            {"content": _TEXTS, "is_error": BOOLEAN},
+                                        ),
+                                    ]
+                                }
+                            ),
+                        ]
+                    },
+                }
+            ),
+            shape(
+                {
+                    "role": {"const": "assistant"},
+                    "content": {
+                        "anyOf": [
+                            STRING,
+                            items(
+                                {
+                                    "anyOf": [
+                                        _TEXT_BLOCK,
+                                        shape({"type": {"const": "thinking"}, "thinking": STRING}),
+                                        shape(
+                                            {
+                                                "type": {"const": "tool_use"},
+                                                "id": STRING,
+                                                "name": FUNCTION_NAME,
+                                                "input": OBJECT,
+                                            }
+                                        ),
+                                    ]
+                                }
+                            ),
+                        ]
+                    },
+                }
+            ),
+        ]
+    },
+    "OllamaChatRequest": shape(
+        {"messages": items(ref("OllamaMessage"), minItems=1)},
+        {**_OLLAMA, "tools": items(OBJECT, maxItems=0)},
+    ),
+    "OllamaMessage": shape(
+        {"role": one_of("system", "user", "assistant", "tool"), "content": STRING},
+        {"thinking": STRING, "tool_name": STRING},
+    ),
+    "OllamaGenerateRequest": shape(
+        {"prompt": {"type": "string", "minLength": 1}},
+        {**_OLLAMA, "system": STRING, "raw": BOOLEAN},
+    ),
+    "OllamaPullRequest": shape(
+        {"model": {"type": "string", "pattern": "^[A-Za-z0-9]{1,20}/[A-Za-z0-9]{1,20}$"}},
+        {"stream": BOOLEAN},
+    ),
+    "OllamaModelRequest": shape({"model": STRING}, {"name": STRING, "stream": BOOLEAN}),
+}
+
+REPLIES: Json = {
+    "AnthropicReply": shape(
+        {
+            "id": STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": STRING,
+            "content": items(shape({"type": one_of("text", "thinking", "tool_use")})),
+            "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            "stop_sequence": nullable(STRING),
+            "usage": shape({"input_tokens": COUNT, "output_tokens": COUNT}),
+        }
+    ),
+    "AnthropicError": shape(
+        {
+            "type": {"const": "error"},
+            "error": shape({"type": STRING, "message": STRING}),
+            "request_id": STRING,
+        }
+    ),
+    "TokenCount": shape({"input_tokens": COUNT}),
+    "OllamaReply": shape(
+        {"model": STRING, "created_at": STRING, "done": BOOLEAN},
+        {"message": shape({"role": STRING, "content": STRING}), "response": STRING},
+    ),
+    "OllamaModels": shape({"models": items(shape({"name": STRING, "model": STRING}))}),
+    "OllamaModel": shape({"capabilities": items(STRING), "model_info": OBJECT}),
+    "OllamaError": shape({"error": STRING}),
 }

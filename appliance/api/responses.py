@@ -1,27 +1,289 @@
-"""POST /v1/responses: its fields, brought into those of a chat.
-
-Owns: which fields and items there are, as OpenAI's client and Codex send them, and what is refused.
-Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps a response; response_memory does.
+"""OpenAI's /v1/responses: fields brought into a chat's, events in order, and what is kept of each.
 
 Tools that are no functions (a shell, a search, a patch in a grammar of its own) are left out, and
 told in x-penstock-ignored: their clients offer functions beside them. So are items that only their
 own server could read: reasoning that is encrypted, searches.
+
+Owns: items of output, and the order and numbers of events; which fields and items there are, as
+OpenAI's client and Codex send them, and what is refused; `previous_response_id`, `store`, and the
+routes of one response.
+Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
+Never: keeps a response; response_memory does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from appliance.api.ask import Ask
-from appliance.api.chat_messages import MAX_MESSAGES, MAX_PARTS, Message
+from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask, refuse_unsupported
+from appliance.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
+from appliance.api.replies import EVENTS, event, keep_alive
+from appliance.api.stream import Delta
 from appliance.api.tools import MAX_TOOLS
+from appliance.api.wire import json_response, peer_of, request_not_found, require
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
-from appliance.request import ModelInfo
+from appliance.request import ModelInfo, Request, Role
 from engine.errors import RequestError
+from engine.schedule.sequence import FinishReason
+
+# What clients of /v1/responses read: one object, or the events that it is made of.
+# Invariant: the whole reply is what the events build up; every event that opens something is
+# followed by the one that closes it.
+# Never: waits, or knows HTTP.
+
+
+Json = dict[str, Any]
+
+_ECHOED: Json = {
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "user": None,
+}
+"""Fields of the body that a response repeats, and what they are if nothing was said."""
+
+_CONSTANT: Json = {
+    "background": False,
+    "truncation": "disabled",
+}
+
+_STATUS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.ABORT: "cancelled",
+}
+
+
+class ResponseShape:
+    """The shape of one response.
+
+    Args:
+        request: whose reply it is; it has one sequence.
+        fields: the body, of which a response repeats some.
+        created_at: Unix seconds.
+        on_end: gets the whole response when it has ended; None if nobody keeps it.
+    """
+
+    media_type = EVENTS
+
+    def __init__(
+        self,
+        request: Request,
+        fields: Fields,
+        *,
+        created_at: int,
+        on_end: Callable[[Json], None] | None = None,
+    ) -> None:
+        self._request = request
+        self._on_end = on_end
+        self._num_reasoning_tokens = 0
+        self._echoed = {
+            name: default if fields.get(name) is None else fields.get(name)
+            for name, default in _ECHOED.items()
+        }
+        sampling = request.sequences[0].sampling
+        self._echoed |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        self._created_at = created_at
+        self._num_events = 0
+        self._output: list[Json] = []
+        """Items; only the last one may be open."""
+        self._is_open = False
+        self._call_index: int | None = None
+        """Of the call that the open item is; None if it is a message."""
+        self._finish_reason: FinishReason | None = None
+
+    def whole(self, deltas: Iterable[Delta]) -> Json:
+        """The response in one piece."""
+        for delta in deltas:
+            self.events(delta)
+        self._end_output()
+        return self._ended()
+
+    def opening(self) -> bytes:
+        """What a stream begins with."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta."""
+        self._finish_reason = delta.finish_reason
+        self._num_reasoning_tokens = delta.num_reasoning_tokens
+        thought = self._think(delta.reasoning) if delta.reasoning else b""
+        said = thought + self._say(delta.text) if delta.text else thought
+        return said + b"".join(map(self._call, delta.calls))
+
+    def closing(self) -> bytes:
+        """What a stream ends with; there is no `[DONE]` here."""
+        last, status = self._end_output(), self._status()
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        return last + self._event(name, response=self._ended())
+
+    def _ended(self) -> Json:
+        """The whole response, which is kept if somebody keeps it."""
+        response = self._response(self._status())
+        if self._on_end is not None:
+            self._on_end(response)
+        return response
+
+    def alive(self, place: int | None) -> bytes:
+        """What is told while nothing comes."""
+        return keep_alive(place)
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with if it fails."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.what}
+        return self._event("response.failed", response=response)
+
+    def _say(self, text: str) -> bytes:
+        """Text, in the message that is open or in a new one."""
+        begun = b""
+        if not self._is_open or self._output[-1]["type"] != "message":
+            begun = self._begin_message()
+        self._output[-1]["content"][0]["text"] += text
+        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def _begin_message(self) -> bytes:
+        message: Json = {"id": f"msg_{secrets.token_hex(12)}", "type": "message"}
+        begun = self._begin({**message, "role": "assistant", "content": []}, None)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output[-1]["content"].append(part)
+        return begun + self._part_event("response.content_part.added", part=part)
+
+    def _think(self, text: str) -> bytes:
+        """Reasoning, in an item of its own."""
+        begun = b""
+        if not self._is_open or self._output[-1]["type"] != "reasoning":
+            item: Json = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning"}
+            begun = self._begin({**item, "summary": [], "content": []}, None)
+            part = {"type": "reasoning_text", "text": ""}
+            self._output[-1]["content"].append(part)
+            begun += self._part_event("response.content_part.added", part=part)
+        self._output[-1]["content"][0]["text"] += text
+        return begun + self._part_event("response.reasoning_text.delta", delta=text)
+
+    def _call(self, call: CallDelta) -> bytes:
+        """A part of a call, in its own item."""
+        begun = b""
+        if not self._is_open or self._call_index != call.index:
+            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call"}
+            known = {"call_id": call.call_id, "name": call.name, "arguments": ""}
+            begun = self._begin(item | known, call.index)
+        if not call.arguments:
+            return begun
+        self._output[-1]["arguments"] += call.arguments
+        return begun + self._item_event(
+            "response.function_call_arguments.delta", delta=call.arguments
+        )
+
+    def _begin(self, item: Json, call_index: int | None) -> bytes:
+        ended = self._end_item("completed")
+        self._output.append(item | {"status": "in_progress"})
+        self._is_open, self._call_index = True, call_index
+        return ended + self._event(
+            "response.output_item.added", output_index=self._index, item=self._output[-1]
+        )
+
+    def _end_output(self) -> bytes:
+        """Close the last item; a response without any says nothing, in a message."""
+        begun = b"" if self._output else self._begin_message()
+        is_whole = self._finish_reason is FinishReason.STOP
+        return begun + self._end_item("completed" if is_whole else "incomplete")
+
+    def _end_item(self, status: str) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            ended = self._part_event(
+                "response.output_text.done", text=part["text"], logprobs=[]
+            ) + self._part_event("response.content_part.done", part=part)
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            ended = self._part_event(
+                "response.reasoning_text.done", text=part["text"]
+            ) + self._part_event("response.content_part.done", part=part)
+        else:
+            ended = self._item_event(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        return ended + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    def _part_event(self, name: str, /, **told: Any) -> bytes:
+        return self._item_event(name, content_index=0, **told)
+
+    def _item_event(self, name: str, /, **told: Any) -> bytes:
+        item_id = self._output[-1]["id"]
+        return self._event(name, item_id=item_id, output_index=self._index, **told)
+
+    def _event(self, name: str, /, **told: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return event({"type": name, "sequence_number": number, **told}, name)
+
+    def _status(self) -> str:
+        return _STATUS.get(self._finish_reason or FinishReason.STOP, "failed")
+
+    def _response(self, status: str) -> Json:
+        is_cut = self._finish_reason is FinishReason.LENGTH
+        return {
+            "id": self._request.request_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self._request.model,
+            "output": self._output,
+            "usage": None if status == "in_progress" else self._usage(),
+            **self._echoed,
+            **_CONSTANT,
+        }
+
+    def _usage(self) -> Json:
+        (sequence,) = self._request.sequences
+        return {
+            "input_tokens": sequence.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self._request.cached_tokens or 0},
+            "output_tokens": sequence.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": sequence.num_tokens,
+        }
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (),
@@ -214,3 +476,154 @@ def _string(fields: Fields, name: str) -> str:
 def in_our_words(error: RequestError) -> RequestError:
     """A chat's refusal, naming the field that the client knows."""
     return renamed(error, _OUR_WORDS)
+
+
+# What a response goes on from, and what is kept of it: /v1/responses between two requests.
+# Invariant: a conversation that goes on is the one that its client would have sent in full.
+# Never: keeps anything for anybody but who asked.
+
+
+# Responses that a client may go on from by their id.
+#
+# Owns: what is kept of them, in memory, with a bound.
+# Invariant: a response is found by whoever asked for it and by nobody else; what is kept is bounded
+# in number and in bytes, the oldest goes first, and all of it goes with the daemon.
+# Never: writes to disk.
+
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    owner: str
+    response: bytes
+    items: bytes
+    """The conversation up to its end: items of input and output."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """Responses by id; used by the loop and by threads that read bodies."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def keep(self, owner: str, response: Json, items: list[Json]) -> None:
+        """Remember one, and forget the oldest beyond the bounds."""
+        kept = _Kept(owner, msgspec.json.encode(response), msgspec.json.encode(items))
+        with self._lock:
+            self._kept[response["id"]] = kept
+            self._num_bytes += kept.num_bytes
+            while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
+
+    def response(self, response_id: str, owner: str) -> bytes:
+        """One as it was sent, as JSON.
+
+        Raises:
+            RequestError: 404: there is none, or it is another's.
+        """
+        return self._of(response_id, owner).response
+
+    def items(self, response_id: str, owner: str) -> list[Json]:
+        """The conversation that it ended.
+
+        Raises:
+            RequestError: 404, likewise.
+        """
+        items: list[Json] = msgspec.json.decode(self._of(response_id, owner).items)
+        return items
+
+    def forget(self, response_id: str, owner: str) -> None:
+        """Let go of one.
+
+        Raises:
+            RequestError: 404, likewise.
+        """
+        kept = self._of(response_id, owner)
+        with self._lock:
+            if self._kept.pop(response_id, None) is not None:
+                self._num_bytes -= kept.num_bytes
+
+    def _of(self, response_id: str, owner: str) -> _Kept:
+        with self._lock:
+            kept = self._kept.get(response_id)
+            if kept is None or kept.owner != owner:
+                raise request_not_found(response_id)
+            self._kept.move_to_end(response_id)
+            return kept
+
+
+def memory_routes() -> list[Route]:
+    """A response that is kept, by its id."""
+    return [
+        Route("/v1/responses/{id}", response),
+        Route("/v1/responses/{id}", forget, methods=["DELETE"]),
+    ]
+
+
+async def response(http: HttpRequest) -> Response:
+    """GET /v1/responses/{id}: a kept response, as it was sent."""
+    found = _store(http).response(http.path_params["id"], peer_of(http).name)
+    return Response(found, media_type="application/json")
+
+
+async def forget(http: HttpRequest) -> Response:
+    """Let go of one."""
+    response_id = http.path_params["id"]
+    _store(http).forget(response_id, require(http, Role.USER).name)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def earlier(fields: Fields, http: HttpRequest) -> list[Json]:
+    """The items that a conversation goes on from; empty where it begins.
+
+    Raises:
+        RequestError: 400 `previous_response_not_found`, as OpenAI says it.
+    """
+    previous = fields.text("previous_response_id")
+    if not previous:
+        return []
+    try:
+        return _store(http).items(previous, peer_of(http).name)
+    except RequestError as error:
+        raise RequestError(
+            f"there is no response `{previous[:200]}` to go on from",
+            code="previous_response_not_found",
+            param="previous_response_id",
+            hint="responses are kept in memory for a while; send the conversation in full",
+        ) from error
+
+
+def keeper(fields: Fields, http: HttpRequest) -> Callable[[Json], None] | None:
+    """What keeps a response that has ended; None where its client does not want that."""
+    if not fields.boolean("store", default=True):
+        return None
+    owner, store = peer_of(http).name, _store(http)
+    items = [*earlier(fields, http), *_items(fields.get("input"))]
+
+    def keep(ended: Json) -> None:
+        store.keep(owner, ended, [*items, *ended["output"]])
+
+    return keep
+
+
+def _items(asked: object) -> list[Json]:
+    if isinstance(asked, str):
+        return [{"type": "message", "role": "user", "content": asked}]
+    if not isinstance(asked, list):
+        raise invalid_value("input", "must be a string or a list of items")
+    return asked
+
+
+def _store(http: HttpRequest) -> ResponseStore:
+    return cast(ResponseStore, http.app.state.responses)

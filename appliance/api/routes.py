@@ -1,37 +1,184 @@
-"""The HTTP surface: one table of routes.
+"""The HTTP surface: one table of routes, and what holds for every one, known or not.
 
-Owns: paths, and the handlers of what is asked about the appliance itself.
+Owns: the reading of paths, the headers that all replies carry, OPTIONS, and how an error becomes a
+reply; paths, and the handlers of what is asked about the appliance itself.
 Invariant: every route is in the document of openapi, and nothing else is.
 Never: decides about requests; it asks the Appliance.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
-from starlette.requests import Request
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Message, Receive, Scope, Send
 
 from appliance.api.admission import AdmissionTurns
 from appliance.api.appliance import Appliance
-from appliance.api.authority import peer_of
-from appliance.api.cache import cache_routes
-from appliance.api.control import control_routes, switch_roles
+from appliance.api.ask import model_not_found
+from appliance.api.control import HttpCounts, cache_routes, control_routes, metrics, switch_roles
 from appliance.api.early_refusals import EarlyRefusals
-from appliance.api.endpoints import ENDPOINTS, generating_routes
-from appliance.api.every_route import Edge
+from appliance.api.generation import ENDPOINTS, generating_routes
 from appliance.api.log import log_routes
-from appliance.api.metrics import metrics
-from appliance.api.model_names import model_not_found
-from appliance.api.ollama_routes import ollama_routes
+from appliance.api.ollama_api import ollama_routes
 from appliance.api.openapi import document
 from appliance.api.replies import model_object, other_model_object
-from appliance.api.response_memory import ResponseStore, memory_routes
+from appliance.api.responses import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
-from appliance.api.wire import appliance_of, json_response
+from appliance.api.wire import (
+    CLIENT_CLOSED_REQUEST,
+    appliance_of,
+    arrival_of,
+    error_response,
+    json_response,
+    peer_of,
+    reply_headers,
+)
 from appliance.frame.protocol import FRAME_VERSION
-from engine.errors import Unavailable
+from engine.errors import RequestError, Unavailable
+
+# The outermost layer of the HTTP API: what holds for every route, known or not.
+# Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that
+# is not there is 404 however it is written.
+# Never: knows a route by name.
+
+
+_ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
+_EVERYTHING = "/*"
+"""The path of `OPTIONS *`."""
+
+_log = logging.getLogger(__name__)
+
+
+class Edge(Starlette):
+    """The ASGI application in front of an appliance.
+
+    Set `state.stopping` to end the frame streams, which would otherwise never end.
+    """
+
+    def __init__(self, appliance: Appliance, routes: Sequence[Route]) -> None:
+        super().__init__(
+            routes=routes,
+            exception_handlers={
+                RequestError: _on_request_error,
+                HTTPException: _on_http_exception,
+                ClientDisconnect: _on_disconnect,
+                Exception: _on_bug,
+            },
+        )
+        self.router.redirect_slashes = False
+        self.state.appliance = appliance
+        self.state.stopping = asyncio.Event()
+        self.state.http_counts = HttpCounts()
+        self._paths: dict[object, str] = {route.endpoint: route.path for route in routes}
+        self._plain_paths = {route.path for route in routes if not route.param_convertors}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whose path is made plain."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        scope["path"] = self._served_path(plain_path(scope["path"]))
+        arrived_ns = arrival_of(Request(scope)).arrived_ns
+        status = CLIENT_CLOSED_REQUEST
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(reply_headers(Request(scope)))
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_with_headers)
+        finally:
+            path = self._paths.get(scope.get("endpoint"))
+            elapsed_s = (time.monotonic_ns() - arrived_ns) / 1e9
+            self.state.http_counts.count(path, scope["method"], status, elapsed_s)
+
+    def _served_path(self, path: str) -> str:
+        """The path of a route: clients leave out `/v1` where a base address ought to have it."""
+        if path in self._plain_paths:
+            return path
+        routes = [route for route in self.routes if isinstance(route, Route)]
+        if any(one.path_regex.match(path) for one in routes):
+            return path
+        longer = f"/v1{path}"
+        return longer if any(one.path_regex.match(longer) for one in routes) else path
+
+
+def plain_path(target: str) -> str:
+    """A path without scheme and host, empty segments, or a slash at its end.
+
+    Clients put base addresses and paths together carelessly; what they mean is clear.
+    """
+    if not target.startswith("/"):
+        target = _ORIGIN.sub("", target, count=1)
+    return "/" + "/".join(segment for segment in target.split("/") if segment)
+
+
+def _allowed_methods(http: Request) -> str:
+    """For the header Allow, of all the routes with this path."""
+    routes = [
+        route
+        for route in http.app.routes
+        if http.scope["path"] == _EVERYTHING or route.matches(http.scope)[0] is not Match.NONE
+    ]
+    return ", ".join(sorted({"OPTIONS"}.union(*(route.methods for route in routes))))
+
+
+async def _on_request_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(http, error)
+
+
+async def _on_http_exception(http: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, and OPTIONS, which no route has."""
+    assert isinstance(error, HTTPException)
+    path = http.scope["path"]
+    is_known = error.status_code == 405 or path == _EVERYTHING
+    if http.method == "OPTIONS" and is_known:
+        return Response(status_code=204, headers={"allow": _allowed_methods(http)})
+    code, kind, what = "http_error", "invalid_request_error", error.detail
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        what = f"there is no {http.method} {path[:200]}"
+        code, kind = "unknown_url", "not_found_error"
+    elif error.status_code == 405:
+        what, code = f"{http.method} is not allowed for {path[:200]}", "method_not_allowed"
+        headers = {"allow": _allowed_methods(http)}
+    refusal = RequestError(what, code=code, status=error.status_code, kind=kind)
+    response = error_response(http, refusal)
+    response.headers.update(headers)
+    return response
+
+
+async def _on_disconnect(http: Request, error: Exception) -> Response:
+    """The client left before its body was complete: nobody reads this."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(http: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this reply, and the server logs the traceback."""
+    request_id = reply_headers(http)["x-request-id"]
+    _log.error("request %s failed: %r", request_id, error)
+    what = f"internal error in request {request_id}"
+    return error_response(
+        http, RequestError(what, code="internal", status=500, kind="server_error")
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def build_app(appliance: Appliance) -> Edge:

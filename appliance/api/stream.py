@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
-from appliance.api.output_format import OutputFormat, output_format_of
+from appliance.api.call_readers import CallDelta, Part, Thought, partial_match_chars
 from appliance.api.output_parser import OutputParser
-from appliance.api.reading import CallDelta, Part, Thought, partial_match_chars
+from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.request import Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence
-from engine.text.detokenizer import Detokenizer
-from engine.wire.sampling import TokenLogprob
+from engine.text.tokenizer import Detokenizer
+from engine.wire.messages import TokenLogprob
 
 _CONTEXT_TOKENS = 64
 """Before a text, that tell a decoder where it stands."""

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api.admission import Turns
+from appliance.api.ask import check_model
 from appliance.api.messages_api import count_ask, in_anthropics_words
-from appliance.api.model_names import check_model
 from appliance.api.openai import read_chat
-from appliance.api.output_format import output_format_of
-from appliance.api.turns import Turns
+from appliance.api.tool_format import output_format_of
 from appliance.api.wire import appliance_of, json_response
 from appliance.json_fields import Fields, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo

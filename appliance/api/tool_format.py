@@ -1,6 +1,7 @@
-"""How models write tool calls: a table.
+"""How models write what is not their answer: calls and reasoning, known by the chat template.
 
-Owns: the formats.
+Owns: the formats; the table of reasoning formats, and the choice; settings may name formats
+instead.
 Invariant: what a format's grammar lets a model write, its reader reads.
 Never: reads; call_readers does.
 """
@@ -27,6 +28,7 @@ from appliance.api.call_readers import (
     read_pythonic,
 )
 from engine.text.call_grammar import CallSyntax
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +256,81 @@ hermes: Qwen 2.5 and 3, SmolLM3, Granite 4, and the preamble for templates that 
 mistral: from version 11 of their tokenizer on. gemma: 4. pythonic: Llama 3.2 and 4.
 llama: 3.1 and later.
 """
+
+
+# How a model writes what is not its answer: calls and reasoning, chosen by its chat template.
+# Invariant: without a setting, a format is found by the template's text alone, so that it is the
+# one that the model was trained with.
+# Never: parses.
+
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What stands around the reasoning of a model."""
+
+    signs: tuple[str, ...]
+    """What a template of such a model says; one of them."""
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+
+
+THOUGHTS = {
+    "think": Thoughts(("<think>", "</think>"), ("<think>",), ("</think>",)),
+    "mistral": Thoughts(("[THINK]",), ("[THINK]",), ("[/THINK]",)),
+    "gemma": Thoughts(("<|channel>",), ("<|channel>thought\n", "<|channel>"), ("<channel|>",)),
+    "granite": Thoughts(
+        ("Here is my thought process:",),
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+}
+"""think: DeepSeek, Qwen, GLM, SmolLM3, most others. Harmony's channels are part of its format."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What is looked for in a model's text."""
+
+    tools: ToolFormat
+    thoughts: Thoughts | None = None
+    has_preamble: bool = False
+    """The template says nothing of tools, so that a preamble must."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Texts that may be special tokens, and have to be seen."""
+        thoughts = (*self.thoughts.begins, *self.thoughts.ends) if self.thoughts else ()
+        return (*self.tools.tokens, *(one.strip() for one in thoughts))
+
+    def begins_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends where the model is to reason, because its template says so."""
+        begins = self.thoughts.begins if self.thoughts else ()
+        return prompt.rstrip().endswith(tuple(one.rstrip() for one in begins))
+
+
+@functools.lru_cache(maxsize=16)
+def output_format_of(
+    tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> OutputFormat:
+    """The format of a model, by its template or as the settings say."""
+    template = tokenizer.chat_template
+    text = template.tool_source if template else ""
+    takes_tools = template is not None and template.takes_tools
+    tools: ToolFormat | None = FORMATS.get(tool_parser)
+    if tools is None and (takes_tools or _is_harmony(text)):
+        found = (one for one in FORMATS.values() if all(sign in text for sign in one.signs))
+        tools = next(found, None)
+    thoughts = THOUGHTS.get(reasoning_parser)
+    if reasoning_parser == AUTO:
+        others = (one for one in THOUGHTS.values() if any(sign in text for sign in one.signs))
+        thoughts = next(others, None)
+    has_preamble = tools is None or not takes_tools
+    return OutputFormat(tools or FORMATS["hermes"], thoughts, has_preamble)
+
+
+def _is_harmony(text: str) -> bool:
+    """Its answers have marks also where there are no tools."""
+    return all(sign in text for sign in FORMATS["harmony"].signs)

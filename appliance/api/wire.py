@@ -1,6 +1,7 @@
-"""Between HTTP and the handlers: JSON and errors out.
+"""Between HTTP and the handlers: who asks and what that peer may do; JSON and errors out.
 
-Owns: the headers that replies carry, and what of a client's headers is kept.
+Owns: the headers that replies carry, and what of a client's headers is kept; the two refusals,
+`role_required` and `not_owner`.
 Invariant: a refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """
@@ -23,8 +24,8 @@ from starlette.types import Scope
 from appliance.api.appliance import Appliance
 from appliance.configuration.dialects import Dialect, dialect_of, error_body
 from appliance.frame.protocol import utc_now
-from appliance.request import Peer
-from engine.errors import RequestError
+from appliance.request import Peer, Role
+from engine.errors import Forbidden, RequestError
 
 # One HTTP request as it came in: who asks, since when, by which id.
 #
@@ -135,3 +136,74 @@ def reply_headers(http: Request) -> dict[str, str]:
     if client_id := client_request_id(http):
         headers["x-client-request-id"] = client_id
     return headers
+
+
+# What a peer may do: by its role, or because a request is its own.
+# Invariant: whoever is not known to be more is a user, and a refusal says what would be needed.
+# Never: finds out who a peer is.
+
+
+def peer_of(http: Request) -> Peer:
+    """Who asks, as the server found out."""
+    return arrival_of(http).peer
+
+
+def is_known(http: Request) -> bool:
+    """Whether who asks would still be let in; a reply that has no end asks again and again."""
+    return arrival_of(http).is_known()
+
+
+def require(http: Request, role: Role) -> Peer:
+    """Who asks, if their role is enough.
+
+    Raises:
+        Forbidden: `role_required`.
+    """
+    peer = peer_of(http)
+    if peer.role < role:
+        raise Forbidden(
+            f"this needs the role {role.name.lower()}; {peer.name} is a {peer.role.name.lower()}",
+            code="role_required",
+        )
+    return peer
+
+
+def require_owner(http: Request, request_id: str) -> Peer:
+    """Who asks, if the live request is theirs, or they are an operator.
+
+    Raises:
+        Forbidden: `role_required` or `not_owner`.
+        RequestError: 404 `request_not_found`.
+    """
+    peer = require(http, Role.USER)
+    owner = appliance_of(http).owner_of(request_id)
+    if owner is None:
+        raise not_live(request_id)
+    if peer.name != owner and peer.role < Role.OPERATOR:
+        raise Forbidden(
+            f"request `{request_id[:200]}` is not one of {peer.name}",
+            code="not_owner",
+            hint="operators may cancel anyone's",
+        )
+    return peer
+
+
+def request_not_found(request_id: str) -> RequestError:
+    """No such request, neither live nor ended."""
+    return _not_found(f"there is no request `{request_id[:200]}`")
+
+
+def not_live(request_id: str) -> RequestError:
+    """No such request, or not any more."""
+    return _not_found(f"there is no live request `{request_id[:200]}`", hint="it may have ended")
+
+
+def _not_found(what: str, hint: str = "") -> RequestError:
+    return RequestError(
+        what,
+        code="request_not_found",
+        param="id",
+        status=404,
+        kind="not_found_error",
+        hint=hint,
+    )

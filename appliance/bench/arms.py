@@ -1,6 +1,7 @@
-"""The arms of a comparison: servers that are there, and daemons that it starts for itself.
+"""The arms of a comparison: servers that are there or started for it, and their figures as rows.
 
-Owns: which daemons run, and how long.
+Owns: which daemons run, and how long; which figures are compared, and which direction of each is
+better.
 Invariant: what was started is stopped when the `with` ends, however it ends; a server that was
 there is left as it was.
 Never: measures.
@@ -12,14 +13,14 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from appliance.bench.load import exchange
+from appliance.bench.load import Target, exchange
 from appliance.bench.reply_events import ReceivedReply
-from appliance.bench.target import Target
+from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 from appliance.configuration import address, config
 from appliance.ephemeral import daemon
 from engine.errors import ConfigError, PenstockError
@@ -127,7 +128,6 @@ def _label_and_place(spec: str) -> tuple[str, str]:
 
 
 # Interleaved rounds: every arm in each of them, in a new order, and the first arm twice.
-#
 # What slows a machine for a while slows all arms of a round, so ratios within a round hold where
 # absolute figures do not. The first arm's second turn shows by how much equal things differ.
 # Owns: the order. Invariant: every list of results is in the order of rounds.
@@ -163,3 +163,98 @@ def order(labels: list[str], num_rounds: int, seed: int) -> list[list[str]]:
     """Of each round, the labels in the order of their turns."""
     rng, turns = random.Random(seed), [*labels, AGAIN]
     return [rng.sample(turns, len(turns)) for _ in range(num_rounds)]
+
+
+# Arms over rounds as rows: a figure with its spread, its ratio to the base, and the verdict.
+# Invariant: pure; the A/A rows come first, and every verdict is against their band.
+# Never: calls a difference one that the same arm shows against itself.
+
+
+class Metric(NamedTuple):
+    """A figure of which each round of an arm has one."""
+
+    key: str
+    is_more_better: bool = False
+
+
+LOAD_METRICS = (
+    Metric("output_tokens_per_s", is_more_better=True),
+    Metric("requests_per_s", is_more_better=True),
+    Metric("goodput_ratio", is_more_better=True),
+    Metric("ttft_ms_p50"),
+    Metric("ttft_ms_p90"),
+    Metric("ttft_ms_p99"),
+    Metric("itl_ms_p50"),
+    Metric("itl_ms_p99"),
+    Metric("itl_ms_max"),
+    Metric("tpot_ms_p50"),
+    Metric("e2e_ms_p50"),
+    Metric("e2e_ms_p99"),
+    Metric("joules_per_token"),
+    Metric("hit_ratio", is_more_better=True),
+    Metric("infinite_hit_ratio"),
+    Metric("refused"),
+    Metric("failed"),
+)
+INTERFERENCE_METRICS = (
+    Metric("p99_loaded_over_p50_quiet"),
+    Metric("quiet_itl_ms_p50"),
+    Metric("quiet_itl_ms_p99"),
+    Metric("loaded_itl_ms_p50"),
+    Metric("loaded_itl_ms_p99"),
+    Metric("loaded_itl_ms_max"),
+    Metric("alone_ttft_ms_p50"),
+    Metric("loaded_ttft_ms_p50"),
+    Metric("loaded_ttft_ms_max"),
+    Metric("unanswered"),
+)
+
+
+def turn_metrics(figures: Sequence[Figures]) -> list[Metric]:
+    """Figures of conversations: each turn's, then what is over all of them."""
+    turns = sorted({name for each in figures for name in each if name.startswith("turn_")})
+    better = ("goodput_ratio", "requests_per_s", "hit_ratio")
+    others = "infinite_hit_ratio", "itl_ms_p50", "itl_ms_p99", "input_tokens", "output_tokens"
+    is_better = {name for name in turns if name.endswith("ratio")} | {*better}
+    return [
+        Metric(name, is_more_better=name in is_better)
+        for name in (*turns, *better, *others, "failed")
+    ]
+
+
+def rows(
+    rounds: Mapping[str, Sequence[Figures]], metrics: Sequence[Metric]
+) -> list[dict[str, object]]:
+    """One row for each arm and figure that was observed.
+
+    Args:
+        rounds: figures by label; the first label is the base, AGAIN its second turn.
+        metrics: what to compare.
+    """
+    base = next(label for label in rounds if label != AGAIN)
+    found: list[dict[str, object]] = []
+    for label in (AGAIN, *(label for label in rounds if label != AGAIN)):
+        for metric in metrics:
+            if (of := spread(rounds[label], metric.key)) is None:
+                continue
+            over = None if label == base else ratio(rounds[label], rounds[base], metric.key)
+            noise = band(ratio(rounds[AGAIN], rounds[base], metric.key))
+            is_judged = label not in (base, AGAIN)
+            found.append(
+                {
+                    "arm": label,
+                    "metric": metric.key,
+                    "median": of.median,
+                    "low": of.low,
+                    "high": of.high,
+                    "ratio": over and over.median,
+                    "ratio_low": over and over.low,
+                    "ratio_high": over and over.high,
+                    "band_low": noise and noise[0],
+                    "band_high": noise and noise[1],
+                    "verdict": verdict(over, noise, is_more_better=metric.is_more_better)
+                    if is_judged
+                    else "",
+                }
+            )
+    return found

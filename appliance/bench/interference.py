@@ -19,12 +19,10 @@ from typing import NoReturn
 
 import msgspec
 
-from appliance.bench.arrivals import Lengths, regular
-from appliance.bench.load import PATIENCE_S, Load, Tick, exchange, measure, offer
+from appliance.bench.load import PATIENCE_S, Load, Target, Tick, exchange, measure, offer
 from appliance.bench.reply_events import ReceivedReply
-from appliance.bench.samples import Sample, sample_of
-from appliance.bench.statistics import Figures
-from appliance.bench.target import Target
+from appliance.bench.statistics import Figures, Sample, sample_of
+from appliance.bench.workloads import Lengths, regular
 from appliance.frame.latency import quantile
 from engine.errors import PenstockError
 

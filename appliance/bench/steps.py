@@ -26,8 +26,7 @@ from appliance.fleet.boot import BootPlan, make_plan
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
-from engine.wire.messages import Admit, Report, Setup, Stepped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import Admit, Report, SamplingParams, Setup, Stepped
 
 
 class StepCase(NamedTuple):

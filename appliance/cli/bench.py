@@ -1,6 +1,6 @@
-"""The verbs that measure servers: bench run, compare, turns, interference, step.
+"""The verbs that measure: servers, workloads for them, and the device itself.
 
-Owns: the documents that they print and keep.
+Owns: their tables; the kinds' names. Never: measures; the documents that they print and keep.
 Invariant: whatever is printed can be computed again from what --save keeps.
 Never: measures: appliance.bench does.
 """
@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import platform
+import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,44 +21,133 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from appliance.bench import comparison, plot
-from appliance.bench.arms import ROLES, Arms, interleaved
-from appliance.bench.conversing import TurnPace, converse
+from appliance.bench import plot
+from appliance.bench.arms import (
+    INTERFERENCE_METRICS,
+    LOAD_METRICS,
+    ROLES,
+    Arms,
+    interleaved,
+    rows,
+    turn_metrics,
+)
+from appliance.bench.conversing import APIS, TurnPace, converse
 from appliance.bench.interference import Disturbed, InterferencePlan, disturb
-from appliance.bench.load import Load, Measured, measure
-from appliance.bench.samples import Sample
-from appliance.bench.statistics import Figures, Goodness, by_turn, summarize, times
-from appliance.bench.talk import APIS
-from appliance.bench.target import Target
-from appliance.cli import bench_device, bench_pages, bench_workload, tables, terminal
-from appliance.cli import bench_options as options
-from appliance.cli.bench_pages import Bar
-from appliance.cli.tables import Format, Row
+from appliance.bench.load import Load, Measured, Target, measure
+from appliance.bench.statistics import Figures, Goodness, Sample, by_turn, summarize, times
+from appliance.bench.workloads import (
+    CONVERSATIONS,
+    PlannedConversation,
+    lines,
+    read_conversations,
+    trace,
+)
+from appliance.cli import bench_pages, tables, terminal
+from appliance.cli.bench_pages import DEVICE, Bar
+from appliance.cli.tables import Format, Row, document, printable, size
 from appliance.cli.terminal import Host, Output
-from appliance.cli.text import printable
 from appliance.configuration import config
+from appliance.configuration.setting_kinds import a_path
 from appliance.frame.protocol import utc_now
 from engine.errors import ConfigError
 
+# The verbs that measure the device itself: bench kernels, steps, transports.
+# Invariant: each figure is beside the ceiling that was measured in the same run.
+# Never: measures: appliance.bench.steps does.
+
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(help="A folder, whose shape is taken; without, that of Llama 3.1 8B."),
+]
+Small = Annotated[bool, typer.Option("--small", help="Little work, to see that it works.")]
+
+
+def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time the parts of a layer on the device, beside its copy bandwidth and matmul rate."""
+    _measure("kernels", model, small, output)
+
+
+def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time whole steps on the device, with random weights."""
+    _measure("steps", model, small, output)
+
+
+def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time KV blocks on their way through host memory, beside one large copy."""
+    _measure("transports", model, small, output)
+
+
+def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
+    from appliance.bench.steps import measure_device
+
+    found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
+    if output is Format.JSON:
+        terminal.write(document("bench", found) + "\n")
+        return
+    tflop_per_s = found["matmul_flop_per_s"] / 1e12
+    terminal.note(
+        f"{found['device']}, torch {found['torch']}, {found['dtype']}, "
+        f"attention {found['attention']}: copies "
+        f"{size(found['copy_bytes_per_s'])}/s, multiplies {tflop_per_s:.2f} TFLOP/s"
+    )
+    terminal.write(terminal.listing("bench", DEVICE, output).render(found["data"]))
+
+
+# bench workload: conversations and traces as files; and where `bench turns` gets its own.
+
+
+KINDS = ("trace", *CONVERSATIONS)
+
+Count = Annotated[int, typer.Option(min=1, help="Conversations, or requests of a trace.")]
+
+
+def workload(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    count: Count = 8,
+    seed: bench_pages.Seed = 0,
+) -> None:
+    """Write a workload as JSON lines: for --trace of run and compare, or --workload of turns.
+
+    A trace has the form that Mooncake published: timestamp (ms, in ticks of 3 s), input_length,
+    output_length, hash_ids of 512 tokens each.
+    """
+    if kind not in KINDS:
+        raise typer.BadParameter(f"kinds are {', '.join(KINDS)}")
+    rng = random.Random(f"{seed}/{kind}")
+    drawn = trace(rng, count) if kind == "trace" else CONVERSATIONS[kind](rng, count)
+    terminal.write(lines(drawn))
+
+
+def conversations_of(name: str, count: int, seed: int) -> list[PlannedConversation]:
+    """Those of a kind, drawn, or those of a file."""
+    if name in CONVERSATIONS:
+        return CONVERSATIONS[name](random.Random(f"{seed}/{name}"), count)
+    return read_conversations(Path(name))
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
-for verb in (bench_device.kernels, bench_device.steps, bench_device.transports):
+for verb in (kernels, steps, transports):
     bench.command(verb.__name__)(verb)
-bench.command("workload")(bench_workload.workload)
+bench.command("workload")(workload)
 
 _MAX_ERRORS_TOLD = 3
 _DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}
 
 
 @bench.command("run")
-@options.under_load
+@bench_pages.under_load
 def run(
     load: Load,
     host: Host = None,
-    slo_ttft_ms: options.SloTtft = None,
-    slo_itl_ms: options.SloItl = None,
-    prompt_text: options.PromptText = False,
-    save: options.Save = None,
-    plot_file: options.PlotFile = None,
+    slo_ttft_ms: bench_pages.SloTtft = None,
+    slo_itl_ms: bench_pages.SloItl = None,
+    prompt_text: bench_pages.PromptText = False,
+    save: bench_pages.Save = None,
+    plot_file: bench_pages.PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put one server under load: the daemon, or what --host says."""
@@ -78,18 +168,18 @@ def run(
 
 
 @bench.command("compare")
-@options.under_load
+@bench_pages.under_load
 def compare(
-    specs: options.Specs,
+    specs: bench_pages.Specs,
     load: Load,
-    model: options.Model = None,
-    rounds: options.Rounds = 3,
-    alone: options.Alone = False,
-    slo_ttft_ms: options.SloTtft = None,
-    slo_itl_ms: options.SloItl = None,
-    prompt_text: options.PromptText = False,
-    save: options.Save = None,
-    plot_file: options.PlotFile = None,
+    model: bench_pages.Model = None,
+    rounds: bench_pages.Rounds = 3,
+    alone: bench_pages.Alone = False,
+    slo_ttft_ms: bench_pages.SloTtft = None,
+    slo_itl_ms: bench_pages.SloItl = None,
+    prompt_text: bench_pages.PromptText = False,
+    save: bench_pages.Save = None,
+    plot_file: bench_pages.PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put several servers under the same load by turns.
@@ -110,27 +200,27 @@ def compare(
     samples = [sample for each in measured for sample in each.samples]
     _draw(results, plot_file)
     _tell_errors(samples)
-    _show(comparison.rows(figures, comparison.LOAD_METRICS), measured, save, output)
+    _show(rows(figures, LOAD_METRICS), measured, save, output)
 
 
 @bench.command("turns")
 def turns(
-    specs: options.Specs,
+    specs: bench_pages.Specs,
     workload: Annotated[
         str, typer.Option(help="chat, agent, or a file that `bench workload` wrote.")
     ] = "chat",
-    count: bench_workload.Count = 8,
+    count: Count = 8,
     api: Annotated[str, typer.Option(help=f"How they are spoken: {', '.join(APIS)}.")] = "chat",
-    speed: options.Speed = 1.0,
-    length_scale: options.LengthScale = 1.0,
-    model: options.Model = None,
-    slo_ttft_ms: options.SloTtft = None,
-    slo_itl_ms: options.SloItl = None,
-    rounds: options.Rounds = 1,
-    alone: options.Alone = False,
-    prompt_text: options.PromptText = False,
-    seed: options.Seed = 0,
-    save: options.Save = None,
+    speed: bench_pages.Speed = 1.0,
+    length_scale: bench_pages.LengthScale = 1.0,
+    model: bench_pages.Model = None,
+    slo_ttft_ms: bench_pages.SloTtft = None,
+    slo_itl_ms: bench_pages.SloItl = None,
+    rounds: bench_pages.Rounds = 1,
+    alone: bench_pages.Alone = False,
+    prompt_text: bench_pages.PromptText = False,
+    seed: bench_pages.Seed = 0,
+    save: bench_pages.Save = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Have conversations with servers by turns: TTFT and what was cached, by turn.
@@ -140,7 +230,7 @@ def turns(
     """
     if api not in APIS:
         raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
-    conversations = bench_workload.conversations(workload, count, seed)
+    conversations = conversations_of(workload, count, seed)
     slo = Goodness(slo_ttft_ms, slo_itl_ms)
     pace, bar = TurnPace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
 
@@ -159,23 +249,23 @@ def turns(
     measured = [each for turns in results.values() for each in turns]
     _tell_errors([sample for each in measured for sample in each.samples])
     names = [each for of_label in figures.values() for each in of_label]
-    _show(comparison.rows(figures, comparison.turn_metrics(names)), measured, save, output)
+    _show(rows(figures, turn_metrics(names)), measured, save, output)
 
 
 @bench.command("interference")
 def interference(
-    specs: options.Specs,
+    specs: bench_pages.Specs,
     streams: Annotated[int, typer.Option(min=1, help="Replies that go on all the time.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt that comes.")] = 1500,
     every: Annotated[float, typer.Option(min=0.01, help="Seconds between prompts.")] = 2.0,
-    seconds: options.Seconds = 20.0,
-    model: options.Model = None,
-    rounds: options.Rounds = 3,
-    alone: options.Alone = False,
-    prompt_text: options.PromptText = False,
-    seed: options.Seed = 0,
-    save: options.Save = None,
-    plot_file: options.PlotFile = None,
+    seconds: bench_pages.Seconds = 20.0,
+    model: bench_pages.Model = None,
+    rounds: bench_pages.Rounds = 3,
+    alone: bench_pages.Alone = False,
+    prompt_text: bench_pages.PromptText = False,
+    seed: bench_pages.Seed = 0,
+    save: bench_pages.Save = None,
+    plot_file: bench_pages.PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Measure what long prompts do to the gaps of replies that are going on.
@@ -201,7 +291,7 @@ def interference(
         }
         _write_file(plot_file, plot.cumulative({"gaps while prompts arrive": gaps}))
     _tell_errors([sample for each in disturbed for sample in (*each.alone, *each.loaded)])
-    _show(comparison.rows(figures, comparison.INTERFERENCE_METRICS), disturbed, save, output)
+    _show(rows(figures, INTERFERENCE_METRICS), disturbed, save, output)
 
 
 @bench.command("step")
@@ -213,8 +303,8 @@ def step(
     roles: Annotated[str, typer.Option(help="colocated has all cores, static its own.")] = (
         "colocated"
     ),
-    rounds: options.Rounds = 3,
-    save: options.Save = None,
+    rounds: bench_pages.Rounds = 3,
+    save: bench_pages.Save = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Time a worker's steps without HTTP: prefill by chunk and context, decode by batch."""

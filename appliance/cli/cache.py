@@ -15,12 +15,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from appliance.cli import pages, terminal
+from appliance.cli import listings, terminal
 from appliance.cli.history import StateDir
-from appliance.cli.progress import ProgressLine
-from appliance.cli.tables import Format
-from appliance.cli.terminal import Output
-from appliance.cli.text import printable, size, things
+from appliance.cli.tables import Format, printable, size, things
+from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
 from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, PenstockError
@@ -65,7 +63,7 @@ def stats(
         # None: only headers are read here, none of which is damaged; verify reads the blocks
         "damaged_blocks": sum(len(contents.damaged) for contents in slabs) or None,
     }
-    terminal.show("cache", content, output, lambda: pages.facts(content))
+    terminal.show("cache", content, output, lambda: listings.facts(content))
 
 
 @cache.command()

@@ -1,6 +1,7 @@
-"""The verb chat: turns, commands, and a reply that can be interrupted without leaving.
+"""The verb chat: turns, commands, settings, and a reply that can be interrupted without leaving.
 
-Owns: the loop, the commands and the history of what was typed.
+Owns: the messages, the settings' names and values, and the file of `/save` and `/load`; the loop,
+the commands and the history of what was typed.
 Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
 pipe every line is one turn and none is a command.
 Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a
@@ -9,10 +10,11 @@ terminal goes to `chat_history` in the state folder, which is for its owner alon
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,7 @@ from typing import Any, NamedTuple
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
-from appliance.cli.reply import (
+from appliance.cli.generate import (
     MaxTokens,
     Model,
     PrintedReply,
@@ -35,10 +36,170 @@ from appliance.cli.reply import (
     print_stats,
     stream,
 )
+from appliance.cli.tables import printable, things
 from appliance.cli.terminal import Host
-from appliance.cli.text import printable, things
 from appliance.client import Client, ClientError
-from appliance.configuration.setting_kinds import nearest
+from appliance.configuration.setting_kinds import is_meant, nearest
+from engine.errors import PenstockError
+
+# What is said in a chat, and the settings it is said with.
+# Invariant: messages take turns, a user's and the model's, after at most one system message; a
+# command that is refused changes nothing.
+# Never: talks to the daemon or the terminal.
+
+
+Message = dict[str, str]
+
+SETTINGS: Mapping[str, Callable[[str], object]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "stop": str,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+}
+"""What `/set` knows, as the API's fields; the daemon checks their ranges."""
+
+
+UNSET: Mapping[str, str] = {
+    "max_tokens": "2048 at most (the default of a chat)",
+    "seed": "another for each reply; the log keeps it",
+    "stop": "none",
+    "presence_penalty": "0 (the default)",
+    "frequency_penalty": "0 (the default)",
+}
+"""What holds for a setting that neither the chat nor the model has a value of."""
+
+
+class Refused(PenstockError):
+    """A command cannot be carried out."""
+
+
+class Conversation:
+    """A chat as far as it has come.
+
+    Args:
+        settings: fields of the request's body, beside the messages.
+        system: instructions to the model.
+    """
+
+    def __init__(self, settings: dict[str, Any], system: str | None = None) -> None:
+        self.settings = settings
+        self.system = system
+        self.turns: list[Message] = []
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request for the model's next turn."""
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        return {**self.settings, "messages": [*instructions, *self.turns]}
+
+    def say(self, text: str) -> None:
+        """Add a turn of the user's."""
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        """The model's turn; one without a word takes the user's back."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        else:
+            self.turns.pop()
+
+    def reset(self) -> None:
+        """Forget what was said; settings and instructions stay."""
+        self.turns.clear()
+
+    def retry(self) -> None:
+        """Take the last answer back.
+
+        Raises:
+            Refused: nothing has been answered yet.
+        """
+        if not self.turns:
+            raise Refused("nothing has been said yet")
+        self.turns.pop()
+
+    def set(self, name: str, text: str) -> None:
+        """Change a setting; an empty text leaves it to the daemon.
+
+        Raises:
+            Refused: there is no such setting, or it cannot have this value.
+        """
+        if name not in SETTINGS:
+            hint = f"{is_meant(name, SETTINGS)}the settings are {', '.join(SETTINGS)}"
+            raise Refused(f"no setting {name!r}", hint=hint)
+        if not text:
+            self.settings.pop(name, None)
+            return
+        try:
+            self.settings[name] = SETTINGS[name](text)
+        except ValueError as error:
+            raise Refused(f"{text!r} is not a number", where=name) from error
+
+    def save(self, name: str) -> Path:
+        """Write the conversation to a file that only its owner can read; returns its path.
+
+        Raises:
+            Refused: it cannot be written.
+        """
+        path = Path(name).expanduser()
+        content = {"settings": self.settings, "system": self.system, "messages": self.turns}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump({"schema": "penstock.chat/1", **content}, file, indent=2)
+        except (OSError, ValueError) as error:
+            raise Refused(f"cannot write it: {error}", where=str(path)) from error
+        return path
+
+    def load(self, name: str) -> None:
+        """Go on with a conversation that was saved.
+
+        Raises:
+            Refused: it cannot be read, or is none.
+        """
+        path = Path(name).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise Refused(f"cannot read it: {error}", where=str(path)) from error
+        if not _is_conversation(content):
+            raise Refused("not a saved chat", where=str(path))
+        self.settings = {k: v for k, v in content["settings"].items() if k in (*SETTINGS, "model")}
+        self.system = content["system"]
+        self.turns = [
+            {"role": role, "content": message["content"]}
+            for role, message in _in_turns(content["messages"])
+        ]
+
+
+def _is_conversation(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("settings"), dict)
+        and isinstance(content.get("system", ""), str | None)
+        and isinstance(content.get("messages"), list)
+        and len(content["messages"]) % 2 == 0
+        and all(
+            isinstance(message, dict)
+            and message.get("role") == role
+            and isinstance(message.get("content"), str)
+            for role, message in _in_turns(content["messages"])
+        )
+    )
+
+
+def _in_turns(messages: list[Any]) -> list[tuple[str, Any]]:
+    """Each message with the role whose turn it is."""
+    return [("user" if i % 2 == 0 else "assistant", msg) for i, msg in enumerate(messages)]
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 HISTORY_LINES = 1000
 PROMPT, PROMPT_INSIDE = ">>> ", "... "

@@ -1,34 +1,39 @@
-"""Verbs that change something: serve, cancel, drain, resume, keys; and dial-stdio for ssh.
+"""Verbs that change something: serve, roles, cancel, drain, keys, worker, install-service.
 
-Owns: their flags; serve has one for each setting.
+Owns: their flags; serve has one for each setting; its flags; the life of the adapter's process: its
+options, its signals, its end; how its steps are shown.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import short_ids, terminal
-from appliance.cli.completion import live_request_ids
-from appliance.cli.short_ids import AmbiguousId
-from appliance.cli.terminal import Host
-from appliance.cli.text import printable, things
+from appliance.cli import listings, short_ids, terminal
+from appliance.cli.short_ids import AmbiguousId, live_request_ids
+from appliance.cli.tables import Format, printable, things
+from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress, find
 from appliance.configuration.setting_kinds import a_flag
-from appliance.configuration.settings import SETTINGS
+from appliance.configuration.settings import ROLES, SETTINGS
+from engine.errors import ConfigError, PenstockError
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -180,9 +185,9 @@ def new_key(
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key: its line for the file on stdout, the key itself on stderr, once."""
-    from appliance.http import api_keys as key_file
+    from appliance.http import access
 
-    key, line = key_file.new_key(name, role)
+    key, line = access.new_key(name, role)
     terminal.write(line + "\n")
     terminal.note(f"the key, which is shown only now: {key}")
 
@@ -233,3 +238,156 @@ def _live_ids(client: Client, user: str | None) -> list[str]:
         for frame in frames
         if frame.get("user") == user and frame.get("phase") != "finished"
     ]
+
+
+# The verb that looks at and switches what the workers are for.
+# Invariant: without anything to change it only looks; what it prints is what the daemon then has.
+# Never: knows what the roles mean; `serve --help` and the daemon do.
+
+
+def roles(
+    wanted: Annotated[
+        str | None,
+        typer.Argument(
+            metavar=f"[{'|'.join(ROLES)}]",
+            help="What to switch to.",
+            autocompletion=lambda incomplete: [r for r in ROLES if r.startswith(incomplete)],
+        ),
+    ] = None,
+    slo_ttft_ms: Annotated[
+        int | None, typer.Option(min=0, help="Target for the first token; 0 is relative.")
+    ] = None,
+    slo_itl_ms: Annotated[
+        int | None, typer.Option(min=0, help="Target for the gaps; 0 is relative.")
+    ] = None,
+    host: Host = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show the workers' roles and targets, or change them while everything runs."""
+    client = terminal.client(host)
+    asked = {"roles": wanted, "slo_ttft_ms": slo_ttft_ms, "slo_itl_ms": slo_itl_ms}
+    change = {name: value for name, value in asked.items() if value is not None}
+    if change:
+        content: dict[str, Any] = client.post("/v1/penstock/roles", change)
+    else:
+        frame = client.get("/v1/penstock/state")
+        content = {name: frame.get(name) for name in asked}
+    terminal.show("roles", content, output, lambda: listings.roles_text(content))
+
+
+# worker: an adapter beside the daemon, which makes the appliance one of several.
+# Invariant: a signal ends it after the replies under way, a second one at once.
+# Never: imports what speaks to others before it is asked for.
+
+
+FILE_VARIABLE = "DYN_FILE_KV"
+log = logging.getLogger("penstock.dynamo")
+
+
+def worker(
+    host: Host = None,
+    dynamo: Annotated[bool, typer.Option("--dynamo", help="Be a worker of NVIDIA Dynamo.")] = False,
+    discovery: Annotated[
+        str,
+        typer.Option(
+            help="How Dynamo's parts find each other: file:FOLDER, which all can write, or etcd "
+            "(ETCD_ENDPOINTS says where), or kubernetes."
+        ),
+    ] = "",
+    namespace: Annotated[str, typer.Option(help="In Dynamo.")] = "penstock",
+    component: Annotated[str, typer.Option(help="In the namespace.")] = "worker",
+    model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; else as the daemon does.")
+    ] = None,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", help="Longest wait for replies when it is told to end.")
+    ] = 90.0,
+) -> None:
+    """Make this appliance a worker of a system of several, until a signal."""
+    if not dynamo:
+        raise ConfigError(
+            "of which system?", where="penstock worker", hint="say --dynamo; there is no other"
+        )
+    address = find(host)
+    if not isinstance(address, UnixAddress):
+        raise ConfigError(
+            "the adapter speaks to a daemon on its own machine, by its socket",
+            where=str(address),
+            hint="run it beside the daemon",
+        )
+    kind, _, folder = discovery.partition(":")
+    if kind == "file" and folder:
+        os.environ[FILE_VARIABLE] = str(Path(folder).expanduser().absolute())
+    elif kind not in ("etcd", "kubernetes") or folder:
+        raise ConfigError(
+            f"{discovery!r} is no way to find others" if discovery else "how are others found?",
+            where="--discovery",
+            hint="give file:FOLDER, etcd or kubernetes",
+        )
+    from appliance.dynamo.plane import Names
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    names = Names(namespace, component, discovery=kind, model_name=model_name)
+    raise typer.Exit(asyncio.run(_run(address.path, names, drain_s)))
+
+
+async def _run(socket: Path, names: object, drain_s: float) -> int:
+    from appliance.dynamo.plane import DynamoPlane, Names
+    from appliance.dynamo.worker import Adapter
+
+    assert isinstance(names, Names)
+    plane = DynamoPlane(names)
+    adapter = plane.adapter = Adapter(socket, plane)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _first_signal, adapter)
+    try:
+        await adapter.run()
+        is_drained = await adapter.drained(drain_s)
+        log.info("ended" if is_drained else "ended, with replies cut")
+        code = 0 if is_drained else 1
+    except PenstockError as error:
+        code = terminal.report(error)
+    plane.close()
+    os._exit(code)  # the runtime's threads wait for what the operating system takes away sooner
+
+
+def _first_signal(adapter: object) -> None:
+    from appliance.dynamo.worker import Adapter
+
+    assert isinstance(adapter, Adapter)
+    adapter.end()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+# The verb that makes the daemon a service of this machine: install-service.
+# Invariant: one line on stdout for each step; --dry-run shows the same steps and does none.
+# Never: knows what a unit says.
+
+
+def install_service(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done, files in full.")
+    ] = False,
+) -> None:
+    """Install and start the systemd units of the daemon, or bring them up to date; takes root.
+
+    The unit starts the command of this environment. Done again after an upgrade it restarts the
+    daemon; clients that connect meanwhile wait.
+    """
+    from appliance import install_service as installing
+
+    program = installing.own_program()
+    if not dry_run:
+        installing.check(program)
+    for step in installing.steps(program):
+        terminal.write(f"{printable(step.about)}\n")
+        if not dry_run:
+            installing.do(step)
+        elif step.text:
+            terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
+    if dry_run:
+        installing.check_reach(program)
+    else:
+        terminal.write("serving; penstock status, journalctl -fu penstock\n")

@@ -13,11 +13,10 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli import pages, terminal
+from appliance.cli import listings, terminal
 from appliance.cli.history import StateDir
-from appliance.cli.tables import Format
+from appliance.cli.tables import Format, printable, things
 from appliance.cli.terminal import Output
-from appliance.cli.text import printable, things
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 
@@ -41,7 +40,7 @@ def stats(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
 
     content = log_store.stats(_path(state_dir))
     content["migration"] = content.pop("schema")  # a document's own `schema` is its form
-    terminal.show("db", content, output, lambda: pages.facts(content))
+    terminal.show("db", content, output, lambda: listings.facts(content))
 
 
 @db.command()

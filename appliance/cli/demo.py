@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.text import ms, size
+from appliance.cli.tables import ms, size
 from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
 from appliance.frame.latency import quantile

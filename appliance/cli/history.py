@@ -17,9 +17,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from appliance.cli import listings, short_ids, terminal
-from appliance.cli.tables import Format, Listing, TableColumn
+from appliance.cli.tables import Format, Listing, TableColumn, printable
 from appliance.cli.terminal import Host, Output
-from appliance.cli.text import printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
@@ -127,8 +126,7 @@ def request_from_file(
     path = log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.log.query import RowQuery
-    from appliance.log.reader import read_row, read_rows
+    from appliance.log.query import RowQuery, read_row, read_rows
     from appliance.log.row import frame_of_row
 
     def read(request_id: str) -> dict[str, Any]:
@@ -207,12 +205,11 @@ def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) ->
 
 def _read_file(verb: str, path: Path, query: dict[str, str]) -> Rows:
     from appliance.log import query as log_query  # 70 ms that only a missing daemon costs
-    from appliance.log import reader as log_reader
 
     readers: dict[str, Callable[[], Rows]] = {
-        "log": lambda: log_reader.read_rows(path, log_query.row_query(query)),
-        "events": lambda: log_reader.read_events(path, log_query.event_query(query)),
-        "usage": lambda: log_reader.read_usage(path, log_query.usage_query(query)),
+        "log": lambda: log_query.read_rows(path, log_query.row_query(query)),
+        "events": lambda: log_query.read_events(path, log_query.event_query(query)),
+        "usage": lambda: log_query.read_usage(path, log_query.usage_query(query)),
     }
     try:
         return readers[verb]()

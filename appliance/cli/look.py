@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import history, listings, pages, short_ids, terminal, waterfall
-from appliance.cli.completion import request_ids
-from appliance.cli.tables import Format
+from appliance.cli import history, listings, short_ids, terminal, waterfall
+from appliance.cli.short_ids import request_ids
+from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
-from appliance.cli.text import printable
 from appliance.client import ClientError, DaemonUnreachable
 from appliance.configuration.address import SshAddress, UnixAddress, find
 from engine.errors import ConfigError
@@ -86,7 +85,7 @@ def show(
 def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show who the daemon takes you for, and what that lets you do."""
     content = terminal.client(host).get("/v1/penstock/whoami")
-    terminal.show("whoami", content, output, lambda: pages.facts(content))
+    terminal.show("whoami", content, output, lambda: listings.facts(content))
 
 
 def top(

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from appliance.cli import completion, terminal
+from appliance.cli import short_ids, terminal
 from engine.errors import PenstockError
 
 VERBS: Mapping[str, str] = {
@@ -80,7 +80,7 @@ class Verbs(TyperGroup):
 def main() -> None:
     """Run one verb; the process's entry point."""
     terminal.prepare()
-    completion.prepare()
+    short_ids.prepare()
     words = _verb_first(sys.argv[1:])
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]

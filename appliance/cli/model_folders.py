@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from appliance.api.output_format import output_format_of
+from appliance.api.tool_format import output_format_of
 from appliance.models import cache, fits
 from engine.errors import CheckpointError
 from engine.folder.checkpoint import Checkpoint, choose_dtype

@@ -17,11 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import listings, pages, terminal
-from appliance.cli.progress import ProgressLine
-from appliance.cli.tables import Format
-from appliance.cli.terminal import Output
-from appliance.cli.text import printable, size
+from appliance.cli import listings, terminal
+from appliance.cli.tables import Format, printable, size
+from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.models import cache
@@ -122,17 +120,17 @@ def show_model(
 ) -> None:
     """Show a model's shape, what it needs, and where it fits; also before it is downloaded."""
     from appliance.cli import model_folders
-    from appliance.doctor import remote
+    from appliance.doctor import checks
     from appliance.models import fits
 
-    where = remote.places([_gpus(text) for text in gpu or ()])
+    where = checks.places([_gpus(text) for text in gpu or ()])
     asked = a_model(model)
     try:
         found = _named(model, dirs)
     except NoSuchModel:
         if not isinstance(asked, HubName):
             raise
-        _show(remote.on_hub(asked, where), output)
+        _show(checks.on_hub(asked, where), output)
         return
     about = model_folders.detail(found)
     need = model_folders.need_of(found)
@@ -189,7 +187,7 @@ def _show(about: dict[str, Any], output: Format) -> None:
     def page() -> str:
         facts = {name: value for name, value in about.items() if name != "fits"}
         table = terminal.listing("fits", listings.FITS, output).render(about["fits"])
-        return f"{pages.facts(facts)}\n\n{table}".rstrip("\n")
+        return f"{listings.facts(facts)}\n\n{table}".rstrip("\n")
 
     terminal.show("model", about, output, page)
 

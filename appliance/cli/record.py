@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli import history, terminal
+from appliance.cli.tables import printable, things
 from appliance.cli.terminal import Host
-from appliance.cli.text import printable, things
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from engine.errors import PenstockError, RequestError
 

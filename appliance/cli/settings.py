@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import Format, TableColumn
+from appliance.cli.tables import Format, TableColumn, yes_or_no
 from appliance.cli.terminal import Output
-from appliance.cli.text import yes_or_no
 from appliance.configuration.config import FoundSetting, explain
 from appliance.configuration.setting_kinds import (
     a_duration,

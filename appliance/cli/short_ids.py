@@ -1,6 +1,7 @@
-"""Ids as people type them: their first characters, with or without the `cmpl-` before them.
+"""Ids as people type them, and what the shell can complete.
 
-Owns: which request a few characters mean.
+Owns: which request a few characters mean; the verb completion, and the patience of one who has
+pressed Tab.
 Invariant: an id that is complete is never taken for the beginning of another; characters with
 which several begin are refused with all of them.
 Never: guesses.
@@ -8,10 +9,17 @@ Never: guesses.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from enum import StrEnum
+from typing import Annotated, TypeVar
 
+import typer
+
+from appliance.cli import terminal
 from appliance.client import Client, ClientError, ReplyError
+from appliance.configuration.address import UnixAddress, find
+from engine.errors import PenstockError
 
 SHOWN_IDS = 8
 SEARCHED_ROWS = 1000
@@ -89,3 +97,71 @@ def _begins(request_id: str, text: str) -> bool:
     return bool(text) and (
         request_id.startswith(text) or request_id.partition("-")[2].startswith(text)
     )
+
+
+# What the shell can complete: verbs and options by typer, ids by asking the daemon.
+# Invariant: whatever is wrong, completion offers nothing and says nothing.
+# Never: asks a daemon that is not on this machine.
+
+
+DEADLINE_S = 0.15
+VARIABLE = "_PENSTOCK_COMPLETE"
+
+
+class Shell(StrEnum):
+    """The shells that there is a script for."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="Whose script to print.")]) -> None:
+    """Print a shell's completion script: source <(penstock completion bash)."""
+    from typer import completion as typers
+
+    script = typers.get_completion_script(  # type: ignore[attr-defined]
+        prog_name="penstock", complete_var=VARIABLE, shell=shell.value
+    )
+    terminal.write(script + "\n")
+
+
+def prepare() -> None:
+    """Teach typer the shells, if it is one that runs us to complete a line.
+
+    Typer does so by itself only for its own options --install-completion and --show-completion,
+    which the verb replaces.
+    """
+    if VARIABLE in os.environ:
+        from typer import completion as typers
+
+        typers.completion_init()  # type: ignore[attr-defined]
+
+
+def request_ids(incomplete: str) -> list[str]:
+    """Ids of live and lately finished requests."""
+    return [name for name in _names("/v1/requests") if name.startswith(incomplete)]
+
+
+def live_request_ids(incomplete: str) -> list[str]:
+    """Ids of requests that can still be cancelled."""
+    names = _names("/v1/requests", live_only=True)
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def model_ids(incomplete: str) -> list[str]:
+    """Ids of the models served."""
+    return [name for name in _names("/v1/models") if name.startswith(incomplete)]
+
+
+def _names(path: str, *, live_only: bool = False) -> list[str]:
+    try:
+        address = find(None)
+        if not isinstance(address, UnixAddress):
+            return []
+        listed = Client(address, timeout_s=DEADLINE_S).get(path).get("data", [])
+        return [
+            item["id"] for item in listed if not (live_only and item.get("phase") == "finished")
+        ]
+    except (PenstockError, KeyError, TypeError, AttributeError):
+        return []

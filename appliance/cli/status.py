@@ -1,6 +1,7 @@
-"""Verbs that say how the appliance is: status, metrics.
+"""Verbs that say how the appliance is: status as a page or a line, metrics.
 
-Owns: what --check takes for a fault, and how a frame is shown again and again.
+Owns: its wording. Invariant: pure; one subject a line; what --check takes for a fault, and how a
+frame is shown again and again.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
 Never: judges a figure; the alerts are the daemon's.
 """
@@ -8,14 +9,261 @@ Never: judges a figure; the alerts are the daemon's.
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import listings, status_page, terminal
-from appliance.cli.tables import Format
+from appliance.cli import listings, terminal
+from appliance.cli.listings import roles_text
+from appliance.cli.tables import (
+    DASH,
+    Format,
+    Row,
+    count,
+    joules,
+    ms,
+    painted,
+    printable,
+    size,
+    things,
+    tokens_per_s,
+)
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
+
+# The daemon's state as text: a page, or a line.
+# Never: judges a figure, or shows one that the daemon did not send.
+
+
+_RED, _YELLOW, _GREEN = "31", "33", "32"
+_SEVERITY_COLOURS = {"error": _RED, "warning": _YELLOW}
+_MAX_OWNERS = 3
+_TEXT_AT = 9
+"""The column in which texts begin, after their subjects."""
+_STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "degraded": _RED}
+
+
+def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
+    """`penstock status`: one subject a line; what is longer than `room` goes on below itself."""
+    state = printable(frame.get("state"))
+    lines = [("model", _model_text(frame))]
+    if frame.get("weights"):
+        lines.append(("weights", str(frame["weights"])))
+    if swaps := frame.get("swaps"):
+        lines.append(("swaps", _swaps_text(swaps)))
+    lines.append(("roles", roles_text(frame)))
+    lines.append(("queue", _queue_text(frame.get("queue") or {})))
+    if frame.get("limit"):
+        lines.append(("limit", str(frame["limit"])))
+    lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
+    lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]
+    lines += [(name, _tier_text(frame[name])) for name in ("dram", "ssd") if frame.get(name)]
+    if (frame.get("handoff") or {}).get("transport"):
+        lines.append(("handoff", _handoff_text(frame["handoff"])))
+    lines.append(("latency", _latency_text(frame.get("latency") or {})))
+    if slo := _slo_text(frame):
+        lines.append(("slo", slo))
+    lines.append(("totals", _totals_text(frame.get("totals") or {})))
+    lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
+    if frame.get("energy"):
+        lines.append(("energy", _energy_text(frame["energy"])))
+    shown = [_folded(f"{name:<8} {printable(text)}", room) for name, text in lines]
+    head = painted(state, _STATE_COLOURS.get(state), colour)
+    alerts = [_alert_line(each, colour, room) for each in frame.get("alerts") or ()]
+    return "\n".join([f"state    {head}{printable(_state_text(frame))}", *alerts, *shown])
+
+
+def _folded(line: str, room: int | None) -> str:
+    """A line of a subject, at most `room` wide where its words allow; its text keeps its column."""
+    if room is None or len(line) <= room:
+        return line
+    name, text = line[:_TEXT_AT], line[_TEXT_AT:]
+    parts = textwrap.wrap(
+        text, max(room - _TEXT_AT, 20), break_long_words=False, break_on_hyphens=False
+    )
+    return name + f"\n{' ' * _TEXT_AT}".join(parts)
+
+
+def line(frame: Row) -> str:
+    """One frame of `penstock status --watch` where no screen is: a line."""
+    queue, latency = frame.get("queue") or {}, frame.get("latency") or {}
+    parts = [f"{frame.get('at')} {frame.get('state')}", _phases_text(queue)]
+    for pool in frame.get("pools") or ():
+        free, whole = count(pool.get("free")), count(pool.get("num_blocks"))
+        parts.append(f"{pool.get('name')} {free} of {whole} free")
+    parts.append(f"ttft p50 {ms(latency.get('ttft_ms_p50'))} p95 {ms(latency.get('ttft_ms_p95'))}")
+    parts.append(f"itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}")
+    parts += [f"{a.get('severity')} {a.get('code')}" for a in frame.get("alerts") or ()]
+    return printable("  ".join(parts))
+
+
+def _state_text(frame: Row) -> str:
+    reason = frame.get("state_reason")
+    about = f" ({reason})" if reason and reason != frame.get("state") else ""
+    uptime_s = frame.get("uptime_s")
+    up = ms(None if uptime_s is None else uptime_s * 1000)
+    return f"{about}, up {up}, pid {count(frame.get('pid'))}"
+
+
+def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
+    severity = printable(alert.get("severity"))
+    head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
+    rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
+    line = _folded(f"{severity:<8} {printable(rest)}", room)
+    return head + line[len(severity) :]
+
+
+def _model_text(frame: Row) -> str:
+    note = frame.get("model_note")
+    about = f" ({note})" if note else ""
+    return (
+        f"{frame.get('model')}{about}, {frame.get('dtype')},"
+        f" up to {count(frame.get('max_model_len'))} tokens"
+    )
+
+
+def _swaps_text(swaps: Row) -> str:
+    """`to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
+    now = f"to {swaps['next']} now, " if swaps.get("next") else ""
+    last = swaps.get("last_swap_ms")
+    took = "" if last is None else f", the last in {ms(last)}"
+    return (
+        f"{now}{count(swaps.get('num_waiting'))} wait for another model;"
+        f" {things(swaps.get('num_swaps'), 'swap')}{took};"
+        f" knows {', '.join(swaps.get('others') or ())} too"
+    )
+
+
+def _queue_text(queue: Row) -> str:
+    oldest = queue.get("oldest_queued_ms")
+    waiting = "" if oldest is None else f", the oldest for {ms(oldest)}"
+    return f"{_phases_text(queue)} (at most {count(queue.get('max_queued'))} queued{waiting})"
+
+
+def _phases_text(queue: Row) -> str:
+    phases = ("queued", "prefilling", "handing_off", "paused", "decoding")
+    return ", ".join(f"{count(queue.get(p))} {p.replace('_', ' ')}" for p in phases)
+
+
+def _worker_text(worker: Row) -> str:
+    return (
+        f"{worker.get('name')} {worker.get('state')} on"
+        f" {worker.get('device')}{_lent_text(worker)}, pid {count(worker.get('pid'))},"
+        f" {things(worker.get('num_sequences'), 'sequence')},"
+        f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
+        f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
+        f" {things(worker.get('num_restarts'), 'restart')}"
+    )
+
+
+def _lent_text(worker: Row) -> str:
+    """Where the cores that it computes on are not its own."""
+    own, used = set(worker.get("cpus") or ()), set(worker.get("cpus_used") or ())
+    if worker.get("state") != "ready" or "cpus_used" not in worker or own == used:
+        return ""
+    borrowed = ", ".join(map(str, sorted(used - own)))
+    return f" (with cpu {borrowed} on loan)" if borrowed else " (lent out, parked)"
+
+
+def _pool_text(pool: Row) -> str:
+    states = ("active", "reserved", "draining", "cached")
+    shown = ", ".join(f"{count(pool.get(state))} {state}" for state in states if pool.get(state))
+    owners = (pool.get("owners") or ())[:_MAX_OWNERS]
+    held = ", ".join(f"{owner.get('user')} {count(owner.get('num_blocks'))}" for owner in owners)
+    return (
+        f"{pool.get('name')}: {count(pool.get('free'))} of"
+        f" {count(pool.get('num_blocks'))} blocks free"
+        f" ({size(pool.get('block_bytes'))} each)"
+        + (f", {shown}" if shown else "")
+        + (f"; held by {held}" if held else "")
+    )
+
+
+def _handoff_text(handoff: Row) -> str:
+    probed = handoff.get("probe_bytes_per_s")
+    failed = handoff.get("num_failed")
+    return (
+        f"{handoff.get('transport')}, {count(handoff.get('num_in_flight'))} on the way,"
+        f" {handoff.get('handoffs_per_s', 0):.3g}/s, {size(handoff.get('bytes_per_s'))}/s"
+        + (f" (probed at {size(probed)}/s)" if probed is not None else "")
+        + (f", {count(failed)} failed" if failed else "")
+    )
+
+
+def _latency_text(latency: Row) -> str:
+    if not latency.get("num_requests"):
+        return f"no request finished in the last {count(latency.get('window_s'))} s"
+    return (
+        f"ttft p50 {ms(latency.get('ttft_ms_p50'))} p95 {ms(latency.get('ttft_ms_p95'))},"
+        f" itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}"
+        f" max {ms(latency.get('itl_ms_max'))},"
+        f" handoff p50 {ms(latency.get('handoff_ms_p50'))}"
+        f" ({count(latency['num_requests'])} finished in {count(latency.get('window_s'))} s)"
+    )
+
+
+def _slo_text(frame: Row) -> str:
+    """What was in time, of the targets that there are."""
+    latency = frame.get("latency") or {}
+    named = (
+        ("ttft", latency.get("ttft_slo_ratio"), frame.get("slo_ttft_ms")),
+        ("gaps", latency.get("itl_slo_ratio"), frame.get("slo_itl_ms")),
+    )
+    return ", ".join(
+        f"{name} {DASH if ratio is None else f'{ratio:.1%}'} within {ms(target_ms)}"
+        for name, ratio, target_ms in named
+        if target_ms is not None
+    )
+
+
+def _totals_text(totals: Row) -> str:
+    names = ("accepted", "finished", "refused", "aborted", "failed")
+    counts = ", ".join(f"{count(totals.get(name))} {name}" for name in names)
+    return (
+        f"{counts}; {count(totals.get('prompt_tokens'))} tokens in,"
+        f" {count(totals.get('output_tokens'))} out"
+    )
+
+
+def _device_text(device: Row) -> str:
+    power_w = device.get("power_w")
+    return f"{device.get('name')} {DASH if power_w is None else f'{power_w:.1f} W'}"
+
+
+def _energy_text(energy: Row) -> str:
+    if energy.get("total_j") is None:
+        return str(energy.get("method"))
+    power_w = energy.get("power_w")
+    parts = ("prefill", "decode", "unattributed")
+    shares = " + ".join(f"{part} {joules(energy.get(f'{part}_j'))}" for part in parts)
+    per_token = ", ".join(
+        f"{phase} {joules(energy.get(f'{phase}_j_per_token'))}" for phase in ("prefill", "decode")
+    )
+    return (
+        f"{joules(energy['total_j'])} = {shares}; a token: {per_token},"
+        f" {DASH if power_w is None else f'{power_w:.1f} W'}"
+        f" in {count(energy.get('window_s'))} s ({energy.get('method')})"
+    )
+
+
+def _tier_text(tier: Row) -> str:
+    """`on, 1.2 GiB of 20 GiB; ...; would find 31% of prompts' blocks, twice the size 40%`."""
+    if tier.get("state") != "on":
+        return f"{tier.get('state')}: {tier.get('reason')}"
+    text = (
+        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))},"
+        f" {count(tier.get('stored_blocks'))} blocks stored, {count(tier.get('loaded_blocks'))}"
+        f" loaded, regret {ms(tier.get('regret_ms'))}"
+    )
+    shares = tier.get("would_find") or {}
+    if "1" in shares and "2" in shares:
+        text += f"; its size finds {shares['1']:.0%} of prompts' blocks, twice {shares['2']:.0%}"
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 FAULT_EXIT_CODE = 8
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
@@ -81,9 +329,9 @@ def _shown(frame: dict[str, Any], form: Format) -> str:
     if form is Format.NDJSON:
         return json.dumps(frame) + "\n"
     if not terminal.has_screen():
-        return status_page.line(frame) + "\n"
+        return line(frame) + "\n"
     return f"{_HOME_AND_CLEAR}{_page(frame)}\n"
 
 
 def _page(frame: dict[str, Any]) -> str:
-    return status_page.page(frame, colour=terminal.has_colour(), room=terminal.room())
+    return page(frame, colour=terminal.has_colour(), room=terminal.room())

@@ -1,6 +1,7 @@
-"""Rows from the daemon in the five formats of -o.
+"""Rows from the daemon in the five formats of -o, and its values in words.
 
-Owns: what table, wide, json, ndjson and csv mean.
+Owns: escaping, and the forms of durations, sizes, energies and counts; what table, wide, json,
+ndjson and csv mean.
 Invariant: pure; table and wide are for people and may change, in the others fields are only ever
 added; rows come out in the order in which they are given.
 Never: cuts a value off that has no shorter form, or formats a number for a program.
@@ -9,11 +10,121 @@ Never: cuts a value off that has no shorter form, or formats a number for a prog
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from appliance.cli import text
+from engine.units import size_text
+
+# Values to words: what of the daemon's text may reach a terminal, and how figures read.
+# Invariant: pure; text that came from elsewhere is shown with no control character in it.
+# Never: shows None as 0.
+
+
+DASH = "-"
+
+
+def printable(value: object) -> str:
+    """Text with everything escaped that could move a cursor or reorder a line."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in str(value)
+    )
+
+
+def for_terminal(text: str) -> str:
+    """Completion text without what a terminal would obey: only newlines and tabs are kept."""
+    return "".join(
+        char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
+    )
+
+
+def word(value: object) -> str:
+    """A name, or whatever else is text; a truth as a file of settings has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return DASH if value is None or value == "" else printable(value)
+
+
+def short_id(value: object) -> str:
+    """Eight characters of an id after its prefix, which every verb takes for the whole."""
+    return DASH if not value else printable(value).rpartition("-")[2].rpartition("_")[2][:8]
+
+
+def short_time(value: object) -> str:
+    """Day and second of a stamp, as the log has it: `11-22 14:02:11`."""
+    match = re.match(r"\d{4}-(\d\d-\d\d)T(\d\d:\d\d:\d\d)", str(value))
+    return f"{match[1]} {match[2]}" if match else word(value)
+
+
+def yes_or_no(value: bool | None) -> str:
+    """A truth as an answer."""
+    return DASH if value is None else "yes" if value else "no"
+
+
+def count(value: Any) -> str:
+    """A number as it is."""
+    return DASH if value is None else f"{value:g}" if isinstance(value, float) else printable(value)
+
+
+def things(number: int | None, noun: str) -> str:
+    """So many of something: 1 request, 2 requests."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def tokens_per_s(value: float | None) -> str:
+    """A rate of tokens."""
+    return DASH if value is None else f"{value:.0f} tok/s"
+
+
+def in_unit(unit: str, scale: float = 1.0) -> Callable[[Any], str]:
+    """How a column shows whole numbers of a unit."""
+    return lambda value: DASH if value is None else f"{value * scale:.0f} {unit}"
+
+
+def ms(value: float | None) -> str:
+    """A duration to three digits: 1.24ms, 231ms, 4.2s, 3m12s, 2h05m."""
+    if value is None:
+        return DASH
+    if value < 999.5:
+        return f"{value:.0f}ms" if value >= 99.95 else f"{value:.3g}ms"
+    seconds = value / 1000
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}m{seconds:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def size(value: float | None) -> str:
+    """Bytes: 512 B, 1.5 GiB."""
+    return DASH if value is None else size_text(value)
+
+
+def joules(value: float | None) -> str:
+    """An energy to three digits: 0.412 J, 161 J, 1.24 kJ."""
+    if value is None:
+        return DASH
+    for unit in ("J", "kJ", "MJ"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GJ"
+
+
+def large(value: float | None) -> str:
+    """A large number to three digits: 950, 1.24k, 7.62B."""
+    if value is None:
+        return DASH
+    for unit in ("", "k", "M", "B"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 Row = Mapping[str, Any]
 BOLD = "1"
@@ -39,7 +150,7 @@ class TableColumn(NamedTuple):
 
     title: str
     key: str
-    show: Callable[[Any], str] = text.word
+    show: Callable[[Any], str] = word
     is_wide: bool = False
     """Left out of `table`."""
     instead: str | None = None
@@ -136,7 +247,7 @@ class Listing:
 
     def _line(self, cells: Sequence[str]) -> str:
         padded = (
-            cell.ljust(width) if column.show is text.word else cell.rjust(width)
+            cell.ljust(width) if column.show is word else cell.rjust(width)
             for column, cell, width in zip(self._columns, cells, self._widths, strict=True)
         )
         return "  ".join(padded).rstrip()
@@ -173,7 +284,7 @@ def csv_cell(value: object) -> object:
         return value
     if not isinstance(value, str):
         return json.dumps(value)
-    shown = text.printable(value)
+    shown = printable(value)
     return f"'{shown}" if shown.lstrip()[:1] in ("=", "+", "-", "@") else shown
 
 

@@ -8,9 +8,8 @@ Never: invents a stage that is not reported.
 
 from __future__ import annotations
 
-from appliance.cli.tables import Row
-from appliance.cli.text import count, joules, ms, size, word
-from appliance.frame.restored import restored_from
+from appliance.cli.tables import Row, count, joules, ms, size, word
+from appliance.frame.protocol import restored_from
 
 STAGES = (
     *("tokenize", "queue", "restore", "prefill"),

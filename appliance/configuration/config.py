@@ -1,7 +1,7 @@
-"""Settings of the daemon: flag, environment, TOML file, default.
+"""Settings of the daemon: flag, environment, TOML file, default; and the folders that they name.
 
 Owns: what the settings of the table in settings are by default, and who sets them. The only file
-that knows TOML.
+that knows TOML; their modes.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
 allowed and where it was set, to the line.
 Never: imports anything slow: each `penstock status` pays for it.
@@ -401,3 +401,46 @@ def _line_of(text: str, key: str) -> int:
     start = re.compile(rf"""\s*\[*\s*["']?{name}["']?\s*[\].=]""")
     numbered = enumerate(text.splitlines(), start=1)
     return next((number for number, line in numbered if start.match(line)), 1)
+
+
+# The folders that the daemon writes to: made where they are missing.
+# Invariant: what is there stays as it is; what is made is for its owner, and the socket's group.
+# Never: chooses a place.
+
+
+def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Create the folders that the daemon writes to; those that exist stay as they are.
+
+    They are for their owner alone, but one that is named for the socket may be entered by the
+    group, as the socket itself may be.
+
+    Raises:
+        ConfigError: one cannot be created.
+    """
+    run_dir = config.socket.parent
+    is_private = run_dir in (paths.private_dir(environ), paths.own_temporary_dir())
+    modes = {run_dir: 0o700 if is_private else 0o750, config.state_dir: 0o700}
+    for folder, mode in modes.items():
+        try:
+            _make_folder(folder, mode)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the folder: {error.strerror}",
+                where=str(folder),
+                hint="choose others with --socket and --state-dir",
+            ) from error
+    if run_dir == paths.own_temporary_dir():
+        paths.check_private(run_dir)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    """Make a folder and those above it that are missing, whatever the umask."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent, mode)
+    try:
+        folder.mkdir(mode)
+        folder.chmod(mode)
+    except FileExistsError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise

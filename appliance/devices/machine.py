@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.devices.counter_gains import EnergyMeter
-from appliance.devices.gpu import GpuReader
+from appliance.devices.gpu import EnergyMeter, GpuReader
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.frame.protocol import DeviceFrame
 

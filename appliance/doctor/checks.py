@@ -1,6 +1,6 @@
-"""What keeps this machine from serving well, each with what it means and what to do.
+"""What keeps this machine from serving well, or a model on the hub from being served here.
 
-Owns: the checks.
+Owns: what `models show` and doctor say of a model that is not here; the checks.
 Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
 is said, never taken for good.
 Never: starts a worker, imports torch, or raises.
@@ -13,7 +13,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,104 @@ from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.configuration import config
 from appliance.configuration.address import TcpAddress
+from appliance.devices.inventory import list_gpus
 from appliance.devices.machine import Devices
-from appliance.doctor.finding import Finding
-from appliance.doctor.gpu_checks import GpuHost, gpu_findings
+from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
 from appliance.dynamo import plane
-from appliance.fleet import cgroups
+from appliance.fleet import placement
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
+from appliance.models import cache, fits, hub
 from appliance.models.names import HubName
 from appliance.process_limits import max_connections
 from engine.errors import PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import load_kernels
-from engine.kernels.product_ways import find_ways
+from engine.kernels.cpu import find_ways, load_kernels
 from engine.units import part_text, size_text
+
+# What a model on the hub is, and where it would fit, without its weights.
+# Invariant: nothing of it stays in the cache. Never: downloads weights.
+
+
+def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.PlaceToServe]:
+    """This machine's memory and GPUs, and GPUs that one thinks of.
+
+    Args:
+        imagined: how many, and bytes of each.
+    """
+    cores = f"this machine, {len(available_cores())} cores"
+    found = [fits.PlaceToServe(cores, available_memory_bytes(), is_gpu=False)]
+    found += [
+        fits.PlaceToServe(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
+        for gpu in list_gpus()
+        if gpu.obstacle is None
+    ]
+    for count, num_bytes in imagined:
+        name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"
+        found.append(fits.PlaceToServe(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
+    return found
+
+
+def on_hub(name: HubName, where: Sequence[fits.PlaceToServe]) -> dict[str, Any]:
+    """What `models show` says of a model that is on the hub.
+
+    Raises:
+        HubError: the hub does not say.
+        CheckpointError: it is nothing that could be served; its hint says what there is.
+    """
+    repository = hub.look_up(name)
+    weights = hub.weight_files(repository)
+    root = cache.hub_cache(os.environ)
+    about: dict[str, Any] = {
+        "name": str(name),
+        "commit": repository.commit,
+        "files": len(weights),
+        "download_bytes": sum(hub.left_bytes(repository, file, root) for file in weights),
+        "size_bytes": sum(file.size_bytes for file in weights),
+    }
+    if name.file is not None:
+        need = fits.need_of_file(weights[0].path, about["size_bytes"])
+    else:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            config = _config(repository, Path(folder))
+        need = fits.need_of_files(config, about["size_bytes"])
+        about |= described(config, need)
+    files = [(file.path, file.size_bytes) for file in repository.gguf]
+    return about | {"fits": fits.rows(need, where, files)}
+
+
+def described(config: ModelConfig, need: fits.Need) -> dict[str, Any]:
+    """What its configuration says."""
+    return {
+        "family": config.family.name,
+        "num_parameters": need.num_parameters,
+        "dtype": config.stored_dtype,
+        "max_model_len": need.max_model_len,
+        "kv_bytes_per_token": need.kv_bytes_per_token,
+        "kv_bytes_of_a_request": fits.kv_rows(need),
+    }
+
+
+def in_a_sentence(name: HubName) -> str:
+    """For doctor: what would come, and whether it fits here."""
+    about = on_hub(name, places())
+    row = about["fits"][-1]
+    return (
+        f"{name} is not here yet: {size_text(about['download_bytes'])} to download; "
+        f"fits on {row['place']}: {row['verdict']}"
+    )
+
+
+def _config(repository: hub.Repository, folder: Path) -> ModelConfig:
+    for path in ("config.json", "generation_config.json"):
+        if path in repository.files:
+            fetched = hub.fetch(repository, repository.files[path], folder, lambda num_bytes: None)
+    return ModelConfig.from_folder(fetched.parent)
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 MIN_FREE_BYTES = 1 << 30
 
@@ -132,7 +215,7 @@ def _kernels() -> Finding:
 
 
 def _cores() -> Finding:
-    cores, quota = available_cores(), cgroups.cpu_quota()
+    cores, quota = available_cores(), placement.cpu_quota()
     memory = f"{size_text(available_memory_bytes())} of memory free"
     limited = "" if quota is None else f", a quota of {quota:g}"
     found = f"{len(cores)} physical cores{limited}; {memory}"
@@ -180,8 +263,6 @@ def _model(found: config.ServeConfig) -> Finding:
     from appliance.fleet.boot import check_plan, is_to_be_fetched, model_folder  # half of a second
 
     if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
-        from appliance.doctor.remote import in_a_sentence
-
         hint = "serve downloads it first, or penstock models pull does"
         return Finding("model", "note", in_a_sentence(found.model), hint)
     (about, _), folder = check_plan(found), model_folder(found.model)

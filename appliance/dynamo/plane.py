@@ -16,11 +16,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance.dynamo.asked import RefusedAsk
-from appliance.dynamo.told import LostError
+from appliance.dynamo.line import LostError
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from appliance.dynamo.served import Served
+    from appliance.dynamo.asked import Served
     from appliance.dynamo.worker import Adapter
 
 PACKAGE, VERSION = "ai-dynamo-runtime", "1.6.1"

@@ -1,6 +1,7 @@
-"""The adapter: an appliance as a worker of Dynamo, through the daemon's own socket.
+"""The adapter: an appliance and its prefix cache as a worker of Dynamo, by the daemon's own socket.
 
-Owns: whether the router may choose this appliance, and the replies under way.
+Owns: which blocks the router has been told of; whether the router may choose this appliance, and
+the replies under way.
 Invariant: who asked gets every token once; what another worker can make good is never an answer.
 While the daemon drains, is gone or silent the router does not know of it.
 Never: keeps a request that the daemon has lost; speaks to Dynamo but through its Plane.
@@ -17,12 +18,81 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.dynamo.asked import Asked, Prompts, asked_of
-from appliance.dynamo.contents import Publisher, RouterContents
-from appliance.dynamo.line import Line, get
-from appliance.dynamo.served import Served, served_of, used_blocks
-from appliance.dynamo.told import LostError, output_of, raise_error
+from appliance.dynamo.asked import Asked, Prompts, Served, asked_of, served_of, used_blocks
+from appliance.dynamo.line import Line, LostError, get, output_of, raise_error
 from engine.errors import PenstockError
+
+# What the daemon's prefix cache holds, told to Dynamo's router.
+# Invariant: the router knows of a block as long as the daemon has it, and of none whose parent it
+# does not know.
+# Never: reads a socket.
+
+
+Json = dict[str, Any]
+
+
+class Publisher(Protocol):
+    """Where to tell it: Dynamo's, which makes the router's own hashes of the tokens."""
+
+    def stored(self, token_ids: list[int], block_ids: list[int], parent_id: int | None) -> None:
+        """A row of blocks, each after the one before it, has come."""
+
+    def removed(self, block_ids: list[int]) -> None:
+        """Blocks are gone."""
+
+
+class RouterContents:
+    """Of one daemon.
+
+    Args:
+        publisher: is told.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._known: dict[int, int | None] = {}
+        """Parents by block."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def read(self, line: Json) -> None:
+        """One line of the daemon's /v1/penstock/cache."""
+        if line.get("cleared"):
+            self.forget_all()
+        self._stored(line.get("stored") or [])
+        if gone := [one for one in line.get("removed") or [] if one in self._known]:
+            for one in gone:
+                del self._known[one]
+            self._publisher.removed(gone)
+
+    def forget_all(self) -> None:
+        """The daemon is gone, or begins anew: the router is to know nothing of it."""
+        if self._known:
+            self._publisher.removed(list(reversed(self._known)))
+            self._known.clear()
+
+    def _stored(self, blocks: list[Json]) -> None:
+        """Rows of blocks that follow each other are told together."""
+        row: list[Json] = []
+        for block in blocks:
+            if row and block["parent"] != row[-1]["id"]:
+                self._tell(row)
+                row = []
+            if block["parent"] is None or block["parent"] in self._known:
+                row.append(block)
+                self._known[block["id"]] = block["parent"]
+        self._tell(row)
+
+    def _tell(self, row: list[Json]) -> None:
+        if row:
+            token_ids = [token_id for block in row for token_id in block["token_ids"]]
+            block_ids = [block["id"] for block in row]
+            self._publisher.stored(token_ids, block_ids, row[0]["parent"])
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 SILENCE_S = 5.0
 """Without a frame, of which one comes each second: the daemon hangs, or was stopped."""
@@ -32,7 +102,6 @@ LEAVE_S = 1.0
 PEERS_S = 1.0
 """For other adapters to note a prompt; who takes longer is not waited for."""
 
-Json = dict[str, Any]
 log = logging.getLogger("penstock.dynamo")
 
 

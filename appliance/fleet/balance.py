@@ -1,7 +1,9 @@
-"""How many of several devices prefill, and which: by what a usual request costs each phase.
+"""How many workers do what on several devices, or on one: by data sheets, or by what steps took.
 
 Before a model was served that is an estimate by data sheets; from then on, by what its steps took.
-Owns: the estimate. Pure.
+
+Owns: the file of such times in the state directory; what is measured for it, and the comparison.
+Pure; the estimate. Pure.
 Invariant: each role has a device; of all ways to divide them the one is taken whose slower role is
 quickest, and whose links between the roles are the best.
 Never: measures anything; once it serves, elastic roles go by measured step times.
@@ -10,11 +12,158 @@ Never: measures anything; once it serves, elastic roles go by measured step time
 from __future__ import annotations
 
 import itertools
+import os
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import Inventory
-from engine.wire.messages import RehearsedStep
+import msgspec
+
+from appliance.devices.inventory import Gpu, Inventory
+from engine.folder.checkpoint import Checkpoint
+from engine.wire.messages import RehearsalStep, RehearsedStep
+
+# What steps took when a model was last served on a kind of device: for the next start's placement.
+# Invariant: a file that is not there, or not ours to read, is a model that has not been served yet;
+# times are found again only for the same model, dtype and device.
+# Never: decides anything from them.
+
+
+FILE_NAME = "step-times.json"
+
+
+class PairTimes(msgspec.Struct, frozen=True):
+    """Steps of two processes on one device, each kind alone and beside the other."""
+
+    chunk_tokens: int
+    """Of a prompt, in one step."""
+    batch: int
+    """Sequences in one decode step."""
+    prompt_alone_ms: float
+    decode_alone_ms: float
+    prompt_beside_ms: float
+    decode_beside_ms: float
+
+
+class MeasuredModel(msgspec.Struct, frozen=True):
+    """Of one model in one dtype on one kind of device."""
+
+    steps: list[RehearsedStep] = []
+    """As they were timed at start."""
+    pair: PairTimes | None = None
+    """None: two processes have not been timed on one of the devices."""
+    is_trying: bool = False
+    """Two processes were started to be timed, and have not been yet: where that stays so, the
+    start has failed."""
+
+
+class StepMemory:
+    """The file of one state directory, as far as it is about one model.
+
+    Args:
+        state_dir: where the file is, or will be.
+        key: of the model and the device, as key_of() gives it.
+    """
+
+    def __init__(self, state_dir: Path, key: str) -> None:
+        self._path = state_dir / FILE_NAME
+        self._key = key
+
+    def read(self) -> MeasuredModel:
+        """What is known; nothing where there is no file, or one of another form."""
+        return self._all().get(self._key, MeasuredModel())
+
+    def write(self, measured: MeasuredModel) -> None:
+        """Keep it for the next start, whole or not at all."""
+        everything = self._all() | {self._key: measured}
+        beside = self._path.with_suffix(".new")
+        beside.write_bytes(msgspec.json.encode(everything))
+        os.replace(beside, self._path)
+
+    def _all(self) -> dict[str, MeasuredModel]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, MeasuredModel])
+        except (OSError, msgspec.MsgspecError):
+            return {}
+
+
+def key_of(checkpoint: Checkpoint, dtype: str, gpu: Gpu) -> str:
+    """Names a model by its folder and bytes, its dtype, and the kind of GPU."""
+    folder = checkpoint.folder.resolve()
+    return f"{folder}, {checkpoint.num_bytes} bytes, {dtype}, {gpu.model}"
+
+
+# One worker or two on one device: by what steps take there alone, and beside the other's.
+# In one worker a token waits for the chunk of a prompt that its step has; in two, for whatever the
+# device lets both processes compute at once. What that is worth is measured, not assumed.
+# Invariant: two are chosen only where a token waits less and prompts are hardly slower.
+# Never: starts a process.
+
+
+MAX_GAP_RATIO = 0.75
+"""Of a token's wait in one worker: less has to be left of it in two."""
+MIN_RATE_RATIO = 0.9
+"""Of the prompt tokens a second of one worker: so many have to be left."""
+BATCH, CONTEXT = 8, 512
+_NUM_REPEATED = 400
+"""More than there is time for: both go on until theirs is over."""
+
+Turn = Mapping[str, Sequence[RehearsalStep]]
+
+
+def programme(prefill: str, decode: str, chunk_tokens: int, max_model_len: int) -> list[Turn]:
+    """What to rehearse by worker: each kind by itself, in one of them, then both at once."""
+    size = min(chunk_tokens, max_model_len)
+    prompt = RehearsalStep(1, size, 0)
+    token = RehearsalStep(BATCH, 1, min(CONTEXT, max_model_len - 1))
+    alone = [prompt, token] * _NUM_REPEATED
+    return [{decode: alone}, {prefill: [prompt] * _NUM_REPEATED, decode: [token] * _NUM_REPEATED}]
+
+
+def pair_times(turns: Sequence[Mapping[str, Sequence[RehearsedStep]]]) -> PairTimes | None:
+    """From what was made, turn by turn; None: a kind is missing, for lack of time or a worker."""
+    if len(turns) != 2:
+        return None
+    (prompts, tokens), (prompts_beside, tokens_beside) = map(_of_kinds, turns)
+    if not (prompts and tokens and prompts_beside and tokens_beside):
+        return None
+    return PairTimes(
+        chunk_tokens=prompts[0].num_tokens,
+        batch=tokens[0].num_sequences,
+        prompt_alone_ms=_median(prompts),
+        decode_alone_ms=_median(tokens),
+        prompt_beside_ms=_median(prompts_beside),
+        decode_beside_ms=_median(tokens_beside),
+    )
+
+
+def is_two_better(times: PairTimes) -> tuple[bool, str]:
+    """Whether two workers are better than one, and why."""
+    one_ms = times.prompt_alone_ms + times.decode_alone_ms
+    gap = times.decode_beside_ms / one_ms
+    rate = one_ms / times.prompt_beside_ms
+    is_better = gap <= MAX_GAP_RATIO and rate >= MIN_RATE_RATIO
+    return is_better, (
+        f"beside a chunk of {times.chunk_tokens:,} prompt tokens a token takes {one_ms:.3g} ms in "
+        f"one worker and {times.decode_beside_ms:.3g} ms in a second, which computes prompts at "
+        f"{rate:.0%} of the rate"
+    )
+
+
+def _of_kinds(
+    turn: Mapping[str, Sequence[RehearsedStep]],
+) -> tuple[list[RehearsedStep], list[RehearsedStep]]:
+    """Steps of prompts, and of decoding."""
+    steps = [step for made in turn.values() for step in made]
+    return [s for s in steps if s.num_tokens > 1], [s for s in steps if s.num_tokens == 1]
+
+
+def _median(steps: Sequence[RehearsedStep]) -> float:
+    return statistics.median(step.elapsed_ms for step in steps)
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 USUAL_PROMPT_TOKENS = 2048
 USUAL_OUTPUT_TOKENS = 256

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from engine.cache.prefix_hashes import KEY_BYTES, PrefixChain, PrefixHasher
+from engine.cache.prefix_index import KEY_BYTES, PrefixChain, PrefixHasher
 from engine.errors import ConfigError
 
 log = logging.getLogger("penstock")

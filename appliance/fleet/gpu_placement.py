@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import metadata
 
-from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Gpu
 from appliance.fleet.placement import (
     MIN_BLOCKS,
     MIN_COPIED_BLOCKS,

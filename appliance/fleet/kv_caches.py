@@ -1,22 +1,127 @@
 """The caches below the KV pools, in DRAM and on disk, as the daemon opens and closes them.
 
-Owns: both.
+Owns: the tier, as long as the router whose pools it is below; both.
 Invariant: they are opened when the workers are ready, and closed before they end.
 Never: decides anything.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
-from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
-from appliance.frame.tier_frame import TierFrame
+from appliance.fleet.tier_parts import Prediction, frame_of
+from appliance.frame.protocol import TierFrame
+from engine.cache.places import DRAM
 from engine.schedule.router import Router
+from engine.tiers.arena import CacheArena
+from engine.tiers.files import DIGEST_BYTES, PAGE, SlabHead
+from engine.tiers.index import SlabIndex
+from engine.tiers.jobs import Context, Job, Patience
+from engine.tiers.loads import Costs
+from engine.tiers.tier import Tier
+from engine.units import size_text
+
+# The DRAM cache of a running daemon: an arena that the workers copy blocks to and from.
+# Invariant: it is there only if every worker has tried the way to the arena at start.
+# Never: decides what is stored or loaded; reads or writes the arena.
+
+
+PATIENCE = Patience(load_ms=60_000, store_s=60, counts_waiting=False)
+"""Copies come behind steps, which may be long; of a worker that hangs the watchdog takes care."""
+
+
+class DramCache:
+    """Of one daemon.
+
+    Args:
+        tell: takes severity, code and message of an event.
+    """
+
+    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
+        self.tier: Tier | None = None
+        self._reason: str | None = None
+        """Why there is none although there is to be one."""
+        self._tell = tell
+
+    def open(self, plan: BootPlan, router: Router, workers: Supervisor) -> None:
+        """Attach it to the router, if the plan has an arena; the workers are ready."""
+        self.tier = self._reason = None
+        if plan.arena is None:
+            return
+        rates = [state.probes.get(DRAM, 0.0) for state in workers.workers.values()]
+        if not all(rates):
+            self._reason = "what came back from it at start is not what was sent"
+            self._tell("warning", "dram.off", f"there is no DRAM cache: {self._reason}")
+            return
+        tier = self.tier = _tier(plan, router, workers, Costs(min(rates)), self._tell)
+        router.prefixes.tiers.each.insert(0, tier)
+        size, rate = size_text(tier.max_bytes), f"{size_text(min(rates))}/s"
+        self._tell("info", "dram.on", f"DRAM cache of {size}, copied to and from at {rate}")
+
+    def frame(self) -> TierFrame | None:
+        """How it stands; None: nobody wants one."""
+        if self.tier is not None:
+            return frame_of(self.tier)
+        return None if self._reason is None else TierFrame("failed", self._reason, "")
+
+    def close(self) -> None:
+        """The router is about to go."""
+        self.tier = self._reason = None
+
+
+def _tier(
+    plan: BootPlan,
+    router: Router,
+    workers: Supervisor,
+    costs: Costs,
+    tell: Callable[[str, str, str], None],
+) -> Tier:
+    loop, places, arena_spec = asyncio.get_running_loop(), router.places, plan.arena
+    assert arena_spec is not None
+    num_blocks, block_bytes = arena_spec.num_blocks - 1, plan.placement.block_bytes
+
+    def worker_of(pool: str) -> str | None:
+        # of those who share it the last one, which decodes: its steps are short
+        names = [worker.name for worker in places.workers if worker.pool == pool]
+        return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
+
+    def report(job: Job) -> None:
+        tier.done(job)
+
+    head = SlabHead(0, PAGE, num_blocks, bytes(DIGEST_BYTES))
+    arena = CacheArena(head, worker_of, workers.send, loop.call_later, report)
+    context = Context(
+        router.ledger,
+        DRAM,
+        SlabIndex(),
+        arena,
+        block_bytes,
+        now_ns=time.monotonic_ns,
+        now_s=lambda: int(time.time()),
+        later=loop.call_later,
+        tell=tell,
+        patience=PATIENCE,
+        numbers=router.prefixes.tiers.numbers,
+    )
+    tier = Tier(
+        context,
+        num_blocks,
+        costs,
+        Prediction(router).prompt_ms,
+        changed=lambda: router.dispatch(time.monotonic_ns()),
+    )
+    router.copies.arena = arena
+    return tier
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 class KvCaches:

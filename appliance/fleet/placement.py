@@ -1,6 +1,6 @@
 """Where everything goes: cores to workers, memory to pools. Decided once, at start.
 
-Owns: nothing; pure but for reading what this machine and its cgroup allow.
+Owns: how the two versions of the kernel's interface are read, and where they are mounted.
 Invariant: each worker has cores of its own (with one core both share it), one thread per physical
 core; the pools together never exceed the KV memory.
 Never: starts a process, allocates memory.
@@ -9,6 +9,7 @@ Never: starts a process, allocates memory.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,109 @@ import psutil
 
 from appliance.configuration.setting_kinds import MIN_BYTES, size_setting
 from appliance.configuration.wanted_workers import WantedWorkers
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import Node
-from appliance.fleet import cgroups
+from appliance.devices.inventory import Gpu, Node
 from engine.cache.blocks import BlockPool
 from engine.cache.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.units import size_text
+
+# What the control groups that we are in allow: processor time and memory.
+# Invariant: every group from ours to the top of the mount counts, in version 2 and in version 1,
+# also where a machine has both (hybrid): the tightest limit holds.
+# Never: changes a group. A file that is not there or cannot be read limits nothing.
+
+
+PROC = Path("/proc/self")
+_UNLIMITED_V1 = 1 << 60
+"""Version 1 says "no limit" with a number near 2**63."""
+
+
+def cpu_quota(proc: Path = PROC) -> float | None:
+    """Cores that the quotas amount to; None without one."""
+    quotas = []
+    for folder in _folders("", proc):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    for folder in _folders("cpu", proc):
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):  # -1 is no quota
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def free_memory_bytes(proc: Path = PROC) -> int | None:
+    """How much more memory we may have; None where no group limits it.
+
+    Pages of files that were read once count as used there, and are given up first: as free here.
+    """
+    free = []
+    for folder in _folders("", proc):
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            free.append(int(limit) - int(used) + _stat(folder, "inactive_file"))
+    for folder in _folders("memory", proc):
+        limit = _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_V1:
+            free.append(int(limit) - int(used) + _stat(folder, "total_inactive_file"))
+    return max(min(free), 0) if free else None
+
+
+def _folders(controller: str, proc: Path) -> Iterator[Path]:
+    """Our group of a controller of version 1, or of version 2 (""), and those above it."""
+    group = _group(controller, proc)
+    for root, mount_point in _mounts(controller, proc):
+        if group is None:
+            return
+        # In a container the mount may begin at our group or above it, and be named from there.
+        below = group.removeprefix(root.rstrip("/")) if group.startswith(root) else group
+        folder = mount_point / below.lstrip("/")
+        yield folder
+        for parent in folder.parents:
+            if not parent.is_relative_to(mount_point):
+                break
+            yield parent
+
+
+def _group(controller: str, proc: Path) -> str | None:
+    for line in _read(proc / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controller in controllers.split(","):
+            return group
+    return None
+
+
+def _mounts(controller: str, proc: Path) -> Iterator[tuple[str, Path]]:
+    """Root and place of each mount; a controller of version 1 is an option of its mount."""
+    for line in _read(proc / "mountinfo").splitlines():
+        fields, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        wanted = "cgroup" if controller else "cgroup2"
+        if kind == wanted and (not controller or controller in re.split("[ ,]", options)):
+            root, mount_point = fields.split()[3:5]
+            yield root, Path(mount_point)
+
+
+def _stat(folder: Path, name: str) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
@@ -98,7 +194,7 @@ def available_cores(
             core = str(cpu)
         cores.setdefault(core, cpu)
     chosen = list(cores.values())
-    quota = cgroups.cpu_quota() if quota_cpus is None else quota_cpus
+    quota = cpu_quota() if quota_cpus is None else quota_cpus
     return chosen if quota is None else chosen[: max(1, int(quota))]
 
 
@@ -129,7 +225,7 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
 def available_memory_bytes() -> int:
     """Memory that can be used without swapping, respecting control groups."""
     free: int = psutil.virtual_memory().available
-    allowed = cgroups.free_memory_bytes()
+    allowed = free_memory_bytes()
     return free if allowed is None else min(free, allowed)
 
 

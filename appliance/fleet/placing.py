@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.wanted_workers import ONE_OF_EACH
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import Inventory, read_inventory
-from appliance.fleet.balance import divide, measured_costs, num_prefilling, phase_costs
+from appliance.devices.inventory import Gpu, Inventory, read_inventory
+from appliance.fleet.balance import (
+    MeasuredModel,
+    StepMemory,
+    divide,
+    is_two_better,
+    key_of,
+    measured_costs,
+    num_prefilling,
+    phase_costs,
+)
 from appliance.fleet.gpu_placement import (
     WORKER_BYTES,
     attention_for,
@@ -22,10 +30,8 @@ from appliance.fleet.gpu_placement import (
     name_gpus,
     place_on_gpu,
 )
-from appliance.fleet.pairing import is_two_better
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
 from appliance.fleet.spread import ModelShape, Spot, check_weights, spread, too_small
-from appliance.fleet.step_memory import MeasuredModel, StepMemory, key_of
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint, arena_layout, choose_dtype
 from engine.kernels.attention_backends import Machine

@@ -16,8 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import Inventory
+from appliance.devices.inventory import Gpu, Inventory
 from appliance.fleet.placement import (
     CPU_STEP_TOKENS,
     MAX_RING_BYTES,

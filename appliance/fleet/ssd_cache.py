@@ -22,15 +22,14 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.tier_parts import Prediction, frame_of
-from appliance.frame.tier_frame import TierFrame
+from appliance.frame.protocol import TierFrame
 from engine.cache.places import SSD
 from engine.schedule.router import Router
-from engine.tiers.context import Context
-from engine.tiers.costs import Costs
 from engine.tiers.disk import Disk, probe
 from engine.tiers.files import BusyError, Contents, slab_bytes
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import Job
+from engine.tiers.jobs import Context, Job
+from engine.tiers.loads import Costs
 from engine.tiers.slabs import RESERVE_BYTES, Reclaimed, Slabs
 from engine.tiers.tier import Tier
 from engine.units import size_text

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from appliance.frame.protocol import RequestFrame, SwapsFrame
 from engine.errors import PenstockError, RequestError, Unavailable
-from engine.schedule.queue_limits import Room
+from engine.schedule.queue import Room
 
 log = logging.getLogger("penstock")
 

@@ -7,7 +7,7 @@ Never: opens or closes a tier.
 
 from __future__ import annotations
 
-from appliance.frame.tier_frame import TierFrame
+from appliance.frame.protocol import TierFrame
 from engine.schedule.router import Router
 from engine.tiers.tier import Tier
 

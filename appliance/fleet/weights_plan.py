@@ -20,8 +20,7 @@ from engine.folder.checkpoint import (
     weights_layout,
 )
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
-from engine.kernels.cpu import has_kernels, load_kernels
-from engine.kernels.product_ways import ProductWays, find_ways
+from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels
 from engine.units import size_text
 from engine.wire.messages import WeightsLoss, WeightsSpec
 

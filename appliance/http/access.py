@@ -1,6 +1,7 @@
-"""Who comes in, and as what: processes on the socket, holders of keys on TCP.
+"""Who comes in, and as what: processes on the socket, holders of API keys on TCP.
 
-Owns: the policy, which is replaced as a whole when the configuration is read again.
+Owns: the file's format, and how a key is made; the policy, which is replaced as a whole when the
+configuration is read again.
 Invariant: an identity is the kernel's word or a key, never what a client says of itself; roles are
 looked up with each request, so that a new policy holds for connections that are open.
 Never: decides what a role may do.
@@ -11,10 +12,15 @@ from __future__ import annotations
 import errno
 import functools
 import grp
+import hashlib
+import hmac
 import os
 import pwd
+import re
+import secrets
 import socket
 import ssl
+import stat
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,10 +31,134 @@ from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
 from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
-from appliance.http.api_keys import ApiKey, find_key, read_keys
-from appliance.http.tls import tls_context
+from appliance.http.listeners import tls_context
 from appliance.request import Peer, Role
 from engine.errors import ConfigError
+
+# API keys: a file of names, roles and hashes; the keys themselves are kept by those who use them.
+# Invariant: keys are 256 random bits. Nobody can try them all, so one round of SHA-256 hides them
+# as well as a slow hash would, and a request need not pay for one.
+# Never: shows a key a second time, or quotes the file in an error: someone may have put a key
+# there.
+
+
+KEY_PREFIX = "penstock-"
+KEY_BYTES = 32
+MAX_FILE_BYTES = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+_ROLES = {role.name.lower(): role for role in Role}
+_FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys new NAME` makes one"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One line of the file of API keys: a hash, its name and its role."""
+
+    name: str
+    role: Role
+    digest: bytes
+
+
+def new_key(name: str, role: str = "user") -> tuple[str, str]:
+    """A fresh key, to be shown once, and the line for the file.
+
+    Raises:
+        ConfigError: the name or the role is not one that the file may have.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError("give 1 to 64 letters, digits, '.', '_' or '-'", where="NAME")
+    if role not in _ROLES:
+        raise ConfigError(f"{role!r} is not one of {', '.join(_ROLES)}", where="--role")
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return key, f"{name} {role} sha256:{_digest(key).hex()}"
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """The keys of a file; `#` begins a comment.
+
+    Raises:
+        ConfigError: it cannot be read, others may write to it, or a line is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_owner(path, os.fstat(file.fileno()))
+            text = file.read(MAX_FILE_BYTES + 1).decode()
+    except OSError as error:
+        hint = f"for the unit: chown root:penstock {path}; chmod 640 {path}"
+        raise ConfigError(
+            f"cannot read the keys: {error.strerror}",
+            where=str(path),
+            hint=hint if isinstance(error, PermissionError) else "",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("not UTF-8", where=str(path), hint=_FORMAT) from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes", where=str(path), hint=_FORMAT)
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        try:
+            key = _parse(fields)
+            if key.name in keys:
+                raise ValueError(f"the name {key.name!r} is taken by a line above")
+        except ValueError as error:
+            raise ConfigError(str(error), where=f"{path}:{number}", hint=_FORMAT) from error
+        keys[key.name] = key
+    return tuple(keys.values())
+
+
+def find_key(keys: Iterable[ApiKey], given: str) -> ApiKey | None:
+    """The key that was given; how long it takes says nothing of how near a wrong one was."""
+    digest = _digest(given)
+    found = None
+    for key in keys:
+        if hmac.compare_digest(key.digest, digest):
+            found = key
+    return found
+
+
+def _parse(fields: list[str]) -> ApiKey:
+    if len(fields) != 3:
+        raise ValueError(f"{len(fields)} fields in place of 3")
+    name, role, hashed = fields
+    match = _HASH.fullmatch(hashed)
+    if not _NAME.fullmatch(name):
+        raise ValueError("the name may have 64 letters, digits, '.', '_' or '-'")
+    if role not in _ROLES:
+        raise ValueError(f"the role is not one of {', '.join(_ROLES)}")
+    if match is None:
+        raise ValueError("the hash is not sha256: and 64 lower-case hex digits")
+    return ApiKey(name, _ROLES[role], bytes.fromhex(match[1]))
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    """Whoever can write to the file can give himself a key."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("not a file", where=str(path))
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"the keys belong to another user (uid {status.st_uid})",
+            where=str(path),
+            hint="they must be root's, or of the user who runs the daemon",
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"others may write to the keys (mode {stat.S_IMODE(status.st_mode):04o})",
+            where=str(path),
+            hint=f"chmod go-w {path}",
+        )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 CREDENTIAL_NAME = "api-keys"
 """Of the systemd credential that holds the keys where no file is named."""

@@ -1,11 +1,12 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with clients that are slow, silent or gone in mind.
-
-Owns: how long each phase of a connection may last, and what is said to who exceeds it.
-Invariant: a connection that costs something makes progress, or is waited for by nobody but us.
-Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
+"""One HTTP/1.1 connection, with clients that are slow, silent or gone in mind; or none to be had.
 
 A client that shuts down its writing side and waits is served to the end on the Unix socket. On TCP
 the kernel cannot tell that from one that is gone, so there it counts as gone.
+
+Owns: sockets that have had their 503 and wait for their clients to hang up; how many there were;
+how long each phase of a connection may last, and what is said to who exceeds it.
+Invariant: a connection that costs something makes progress, or is waited for by nobody but us.
+Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import contextlib
 import enum
 import http
 import logging
+import math
 import select
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,8 +34,115 @@ from uvicorn.server import ServerState
 from appliance.api.wire import error_object
 from appliance.http.access import Credentials
 from appliance.http.gate import ClientLine, headers_too_large
-from appliance.http.turned_away import too_many_connections
-from engine.errors import RequestError
+from engine.errors import RequestError, Unavailable
+
+# Connections that there is no room for: told so, and given time to read it.
+# Invariant: whoever connects and asks within LINGER_S reads an answer, while there are descriptors
+# to wait with; what is turned away is told to the journal, counted, never line by line.
+# Never: makes a connection of one, or reads what it says.
+
+
+LINGER_S = 5.0
+"""A client that writes to a socket that is closed may never read what was said before."""
+MAX_LINGERING = 256
+"""Of them the oldest is closed when there are more."""
+TELL_EVERY_S = 10.0
+RETRY_AFTER_MS = 1000
+_READ_BYTES = 1 << 16
+
+_TOLD = logging.getLogger("penstock")
+
+
+def too_many_connections() -> Unavailable:
+    """What is said to them."""
+    return Unavailable(
+        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
+    )
+
+
+class TurnedAway:
+    """All of a server's."""
+
+    def __init__(self) -> None:
+        self._lingering: dict[socket.socket, float] = {}
+        """With the time of the loop until which each is kept; the oldest first."""
+        self._counts: Counter[str] = Counter()
+        self._told_s = -math.inf
+        self._loop = asyncio.get_running_loop()
+
+    def drop(self, connection: socket.socket, whose: str) -> None:
+        """Close one that could not read an answer, for it has not agreed on how to encrypt it."""
+        self.count(whose)
+        connection.close()
+
+    def tell(self, connection: socket.socket, whose: str) -> None:
+        """Answer 503 in one write, which the empty buffer of a new connection takes, and wait."""
+        self.count(whose)
+        try:
+            connection.send(_reply())
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:  # it is gone
+            connection.close()
+            return
+        if len(self._lingering) >= MAX_LINGERING:
+            self._close(next(iter(self._lingering)))
+        self._lingering[connection] = self._loop.time() + LINGER_S
+        self._loop.add_reader(connection, self._read, connection)
+
+    def count(self, whose: str) -> None:
+        """One more had to go, a new one or an old one."""
+        self._counts[whose] += 1
+
+    def look(self) -> None:
+        """Close those whose time is over, and tell how many there were."""
+        now_s = self._loop.time()
+        for connection in [one for one, until_s in self._lingering.items() if until_s <= now_s]:
+            self._close(connection)
+        if self._counts and now_s - self._told_s >= TELL_EVERY_S:
+            whose = ", ".join(f"{name} {number}" for name, number in self._counts.most_common(5))
+            _TOLD.warning(
+                "no room for %d connections, which were told to come back (max_connections): %s",
+                self._counts.total(),
+                whose,
+            )
+            self._counts.clear()
+            self._told_s = now_s
+
+    def close(self) -> None:
+        """Wait for nobody any longer."""
+        for connection in list(self._lingering):
+            self._close(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        """What lies unread would make a close a reset, which takes the reply with it."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if connection.recv(_READ_BYTES):
+                    return
+            except ConnectionError:
+                pass
+            self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._lingering[connection]
+        self._loop.remove_reader(connection)
+        connection.close()
+
+
+def _reply() -> bytes:
+    body = msgspec.json.encode(error_object(too_many_connections()))
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n"
+        f"retry-after: {math.ceil(RETRY_AFTER_MS / 1000)}\r\nretry-after-ms: {RETRY_AFTER_MS}\r\n"
+        "\r\n"
+    )
+    return head.encode() + body
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("penstock.http")
 log.setLevel(logging.ERROR)

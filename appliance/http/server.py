@@ -22,10 +22,9 @@ from starlette.applications import Starlette
 
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
-from appliance.http.connection import ClientLimits, ClientProtocol
+from appliance.http.connection import ClientLimits, ClientProtocol, TurnedAway, too_many_connections
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, Closer
-from appliance.http.turned_away import TurnedAway, too_many_connections
 from appliance.process_limits import max_connections
 from appliance.request import Role
 

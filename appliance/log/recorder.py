@@ -16,8 +16,7 @@ from typing import IO
 
 from appliance.frame.protocol import MAX_FRAME_EVENTS, Frame
 from appliance.frame.recording import APPLICATION_ID, RECORDING_VERSION, FramePacker, template_of
-from appliance.log.query import Span, log_time
-from appliance.log.reader import reading
+from appliance.log.query import Span, log_time, reading
 from engine.errors import RequestError
 
 TEMPLATE_FRAMES = 600

@@ -22,9 +22,23 @@ from typing import IO, TypeVar
 
 from appliance.frame.protocol import Frame, utc_now
 from appliance.frame.recording import gauges
-from appliance.log.file import abandon, file_id, open_log, remove_backups
-from appliance.log.insert import (
+from appliance.log.open_requests import OpenRequests
+from appliance.log.query import (
+    EventQuery,
+    RowQuery,
+    Span,
+    UsageQuery,
+    read_events,
+    read_row,
+    read_rows,
+    read_usage,
+)
+from appliance.log.recorder import Recorder, remove_unfinished, temporary_recording
+from appliance.log.retention import RetentionLimits, Upkeep
+from appliance.log.row import (
     Event,
+    LogRow,
+    RowEnergy,
     boot_id,
     end_crashed_run,
     insert_events,
@@ -32,12 +46,7 @@ from appliance.log.insert import (
     insert_run,
     update_energy,
 )
-from appliance.log.open_requests import OpenRequests
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.log.reader import read_events, read_row, read_rows, read_usage
-from appliance.log.recorder import Recorder, remove_unfinished, temporary_recording
-from appliance.log.retention import RetentionLimits, Upkeep
-from appliance.log.row import LogRow, RowEnergy
+from appliance.log.store import abandon, file_id, open_log, remove_backups
 from engine.errors import ConfigError, PenstockError, RequestError, Unavailable
 
 _LOG = logging.getLogger("penstock.request_log")

@@ -1,6 +1,6 @@
 """Our own metrics: `penstock_*`, in seconds, bytes, joules, watts and ratios.
 
-Owns: their names and what they mean.
+Owns: the form in which the tables of names are written; their names and what they mean.
 Invariant: no label names a user or a request; what is not reported has no sample.
 Never: renames what it has once shown.
 """
@@ -8,12 +8,71 @@ Never: renames what it has once shown.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from appliance.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
-from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
-from appliance.frame.tier_frame import TierFrame
-from appliance.metrics.metric import MetricFamily, counter, gauge, histogram
+from appliance.frame.latency import (
+    FINE_GAP_S,
+    REQUEST_S,
+    STAGE_S,
+    TTFT_S,
+    Edges,
+    Histogram,
+    Histograms,
+)
+from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, TierFrame, WayFrame
+
+# One metric: its name, its kind, and its samples.
+# Invariant: a sample without a value is not there.
+# Never: knows Prometheus.
+
+
+Labels = Mapping[str, str]
+Samples = Iterable[tuple[Labels, float | None]]
+_NONE: Labels = {}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """A metric: its name, its kind, and its samples by labels."""
+
+    kind: str
+    """`gauge`, `counter` (whose name ends in _total), `histogram` or `summary`."""
+    name: str
+    about: str
+    samples: list[tuple[Labels, float]] = field(default_factory=list)
+    """Of a gauge or counter."""
+    histograms: list[tuple[Labels, Histogram, Edges]] = field(default_factory=list)
+    """With the edges to show, which are among those it has."""
+    summaries: list[tuple[Labels, int, float]] = field(default_factory=list)
+    """Counts and sums."""
+
+
+def gauge(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
+    """A metric that goes up and down; `samples` is a number, or numbers by labels."""
+    return MetricFamily("gauge", name, about, _reported(samples))
+
+
+def counter(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
+    """A metric that only grows; `samples` is a number, or numbers by labels."""
+    return MetricFamily("counter", name, about, _reported(samples))
+
+
+def histogram(
+    name: str, about: str, shown: Iterable[tuple[Labels, Histogram, Edges]]
+) -> MetricFamily:
+    """A metric that counts values by their size, in buckets."""
+    return MetricFamily("histogram", name, about, histograms=list(shown))
+
+
+def _reported(samples: Samples | float | None) -> list[tuple[Labels, float]]:
+    if samples is None or isinstance(samples, int | float):
+        samples = [(_NONE, samples)]
+    return [(labels, float(value)) for labels, value in samples if value is not None]
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 _STATES = ("loading", "ready", "draining", "degraded")
 _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
@@ -330,8 +389,8 @@ def _devices(devices: list[DeviceFrame]) -> Iterator[MetricFamily]:
         ("memory_used_bytes", "In use.", "memory_used_bytes", 1.0),
         ("memory_size_bytes", "There is.", "memory_total_bytes", 1.0),
     )
-    for name, about, field, scale in readings:
-        values = [(labels, getattr(device, field)) for labels, device in named]
+    for name, about, attribute, scale in readings:
+        values = [(labels, getattr(device, attribute)) for labels, device in named]
         yield gauge(
             f"penstock_device_{name}",
             about,

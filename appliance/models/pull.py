@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance.models import cache, hub
-from appliance.models.choice import RemoteFile, Repository, small_files, weight_files
+from appliance.models.hub import RemoteFile, Repository, small_files, weight_files
 from appliance.models.names import HubName, a_model
 from engine.errors import ConfigError, PenstockError
 from engine.folder.model_config import ModelConfig

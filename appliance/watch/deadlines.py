@@ -1,6 +1,7 @@
-"""Every deadline that the daemon keeps: of workers without progress, of sequences in each stage.
+"""Every deadline that the daemon keeps, and whether new work can be taken.
 
-Owns: what is told to whom when one has passed.
+Owns: how long each worker has been silent; what is told to whom when one has passed; whether the
+appliance drains, and for good.
 Invariant: whatever can wait is ended some time, with a reply and a row; a worker that stands still
 gets nothing more, then is killed, and its sequences go on with what they have.
 Never: chooses who waits.
@@ -13,15 +14,125 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.worker_state import WorkerState
+from appliance.fleet.supervisor import Supervisor, WorkerState
 from appliance.request import Request
 from appliance.watch.telemetry import owes_something
-from appliance.watch.watchdog import Watchdog, WorkerReading
 from engine.errors import RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.schedule.step_times import StepLoad
+
+# Whether every worker makes progress: who does not is avoided, then ended.
+# Progress is a message from a worker; silence is time without one while the worker has something to
+# do. A device that hangs looks busy, so CPU time proves nothing, and a deadline decides: five times
+# what the worker's longest step is predicted to take, at least ten seconds. Only where no step of
+# its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
+# while.
+# Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
+# never named that has nothing to do, or whose cores another computes on.
+# Never: ends a process, or changes what it looks at.
+
+
+LOOK_INTERVAL_S = 0.5
+MIN_PATIENCE_S = 10.0
+STEP_PATIENCE = 5.0
+"""Times the predicted time of a step."""
+STALLED_SHARE = 0.5
+"""Of its patience, after which a worker gets no more sequences and /ready says so."""
+UNKNOWN_PATIENCE_S = 300.0
+"""For a step of which nothing is known, while the worker uses CPU time."""
+LOADING_PATIENCE_S = 300.0
+"""Without a word from a worker that comes back."""
+MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
+
+
+class WorkerReading(NamedTuple):
+    """What the watchdog sees of one worker at one moment."""
+
+    pid: int | None
+    num_reports: int
+    """Messages from all its processes so far."""
+    has_work: bool
+    """It has something to compute, to load, to let go of, or a start to finish."""
+    step_ms: float | None
+    """The longest step it may be in, as predicted; None: nothing is known of such steps."""
+    cpu_s: float | None = None
+    """CPU time of its process so far; asked for only where `step_ms` is None."""
+    is_loading: bool = False
+
+
+class Silence:
+    """How long one worker has been silent, and how long it may be."""
+
+    def __init__(self, reading: WorkerReading) -> None:
+        self.last = reading
+        self.silent_s = self.unknown_s = 0.0
+        self.patience_s = MIN_PATIENCE_S
+
+    def look(self, reading: WorkerReading, elapsed_s: float) -> None:
+        """Take in the next reading."""
+        last, self.last = self.last, reading
+        is_same = (last.pid, last.num_reports) == (reading.pid, reading.num_reports)
+        if not is_same or not reading.has_work:
+            self.silent_s = self.unknown_s = 0.0
+            self.patience_s = MIN_PATIENCE_S
+            return
+        # of what it has been given since its last word, the longest: which step it is in
+        # nobody knows but itself
+        self.patience_s = max(self.patience_s, _patience_s(reading))
+        elapsed_s = min(elapsed_s, MAX_ELAPSED_S)
+        self.unknown_s += elapsed_s
+        known = (reading.cpu_s, last.cpu_s)
+        has_computed = None not in known and reading.cpu_s != last.cpu_s
+        if (
+            reading.step_ms is None
+            and has_computed
+            and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s
+        ):
+            self.silent_s = 0.0
+        else:
+            self.silent_s += elapsed_s
+
+
+class Watchdog:
+    """Looks at all workers, again and again."""
+
+    def __init__(self) -> None:
+        self._silences: dict[str, Silence] = {}
+
+    def look(self, readings: Mapping[str, WorkerReading], elapsed_s: float) -> None:
+        """Take in a reading of every worker, `elapsed_s` after the last ones."""
+        for name, reading in readings.items():
+            self._silences.setdefault(name, Silence(reading)).look(reading, elapsed_s)
+
+    @property
+    def stalled(self) -> dict[str, str]:
+        """Workers without progress for so long that they should get nothing more, and why."""
+        return self._silent_for(STALLED_SHARE)
+
+    @property
+    def hung(self) -> dict[str, str]:
+        """Workers whose time is up, and what there is to say about each."""
+        return self._silent_for(1.0)
+
+    def _silent_for(self, share: float) -> dict[str, str]:
+        return {
+            name: f"no progress for {each.silent_s:.0f} s of at most {each.patience_s:.0f} s"
+            for name, each in self._silences.items()
+            if each.silent_s >= share * each.patience_s
+        }
+
+
+def _patience_s(reading: WorkerReading) -> float:
+    if reading.is_loading:
+        return LOADING_PATIENCE_S
+    if reading.step_ms is None:
+        return MIN_PATIENCE_S
+    return max(MIN_PATIENCE_S, STEP_PATIENCE * reading.step_ms / 1e3)
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 HANDOFF_S = 120.0
 """Without progress on the way from one worker to the other."""
@@ -208,3 +319,97 @@ def _cpu_s(pid: int | None) -> float | None:
     except OSError:
         return None
     return float(fields[11]) + float(fields[12])
+
+
+# Whether new work is taken, and if not why: loading, draining, or no worker is there.
+# Invariant: while one worker takes work the appliance does; what is wrong with the others is said.
+# Never: ends or starts anything.
+
+
+class Availability:
+    """What a client may expect at this moment."""
+
+    def __init__(self, router: Router, supervisor: Supervisor, deadlines: Deadlines) -> None:
+        self._router = router
+        self._supervisor = supervisor
+        self._deadlines = deadlines
+        self.is_rehearsing = False
+        """All workers are ready but for what they still measure."""
+        self.violation: str | None = None
+        """Of an invariant: a bug of ours."""
+        self.is_draining = False
+        self._is_stopping = self._takes_stragglers = False
+
+    def change_model(self, router: Router, supervisor: Supervisor) -> None:
+        """Speak of other workers from now on."""
+        self._router, self._supervisor = router, supervisor
+
+    def check(self) -> None:
+        """Raise Unavailable where a request cannot be accepted now."""
+        if self.is_draining and not self._takes_stragglers:
+            end = "it was told to stop" if self._is_stopping else "an operator's resume ends that"
+            what = f"the appliance is draining and takes no new work; {end}"
+            raise Unavailable(what, code="draining")
+        if self._is_loading:
+            raise Unavailable("the model is still loading", code="model_loading")
+        if self._supervisor.is_lost:
+            names = ", ".join(self._supervisor.workers)
+            raise Unavailable(f"worker {names} cannot be restarted", code="engine_dead")
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """None if /ready is 200, else why not: a request would be refused, or get no token."""
+        if self.is_draining:
+            return "draining"
+        if self._is_loading:
+            return "model_loading"
+        is_alone = self._supervisor.workers and not self._serving
+        return self.violation or (self._wrong_with_workers if is_alone else None)
+
+    @property
+    def degraded_reason(self) -> str | None:
+        """What is wrong while others serve on; None: nothing."""
+        wrong = None if self.not_ready_reason is not None else self._wrong_with_workers
+        return None if wrong is None else f"{wrong}; what comes is served by {self._serving}"
+
+    def drain(self) -> bool:
+        """Take no new work; False if it is so already."""
+        was_draining, self.is_draining = self.is_draining, True
+        return not was_draining
+
+    def resume(self) -> bool:
+        """Take work again; False if it is so already.
+
+        Raises:
+            RequestError: the daemon was told to end.
+        """
+        if self._is_stopping:
+            raise RequestError(
+                "the daemon was told to stop, which no resume can undo",
+                code="stopping",
+                status=409,
+                hint="start it again when it has ended",
+            )
+        was_draining, self.is_draining = self.is_draining, False
+        return was_draining
+
+    def stop(self, *, takes_stragglers: bool) -> None:
+        """Drain for good; see Service.stop_accepting."""
+        self._is_stopping = self.is_draining = True
+        self._takes_stragglers = takes_stragglers
+
+    @property
+    def _is_loading(self) -> bool:
+        return not self._supervisor.is_started or self.is_rehearsing
+
+    @property
+    def _serving(self) -> str:
+        """Workers that are there and make progress."""
+        workers, stalled = self._supervisor.workers, self._router.roles.stalled
+        names = [n for n, w in workers.items() if w.state == "ready" and n not in stalled]
+        return ", ".join(names)
+
+    @property
+    def _wrong_with_workers(self) -> str | None:
+        troubles = [each.trouble for each in self._supervisor.workers.values()]
+        return "; ".join(filter(None, [*troubles, self._deadlines.reason])) or None

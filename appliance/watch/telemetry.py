@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from appliance.fleet.worker_state import WorkerState
-from appliance.frame.histograms import Histograms
-from appliance.frame.latency import stages
+from appliance.fleet.supervisor import WorkerState
+from appliance.frame.latency import Histograms, stages
 from appliance.frame.protocol import (
     MAX_FRAME_EVENTS,
     EventFrame,

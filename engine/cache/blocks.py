@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from engine.cache.prefix_hashes import Hash, PrefixChain
-from engine.cache.prefix_index import PrefixIndex
+from engine.cache.prefix_index import Hash, PrefixChain, PrefixIndex
 from engine.errors import InvariantViolated
 
 Owner = int

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.folder.families import reason
-from engine.folder.family import Family
+from engine.folder.families import Family, reason
 from engine.folder.gguf_header import GgufModel
 from engine.folder.tensor_info import TensorInfo
 

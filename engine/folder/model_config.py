@@ -1,6 +1,7 @@
-"""What config.json says of a model, with transformers' defaults for what it leaves out.
+"""What a model's JSON says of it, with transformers' defaults for what it leaves out.
 
-Owns: the shape of a model, and the numbers by which its family departs from Llama.
+Owns: the reading of those keys, and the check that such a view exists; those keys and their limits;
+the shape of a model, and the numbers by which its family departs from Llama.
 Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
 that names the file and the key.
 Never: reads weights, imports torch.
@@ -9,20 +10,122 @@ Never: reads weights, imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.errors import CheckpointError
-from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
-from engine.folder.family import ExpertNames, Family
+from engine.folder.families import (
+    FAMILY_BY_ARCHITECTURE,
+    FAMILY_BY_NAME,
+    ExpertNames,
+    Family,
+    reason,
+)
 from engine.folder.gguf_config import config_keys, sampling_keys
 from engine.folder.gguf_header import GgufModel, find_gguf
 from engine.folder.json_keys import JsonKeys
-from engine.folder.layer_heads import LayerHeads, layer_heads
 from engine.folder.quantisation import Quantisation
 from engine.folder.rope import RopeConfig
-from engine.folder.sampling_defaults import sampling_defaults
+
+# How many key heads each layer has, and how large they are, where layers differ in it.
+# The KV pool has one shape: the widest layer's. A narrower one's keys and values lie at the
+# beginning of its place, so that the pool of all layers is still one run of bytes a block, and a
+# view of it with more, narrower layers is a pool in which every narrow layer is where the pool has
+# it.
+# Invariant: each layer's width divides the widest.
+# Never: makes a tensor.
+
+
+class LayerHeads(NamedTuple):
+    """Of one layer's keys, and likewise of its values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values of one token."""
+        return self.num_kv_heads * self.head_dim
+
+
+def layer_heads(
+    keys: JsonKeys, usual: LayerHeads, num_heads: int, windows: Sequence[int | None]
+) -> tuple[LayerHeads, ...]:
+    """Per layer: those without a window may have others (Gemma 4).
+
+    Args:
+        keys: of the family.
+        usual: what `num_key_value_heads` and `head_dim` say.
+        num_heads: of queries, in every layer.
+        windows: per layer.
+
+    Raises:
+        CheckpointError: queries cannot share the heads, or no one pool holds all layers.
+    """
+    if "global_head_dim" not in keys.values:
+        return (usual,) * len(windows)
+    stated = keys.section("per_layer_config")
+    own = [_global(keys, usual) if window is None else usual for window in windows]
+    if stated.values:
+        sections = [stated.section(str(layer)) for layer in range(len(windows))]
+        own = [
+            LayerHeads(
+                section.integer("num_key_value_heads", usual.num_kv_heads),
+                section.integer("head_dim", usual.head_dim),
+            )
+            for section in sections
+        ]
+    widest = max(heads.width for heads in own)
+    for heads in own:
+        if num_heads % heads.num_kv_heads or heads.head_dim % 2 or widest % heads.width:
+            what = f"layers of {heads.num_kv_heads} key heads of {heads.head_dim}"
+            what += f" beside {num_heads} query heads and others {widest} wide: not served"
+            raise CheckpointError(what, where=str(keys.path))
+    return tuple(own)
+
+
+def _global(keys: JsonKeys, usual: LayerHeads) -> LayerHeads:
+    num_kv_heads = usual.num_kv_heads
+    if keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads", None) is not None:
+        num_kv_heads = keys.integer("num_global_key_value_heads")
+    return LayerHeads(num_kv_heads, keys.integer("global_head_dim"))
+
+
+# What generation_config.json asks for where a request does not say how to sample.
+# Invariant: what is returned a request may ask for, too.
+# Never: reads a file.
+
+
+_SAMPLING_LIMITS = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
+"""As the API's for requests; -1 and 0 mean no top_k."""
+
+
+def sampling_defaults(generation: JsonKeys) -> Mapping[str, float]:
+    """Defaults as transformers would take them: who says not to sample gets greedy output."""
+    found: dict[str, float] = {}
+    for name, (low, high) in _SAMPLING_LIMITS.items():
+        value = generation.get(name, None)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
+            raise generation.bad(name, f"a number from {low:g} to {high:g}")
+        found[name] = value
+    if generation.get("do_sample", None) is False:
+        return {"temperature": 0.0, "repetition_penalty": found.get("repetition_penalty", 1.0)}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

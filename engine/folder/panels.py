@@ -1,6 +1,6 @@
-"""The layout of quantised matrices for the kernels, as engine/kernels/quantised.h has it.
+"""How matrices lie for the C kernels: quantised ones in panels, bfloat16 ones in pairs.
 
-Owns: its numbers, and which block formats have it.
+Owns: its numbers, and which block formats have it; its two numbers.
 Invariant: the C file has the same numbers; a test packs and multiplies.
 Never: touches data.
 """
@@ -66,3 +66,18 @@ def form_of(tensor: TensorInfo) -> str | None:
 def panels_shape(form: str, num_rows: int, depth: int) -> tuple[int, int]:
     """[panels, bytes of a panel] of a matrix [num_rows, depth]."""
     return -(-num_rows // PANEL_ROWS), PANEL_ROWS * FORMS[form].row_bytes(depth)
+
+
+# The layout of matrices that are packed in pairs, as engine/kernels/pairs.h has it.
+# Invariant: the C files have the same numbers; a test packs and looks.
+# Never: touches data.
+
+
+TILE_DEPTH = 32
+"""Values of a row in a tile of a matrix unit; packed rows are whole tiles."""
+
+
+def packed_shape(num_rows: int, depth: int) -> tuple[int, int, int, int]:
+    """[panels, pairs of a row, rows of a panel, 2] of a matrix [num_rows, depth]."""
+    pairs = -(-depth // TILE_DEPTH) * TILE_DEPTH // 2
+    return -(-num_rows // PANEL_ROWS), pairs, PANEL_ROWS, 2

@@ -186,7 +186,7 @@ def _of_section(keys: JsonKeys) -> Quantisation:
         if keys.get("bits", 4) != 4:
             raise keys.bad("bits", "4")
         return Quantisation(method)
-    if method == "mxfp4":  # of stacked experts, which engine.folder.stacked_experts finds
+    if method == "mxfp4":  # of stacked experts, which engine.folder.checkpoint finds
         return Quantisation(method)
     form = keys.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):

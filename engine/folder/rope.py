@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from engine.folder.family import Family
+from engine.folder.families import Family
 from engine.folder.json_keys import REQUIRED, JsonKeys
 
 

@@ -1,15 +1,28 @@
-"""The compiled CPU kernels: which were built, and which this machine can run.
+"""The compiled CPU kernels that this machine can run, and how it multiplies best, found by trying.
 
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
-Owns: the choice of the level.
+
+Owns: the choice of the level; the measurement, and what follows from it.
 Invariant: one level is chosen once, at start. Never: compiles, imports torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import mmap
+import struct
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from ctypes import addressof, c_char
+from dataclasses import dataclass
+from math import inf
+from random import Random
 from typing import Protocol, cast
+
+from engine.folder.panels import packed_shape
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
@@ -92,3 +105,178 @@ def load_kernels(level: str | None = None) -> tuple[Kernels, str]:
 
 def _module(level: str) -> Kernels:
     return cast("Kernels", importlib.import_module(f"engine.kernels._{level}"))
+
+
+# How bfloat16 matrices are best multiplied on this machine, found by trying.
+# The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
+# dots of pairs and its matrix tiles want. What an instruction is called says little about its speed
+# (dots are twice as fast as widening on some processors, and less than half as fast on others), so
+# all ways are timed once, on few inputs and on many, and checked against each other.
+# Invariant: a way that computes anything else than the first one is not chosen, and that is said.
+# Never: imports torch; times anything but at start.
+
+
+LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
+"""Those with instructions for bfloat16, and the ways that their packed matrices can be read."""
+NUM_INPUTS = (1, 4, 16, 64, 256)
+"""Tried; from each of them on, up to the next, its best way is used."""
+GAIN = 1.5
+"""Packing costs memory and a part of the start, and a trial beside other work is noisy, so that it
+has to bring this at 256 inputs..."""
+LOSS = 0.8
+"""...and may not cost more than this at any other number."""
+_STORED = "used as they are stored"
+_DEPTH = 1024
+_ROWS = {1: 16384, 4: 16384, 16: 2048, 64: 2048, 256: 1024}
+"""Few inputs are bound by reading: more than the caches hold."""
+_TOLERANCE = 2**-6
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProductWays:
+    """The way for each number of inputs: ways[i] from starts[i] inputs on."""
+
+    starts: tuple[int, ...]
+    ways: tuple[int, ...]
+
+    def way_of(self, num_inputs: int) -> int:
+        """What linear_pairs is told for so many."""
+        return self.ways[bisect_right(self.starts, num_inputs) - 1]
+
+    def __str__(self) -> str:
+        changes = [
+            (start, way)
+            for i, (start, way) in enumerate(zip(self.starts, self.ways, strict=True))
+            if i == 0 or way != self.ways[i - 1]
+        ]
+        return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in changes)
+
+
+EXACT = ProductWays((1,), (WIDENED,))
+"""Exact products, however many inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """What the trial has shown."""
+
+    ways: ProductWays | None
+    """None: matrices stay as they are stored, which is as fast or faster."""
+    why: str
+    """For people."""
+
+
+def find_ways(kernels: Kernels, level: str) -> TrialResult:
+    """Try all ways that the level has; takes 0.3 s of a core, and nothing where it has none."""
+    if level not in LEVELS:
+        return TrialResult(None, f"{_STORED}: this CPU has no instructions for bfloat16")
+    trial = _Trial(kernels)
+    right = [way for way in LEVELS[level] if trial.is_right(way)]
+    wrong = [WAY_NAMES[way] for way in LEVELS[level] if way not in right]
+    times_s = {count: trial.seconds(count, (None, *right)) for count in NUM_INPUTS}
+    return judge(times_s, wrong)
+
+
+def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -> TrialResult:
+    """What follows from seconds by number of inputs and way; None is as stored.
+
+    Args:
+        times_s: of ways that computed the right thing.
+        wrong: names of those that did not.
+    """
+    best: list[int] = []
+    gains: list[float] = []
+    for by_way in times_s.values():
+        packed = {way: seconds for way, seconds in by_way.items() if way is not None}
+        if not packed:
+            break
+        best.append(min(packed, key=packed.__getitem__))
+        gains.append(by_way[None] / packed[best[-1]])
+    said = "".join(f"; {name} compute wrongly, and are not used" for name in wrong)
+    if not gains:
+        return TrialResult(None, f"{_STORED}{said}")
+    ways = ProductWays(tuple(times_s), tuple(best))
+    counts = tuple(times_s)
+    tried = (
+        f"measured just now, {gains[0]:.2g}x as fast for {counts[0]} token at a time, "
+        f"{gains[-1]:.2g}x for {counts[-1]}"
+    )
+    if gains[-1] < GAIN or min(gains) < LOSS:
+        why = (
+            "rearranged for its bfloat16 instructions they gain too little for prompts on this CPU"
+        )
+        return TrialResult(None, f"{_STORED}: {why} ({tried}){said}")
+    return TrialResult(
+        ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}"
+    )
+
+
+class _Trial:
+    """A matrix as it is stored and packed, inputs, and where outputs go."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        num_rows, size = max(_ROWS.values()), max(_ROWS.values()) * _DEPTH * 2
+        self._stored, self._packed = mmap.mmap(-1, size), mmap.mmap(-1, size)
+        out_bytes = max(count * rows for count, rows in _ROWS.items()) * 2
+        self._x, self._out = mmap.mmap(-1, max(_ROWS) * _DEPTH * 2), mmap.mmap(-1, out_bytes)
+        random = Random(0)  # the same numbers every time
+        values = array("f", [random.gauss(0, 1) for _ in range(8191)])
+        noise = b"".join(bits[2:] for bits in _each(values.tobytes(), 4))
+        for memory in (self._stored, self._x):
+            memory.write((noise * (len(memory) // len(noise) + 1))[: len(memory)])
+        panels = packed_shape(num_rows, _DEPTH)[0]
+        self._at = {m: addressof(c_char.from_buffer(m)) for m in self._memories()}
+        kernels.pack_pairs(
+            self._at[self._packed], self._at[self._stored], num_rows, _DEPTH, 0, panels
+        )
+
+    def _memories(self) -> tuple[mmap.mmap, ...]:
+        return self._stored, self._packed, self._x, self._out
+
+    def _call(self, num_inputs: int, num_rows: int, way: int | None) -> Callable[[], None]:
+        scheme, matrix = (BFLOAT16, self._stored), (BFLOAT16_PAIRS, self._packed)
+        number, memory = scheme if way is None else matrix
+        parts = array("q", [self._at[memory], num_rows, number])
+        out, x, address = self._at[self._out], self._at[self._x], parts.buffer_info()[0]
+
+        def call() -> None:
+            if way is None:
+                self._kernels.linear(
+                    out, x, BFLOAT16, num_inputs, _DEPTH, address, len(parts) // 3, 0, 1
+                )
+            else:
+                self._kernels.linear_pairs(
+                    out, x, num_inputs, _DEPTH, address, len(parts) // 3, 0, way, 1
+                )
+
+        return call
+
+    def seconds(self, num_inputs: int, ways: tuple[int | None, ...]) -> dict[int | None, float]:
+        """The best of a few calls in each way, which take turns."""
+        calls = {way: self._call(num_inputs, _ROWS[num_inputs], way) for way in ways}
+        best_s = dict.fromkeys(ways, inf)
+        for _ in range(_ROUNDS):
+            for way, call in calls.items():
+                started_s = time.perf_counter()
+                call()
+                best_s[way] = min(best_s[way], time.perf_counter() - started_s)
+        return best_s
+
+    def is_right(self, way: int) -> bool:
+        """True if the way yields what matrices as stored do, but for rounding."""
+        expected, found = (self._outputs(each) for each in (None, way))
+        limit = _TOLERANCE * _DEPTH**0.5  # of sums of so many products of about 1
+        return all(abs(a - b) <= limit for a, b in zip(expected, found, strict=True))
+
+    def _outputs(self, way: int | None) -> tuple[float, ...]:
+        num_inputs, num_rows = 3, 128
+        self._out[:] = b"\xff" * len(self._out)  # NaNs, which are right nowhere
+        self._call(num_inputs, num_rows, way)()
+        halves = _each(self._out[: num_inputs * num_rows * 2], 2)
+        return struct.unpack(f"{num_inputs * num_rows}f", b"".join(b"\0\0" + h for h in halves))
+
+
+def _each(values: bytes, size: int) -> list[bytes]:
+    return [values[i : i + size] for i in range(0, len(values), size)]

@@ -15,8 +15,7 @@ import torch
 from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import Needs, choose_attention, this_machine
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
-from engine.model.buffers import Take, fresh
-from engine.model.compiled import CompiledBackend, find_kernels
+from engine.model.compiled import CompiledBackend, Take, find_kernels, fresh
 from engine.model.layers import gated, rms_norm, rotate
 from engine.model.sampler import sample_rows
 
@@ -203,8 +202,13 @@ def _choose_cuda_backend(
     if choice.backend.name == "torch":
         return TorchBackend(choice.title)
     # only here is Triton known to be there
-    from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
-    from engine.model.flash import flash_attention, torch_varlen_attention
+    from engine.model.cuda import (
+        CudaBackend,
+        DeviceLimits,
+        TritonAttention,
+        flash_attention,
+        torch_varlen_attention,
+    )
 
     if choice.backend.name == "flash":
         return CudaBackend(choice.title, flash_attention())

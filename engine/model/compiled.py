@@ -1,6 +1,7 @@
-"""The parts of a step that compiled CPU kernels do, on tensors.
+"""The parts of a step that compiled CPU kernels do, and the memory in which their results lie.
 
-Owns: the addresses, strides and sizes that the kernels are given.
+Owns: one buffer for each kind of result; the addresses, strides and sizes that the kernels are
+given.
 Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
 returns; results agree with engine.model.layers and attention to rounding.
 Never: gathers keys or values, masks by adding, chooses blocks.
@@ -8,6 +9,7 @@ Never: gathers keys or values, masks by adding, chooses blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +17,42 @@ import torch
 from engine.folder.model_config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
 from engine.model.attention import StepBatch
-from engine.model.buffers import Take, fresh
 from engine.model.sampler import sample_rows
+
+# Where a step's intermediate results lie: the same memory in every layer and every step.
+# Invariant: a result is read before the next one of its kind is asked for; `generation` grows when
+# a buffer moves.
+# Never: holds what outlives a step: logits are not among them.
+
+
+Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
+"""Kind, num_tokens, width and dtype to [num_tokens, width], uninitialised."""
+
+
+def fresh(_kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own for each result."""
+    return torch.empty(num_tokens, width, dtype=dtype)
+
+
+class Buffers:
+    """Memory that results of a kind and width share."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self.generation = 0
+
+    def take(self, kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first rows of the buffer, which grows if it has to."""
+        key = kind, width, dtype
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < num_tokens:
+            self._buffers[key] = buffer = torch.empty(num_tokens, width, dtype=dtype)
+            self.generation += 1
+        return buffer[:num_tokens]
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""

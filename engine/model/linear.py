@@ -16,10 +16,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.kernels.cpu import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FORMS, Kernels
-from engine.kernels.product_ways import EXACT, ProductWays
-from engine.model.buffers import Take, fresh
-from engine.model.compiled import ELEMENT_TYPES, find_kernels
+from engine.kernels.cpu import (
+    BFLOAT16,
+    BFLOAT16_PAIRS,
+    EXACT,
+    FLOAT16,
+    FLOAT32,
+    FORMS,
+    Kernels,
+    ProductWays,
+)
+from engine.model.compiled import ELEMENT_TYPES, Take, find_kernels, fresh
 from engine.model.weight import Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from engine.folder.checkpoint import WeightsLayout
-from engine.folder.pairs import PANEL_ROWS, packed_shape
+from engine.folder.panels import PANEL_ROWS, packed_shape
 from engine.kernels.cpu import load_kernels
 from engine.model.weight import Weight
 

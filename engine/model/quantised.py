@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 from engine.folder.panels import BLOCK_VALUES, FORMS, PANEL_ROWS, Form, panels_shape
 from engine.folder.panels_layout import PanelsLayout
 from engine.model.packing import fill, memory_of
-from engine.model.quantised_blocks import Parts, parts_of
-from engine.model.stored import Stored
+from engine.model.stored import Parts, Stored, parts_of
 from engine.model.weight import PLAIN, Weight
 
 

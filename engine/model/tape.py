@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from engine.kernels.cpu import Kernels
-from engine.model.buffers import Buffers
-from engine.model.compiled import CompiledPlan
+from engine.model.compiled import Buffers, CompiledPlan
 
 MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""

@@ -3,7 +3,9 @@
 Every layer is two blocks, attention and feed-forward, and each adds to the stream of tokens what it
 makes of it: x += scale * norm(block(norm(x))), with those norms that the family has. What else the
 families differ in is read from ModelConfig when a layer is built; a step only finds it done.
-Owns: the order of layers and the weights in the shape that a step wants them.
+
+Owns: which matrices they have, and the order in which a mixture computes; the order of layers and
+the weights in the shape that a step wants them.
 Invariant: one forward is one step of any mix of prefill and decode; no state outlives it but the
 pool's, and tables of cosines that only grow.
 Never: samples, allocates blocks, trains.
@@ -17,20 +19,95 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.folder.layer_heads import LayerHeads
-from engine.folder.model_config import ModelConfig
+from engine.folder.model_config import ExpertsConfig, LayerHeads, ModelConfig
 from engine.folder.rope import RopeConfig
-from engine.kernels.product_ways import ProductWays
+from engine.kernels.cpu import ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
-from engine.model.buffers import Buffers
-from engine.model.compiled import CompiledBackend
-from engine.model.feed_forward import Experts, FeedForward
+from engine.model.compiled import Buffers, CompiledBackend
 from engine.model.layers import bend, query_growth, rope_table
 from engine.model.linear import Linears, choose_linears
 from engine.model.quantised import embedded
 from engine.model.tape import MAX_TOKENS, Tapes
 from engine.model.weight import Weight
+
+# What stands behind attention in a layer: a dense feed-forward, or a mixture of them.
+# Invariant: a token's result depends on no other token of the step.
+# Never: knows norms, or the stream of tokens that it is added to.
+
+
+class FeedForward:
+    """A layer's feed-forward: down(activation(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        prefix: str,
+        backend: Backend,
+        linears: Linears,
+    ) -> None:
+        self._gated = backend.gated
+        self._activation = config.hidden_act
+        gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
+        self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
+        self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
+
+    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
+        """What a step's tokens [num_tokens, hidden_size] become."""
+        return self._down(self._gated(self._gate_up(x), self._activation))
+
+
+class Experts:
+    """A mixture: each token goes through the few feed-forwards that its router scores highest."""
+
+    def __init__(
+        self,
+        experts: ExpertsConfig,
+        weights: dict[str, Weight],
+        prefix: str,
+        activation: str,
+        backend: Backend,
+        linears: Linears,
+    ) -> None:
+        names = experts.names
+        self._gated = backend.gated
+        self._activation = activation
+        router, has_bias = f"{prefix}{names.block}.{names.router}", names.has_bias
+        self._router = linears.make(weights, [router], has_bias=has_bias)
+        self._num_per_token = experts.num_per_token
+        self._is_normalized = experts.is_normalized
+        prefixes = [f"{prefix}{names.block}.experts.{i}." for i in range(experts.num_experts)]
+        self._gate_ups = [
+            linears.make(weights, [p + names.gate, p + names.up], has_bias=has_bias)
+            for p in prefixes
+        ]
+        self._downs = [linears.make(weights, [p + names.down], has_bias=has_bias) for p in prefixes]
+
+    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
+        """What a step's tokens [num_tokens, hidden_size] become."""
+        scores = self._router(x).float().softmax(-1)
+        shares, chosen = scores.topk(self._num_per_token)
+        if self._is_normalized:
+            shares /= shares.sum(-1, keepdim=True)
+        # all pairs of a token and one of its experts, in the experts' order: a run for each
+        order = chosen.flatten().argsort(stable=True)
+        rows = order // self._num_per_token
+        shares_in_order = shares.flatten()[order, None]
+        counts = chosen.flatten().bincount(minlength=len(self._downs)).tolist()
+        output, end = torch.zeros_like(x), 0
+        for expert, count in enumerate(counts):
+            if count:
+                run = slice(end, end + count)
+                inner = self._gated(self._gate_ups[expert](x[rows[run]]), self._activation)
+                added = self._downs[expert](inner) * shares_in_order[run]
+                output.index_add_(0, rows[run], added.to(x.dtype))
+                end += count
+        return output
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 __all__ = ["StepBatch", "Transformer"]
 

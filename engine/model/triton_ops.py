@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.folder.model_config import ACTIVATIONS
-from engine.model.tiling import next_power_of_2
+from engine.model.paged import next_power_of_2
 
 _OVERFLOWN = tl.constexpr(6e4)
 """The largest key or value that is stored, as in engine.model.attention."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from engine.cache.blocks import Ledger, Owner
 from engine.cache.places import Link
-from engine.cache.prefix_hashes import PrefixChain
+from engine.cache.prefix_index import PrefixChain
 from engine.schedule.copies import Copies
-from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Sequence
+from engine.schedule.whereabouts import Counters
 
 OVERHEAD_MS = 1.0
 """Of a fetch, however small: messages, and the wait for the threads that copy."""

@@ -1,10 +1,12 @@
-"""The prefix cache: what of a sequence is computed already, or is about to be by another.
+"""The prefix cache: what of a sequence is computed already; what all of it holds, for who asks.
 
 Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
 needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
 its hit before the block of its last token, which it computes into a block of its own: so nobody
 writes a block that another can find.
-Owns: nothing but the rules; the blocks are the ledger's.
+
+Owns: for each block that can be found in some pool its tokens and the block before it, and the last
+changes of that.
 Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
 share it; a sequence waits only for one that is on a worker, and has further to go than itself.
 Never: moves a block, ends or admits a sequence.
@@ -12,19 +14,124 @@ Never: moves a block, ends or admits a sequence.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from time import perf_counter_ns
+from typing import NamedTuple
 
-from engine.cache.blocks import BlockState, Ledger
+from engine.cache.blocks import BlockPool, BlockState, Ledger
 from engine.cache.places import PREFILL, Places
-from engine.schedule.cache_contents import CacheContents
+from engine.cache.prefix_index import Hash
 from engine.schedule.fetches import Fetches, Lookup, longest
 from engine.schedule.queue import Ahead
-from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Leg, On, Paused, Sequence
+from engine.schedule.whereabouts import Counters
 from engine.tiers.loads import Wanted
-from engine.tiers.tiers import Tiers
+from engine.tiers.tier import Tiers
+
+# What the prefix cache holds by tokens, and how that changes: for who chooses among appliances.
+# Invariant: a block is told as stored once, and as removed when no pool has it any more.
+# Never: tells of prompts with a client's secret; knows who listens, or keeps what nobody can find.
+
+
+MAX_CHANGES = 1 << 14
+"""That are kept for who listens; who is further behind begins anew."""
+
+
+class Block(NamedTuple):
+    """A full block that can be found."""
+
+    block_id: int
+    """Of its content, 64 bits with a sign: the same for the same tokens after the same tokens."""
+    parent_id: int | None
+    """Of the block before it; None: it begins a prompt."""
+    place: int
+    """How many blocks are before it."""
+    root: Hash
+    """What its chain begins with: who may share it."""
+    token_ids: array[int]
+
+
+class ContentsChange(NamedTuple):
+    """A block has come or gone."""
+
+    is_stored: bool
+    block: Block
+
+
+class CacheContents:
+    """Of all pools of a router, which have blocks of one size.
+
+    Args:
+        pools: by name.
+    """
+
+    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
+        self._pools = pools
+        self._blocks: dict[Hash, Block] = {}
+        self._changes: deque[ContentsChange] = deque(maxlen=MAX_CHANGES)
+        self.num_changes = 0
+        """Since the start: a place in the row of changes."""
+        for books in pools.values():
+            books.on_forget = self.forgotten
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return next(iter(self._pools.values())).block_size
+
+    def stored(self, sequence: Sequence, places: range) -> None:
+        """Blocks of a sequence can be found from now on, or could be before."""
+        chain = sequence.prefix
+        if chain is None or chain.is_secret:
+            return
+        for place in places:
+            block_hash = chain.hashes[place]
+            if block_hash in self._blocks or not self._is_found(block_hash):
+                continue
+            start = place * self.block_size
+            block = self._blocks[block_hash] = Block(
+                block_id=_id_of(block_hash),
+                parent_id=_id_of(chain.hashes[place - 1]) if place else None,
+                place=place,
+                root=chain.root,
+                token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
+            )
+            self._tell(ContentsChange(True, block))
+
+    def forgotten(self, block_hash: Hash) -> None:
+        """A pool has it no more."""
+        if block_hash in self._blocks and not self._is_found(block_hash):
+            self._tell(ContentsChange(False, self._blocks.pop(block_hash)))
+
+    def blocks(self, root: Hash) -> list[Block]:
+        """All that whoever has this root can find now, each after those before it."""
+        mine = (block for block in self._blocks.values() if block.root == root)
+        return sorted(mine, key=lambda block: block.place)
+
+    def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
+        """What has changed of that after so many changes; None: that is too long ago."""
+        num_new = self.num_changes - since
+        if num_new > len(self._changes):
+            return None
+        newest = [self._changes[-back] for back in range(num_new, 0, -1)]
+        return [change for change in newest if change.block.root == root]
+
+    def _is_found(self, block_hash: Hash) -> bool:
+        return any(books.index.has_hash(block_hash) for books in self._pools.values())
+
+    def _tell(self, change: ContentsChange) -> None:
+        self._changes.append(change)
+        self.num_changes += 1
+
+
+def _id_of(block_hash: Hash) -> int:
+    return int.from_bytes(block_hash[:8], "little", signed=True)
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 class PrefixCache:

@@ -16,8 +16,8 @@ from engine.cache.places import Places
 from engine.schedule.copies import Copies
 from engine.schedule.journeys import Journeys
 from engine.schedule.prefix_cache import PrefixCache
-from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Leg, Moving, On, Sequence
+from engine.schedule.whereabouts import Counters
 
 # Which sequence is to blame when a worker dies.
 #

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 from engine.cache.blocks import Ledger
-from engine.schedule.cores import Cpus
-from engine.schedule.roles_in_force import Roles
+from engine.schedule.roles_in_force import Cpus, Roles
 from engine.wire.messages import Command, RehearsalStep, Rehearse, Rehearsed, RehearsedStep
 
 BUDGET_MS = 500.0

@@ -23,11 +23,17 @@ from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.queue import Ahead, FairQueue
 from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
-from engine.schedule.router_counters import Counters
 from engine.schedule.sequence import Ended, FinishReason, Leg, Moving, On, Paused, Sequence, Waiting
-from engine.schedule.whereabouts import Whereabouts, age
-from engine.wire.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
-from engine.wire.sampling import TokenLogprob
+from engine.schedule.whereabouts import Counters, Whereabouts, age
+from engine.wire.messages import (
+    Command,
+    Copied,
+    CoresUsed,
+    Release,
+    SequenceStep,
+    Stepped,
+    TokenLogprob,
+)
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
 STARVATION_NS = 10_000_000_000

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from engine.cache.prefix_hashes import PrefixChain
-from engine.wire.sampling import SamplingParams, TokenLogprob
+from engine.cache.prefix_index import PrefixChain
+from engine.wire.messages import SamplingParams, TokenLogprob
 
 
 class Phase(StrEnum):

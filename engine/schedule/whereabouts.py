@@ -1,8 +1,9 @@
-"""Which container every unfinished sequence is in, and which of them may hold blocks.
+"""The router's books: where every unfinished sequence is, and what has been done, as numbers.
 
 A sequence is in one container, which follows from `Sequence.where`: in the queue (`Waiting`),
 paused (`Paused`), resuming (`Waiting` for a leg's worker), running (`On`) or moving (`Moving`).
-Owns: all of them but the queue, which has an order of its own.
+
+Owns: the numbers; all of them but the queue, which has an order of its own.
 Invariant: a sequence is said to be where its container is; those in the queue and those paused hold
 no blocks, the others do; those that run, and no others, have an open admit.
 Never: reserves or frees a block, sends a message.
@@ -11,10 +12,40 @@ Never: reserves or frees a block, sends a message.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from engine.cache.blocks import Ledger
 from engine.errors import InvariantViolated
 from engine.schedule.sequence import Moving, On, Paused, Sequence, Waiting, Where
+
+# What the router has done since the daemon started, as numbers.
+# Invariant: none of them ever falls.
+# Never: decides anything.
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the daemon started; read by telemetry."""
+
+    handoffs: int = 0
+    handoff_bytes: int = 0
+    failed_handoffs: int = 0
+    """Whose blocks could not be copied, or were lost on the way, and were computed again."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens of sequences that could use what others have computed; of these..."""
+    prefix_cache_hits: int = 0
+    """...those that were not computed."""
+    prefix_cache_fetches: int = 0
+    """Tokens whose blocks were copied to where a prompt was about to compute them again."""
+    prefix_cache_ns: int = 0
+    """Time spent in hashing, finding and publishing blocks."""
+    stale_messages: int = 0
+    recovered_sequences: int = 0
+    preemptions: int = 0
+    """Times that a sequence's blocks were taken away for others."""
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def age(sequence: Sequence) -> tuple[int, int]:

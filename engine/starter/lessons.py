@@ -1,6 +1,7 @@
-"""Conversations as token ids, with the places that training learns from.
+"""What is taught when: conversations as token ids, and documents that grow as answers come right.
 
-Owns: the starter model's tokenizer and chat template, and how a lesson is laid out.
+Owns: the starter model's tokenizer and chat template, and how a lesson is laid out; the size of the
+lessons of each step.
 Invariant: a lesson's ids are what the chat template and the tokenizer give for
 the same conversation, so that serving asks what training answered.
 Never: leaves the split that it was made for.
@@ -8,13 +9,13 @@ Never: leaves the split that it was made for.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.starter.documents import Document, Turn, Writer
-from engine.starter.words import FIRST_NAMES, LAST_NAMES, NOUNS
+from engine.starter.documents import FIRST_NAMES, LAST_NAMES, LINES, NOUNS, Document, Turn, Writer
 
 VOCAB_SIZE = 3072
 BEGIN, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
@@ -155,3 +156,58 @@ class Teacher:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+# What is taught when: documents grow as answers come right.
+# Invariant: sizes only grow. Never: looks at the held-out split.
+
+
+MAX_FACTS = 600
+"""About 6,200 tokens."""
+MIN_LESSONS = 2
+"""Of a step, so that two cores share it."""
+GROW_AT = 0.8
+GROWTH = 1.5
+_PLAIN_BELOW = 8
+_CHAT_SHARE = 0.3
+_LARGEST_SHARE = 0.2
+_NUM_RECENT = 300
+
+
+class Curriculum:
+    """Starts with eight facts to a document and one way to state them."""
+
+    def __init__(self) -> None:
+        self.num_facts = 8.0
+        self._recent: deque[bool] = deque(maxlen=_NUM_RECENT)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers among the last ones over the largest documents."""
+        return sum(self._recent) / max(1, len(self._recent))
+
+    def lessons(
+        self, teacher: Teacher, random: Random, num_tokens: int
+    ) -> tuple[list[Lesson], bool]:
+        """About so many tokens of lessons of one size, and whether that is the largest size."""
+        largest = round(self.num_facts)
+        if random.random() < _CHAT_SHARE:
+            return [teacher.chat(random.randint(1, 4)) for _ in range(24)], False
+        is_largest = random.random() < _LARGEST_SHARE
+        # mostly far smaller ones: they cost little, and the way to look up is the same
+        num_facts = largest if is_largest else max(1, round(largest * random.random() ** 2))
+        num_turns = 4 if num_facts < 3 else 6 if num_facts < 16 else 12 if num_facts < 100 else 16
+        num_styles = max(1, min(len(LINES), largest - _PLAIN_BELOW + 1))
+        lessons: list[Lesson] = []
+        while num_tokens > 0 or len(lessons) < MIN_LESSONS:
+            lesson = teacher.lesson(num_facts, num_turns, num_styles, lookups=False)
+            lessons.append(lesson)
+            num_tokens -= len(lesson.ids)
+        return lessons, is_largest
+
+    def note(self, is_right: list[bool]) -> None:
+        """Answers over the largest documents, right or wrong; enough right ones make them grow."""
+        self._recent.extend(is_right)
+        if len(self._recent) == _NUM_RECENT and self.accuracy > GROW_AT:
+            self.num_facts = min(MAX_FACTS, max(self.num_facts + 1, self.num_facts * GROWTH))
+            self._recent.clear()

@@ -1,14 +1,22 @@
-"""The starter model as a thing that can learn: a Llama in plain torch.
+"""The starter model as a thing that can learn, and as the folder that it becomes.
 
-Owns: its shape, and its forward pass over whole conversations.
+Owns: its shape, and its forward pass over whole conversations; what is written beside the weights.
 Invariant: parameter names are those of Hugging Face's Llama without `model.`.
 Never: serves.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+from engine.starter.lessons import BEGIN, CHAT_TEMPLATE, END, VOCAB_SIZE
 
 HIDDEN, INNER, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 384, 320, 4, 3, 128
 # Two thirds of the rotary pairs hardly turn within the context, so that words can be matched over
@@ -110,3 +118,61 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def frequencies() -> Tensor:
     """Radians per position of each rotary pair."""
     return ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+
+
+# The starter model as a checkpoint folder in Hugging Face's format.
+# Invariant: the folder is an ordinary Llama checkpoint, in bfloat16.
+# Never: trains, or overwrites a file of another kind.
+
+
+def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, weights, tokenizer, chat template and generation defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        f"model.{name}": parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, parameter in network.named_parameters()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    tokenizer.save(str(folder / "tokenizer.json"))
+    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+    _write(folder / "config.json", {**_SHAPE, "bos_token_id": begin, "eos_token_id": end})
+    _write(
+        folder / "generation_config.json",
+        {"bos_token_id": begin, "eos_token_id": end, "do_sample": False},
+    )
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BEGIN,
+            "eos_token": END,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_POSITIONS,
+    "rms_norm_eps": NORM_EPS,
+    "rope_theta": ROPE_THETA,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+}

@@ -21,10 +21,8 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from engine.starter.curriculum import Curriculum
-from engine.starter.export import export
-from engine.starter.lessons import Lesson, Teacher, train_tokenizer
-from engine.starter.network import Network
+from engine.starter.lessons import Curriculum, Lesson, Teacher, train_tokenizer
+from engine.starter.network import Network, export
 from engine.starter.wiring import begin
 
 STEP_TOKENS = 4096

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.starter import network as net
+from engine.starter.documents import ATTRIBUTES, FIRST_NAMES, KINDS, UNKNOWN
 from engine.starter.lessons import ASSISTANT, BEGIN
-from engine.starter.words import ATTRIBUTES, FIRST_NAMES, KINDS, UNKNOWN
 
 _WIDTHS = {
     "const": 1,  # the same for every token

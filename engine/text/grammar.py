@@ -1,7 +1,9 @@
-"""Grammars that an output must match, as texts: written and validated here, followed by matchers.
+"""Grammars that an output must match: validated as texts, then followed token by token.
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
-Owns: how grammars are written, and the limits that keep hostile ones harmless.
+
+Owns: the search for such parts; how grammars are written, and the limits that keep hostile ones
+harmless; a model's tokens as llguidance sees them, and the state of each match.
 Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
 Never: looks at tokens: a grammar says which texts there may be.
 """
@@ -12,14 +14,102 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.text.schema_references import endless_reference
+from engine.text.tokenizer import Tokenizer
+
+# JSON schemas of which a part refers only to itself, so that no value could ever match it.
+# Invariant: time and memory are linear in the schema's size, however its references are tied.
+# Never: judges a reference that leads nowhere; the compiler does.
+
+
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords under which nothing is a schema."""
+_ALTERNATIVES = ("anyOf", "oneOf")
+
+Part = Mapping[str, Any]
+
+
+def endless_reference(schema: object) -> str | None:
+    """A `$ref` that leads back to itself before anything has been said; None if there is none.
+
+    `{"$ref": "#"}` has one. A property that refers to the object that it is in is none: the
+    object says something before the reference is followed.
+    """
+    parts = {id(part): part for part in _parts(schema)}
+    # As for grammars: a part can be said once each of its needs is met by a part that can be.
+    waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    unmet: dict[int, set[int]] = {}
+    sayable = []
+    for key, part in parts.items():
+        needs = list(_needs(part, schema, parts))
+        unmet[key] = set(range(len(needs)))
+        for index, alternatives in enumerate(needs):
+            for other in alternatives:
+                waiting[id(other)].append((key, index))
+        if not needs:
+            sayable.append(key)
+    while sayable:
+        for key, index in waiting.pop(sayable.pop(), ()):
+            if index in unmet[key]:
+                unmet[key].remove(index)
+                if not unmet[key]:
+                    sayable.append(key)
+    endless = (parts[key].get("$ref") for key, needs in unmet.items() if needs)
+    return next((reference for reference in endless if isinstance(reference, str)), None)
+
+
+def _parts(schema: object) -> Iterator[Part]:
+    """Every object in the schema, the whole first."""
+    unseen = [schema]
+    while unseen:
+        one = unseen.pop()
+        if isinstance(one, Mapping):
+            yield one
+            unseen += [value for name, value in one.items() if name not in _DATA]
+        elif isinstance(one, Sequence) and not isinstance(one, str):
+            unseen += one
+
+
+def _needs(part: Part, schema: object, parts: Mapping[int, Part]) -> Iterator[list[Part]]:
+    """Lists of parts that are about the same value; of each list one must be sayable."""
+    target = _target(part.get("$ref"), schema)
+    if isinstance(target, Mapping) and id(target) in parts:
+        yield [target]
+    every = part.get("allOf")
+    if isinstance(every, list):
+        yield from ([one] for one in every if isinstance(one, Mapping))
+    for keyword in _ALTERNATIVES:
+        some = part.get(keyword)
+        if isinstance(some, list) and some and all(isinstance(one, Mapping) for one in some):
+            yield some  # any that is `true` could always be said
+
+
+def _target(reference: object, schema: object) -> object:
+    """What a reference within the schema leads to; None if that is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = schema
+    for name in unquote(reference[1:]).split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 MAX_GRAMMAR_CHARS = 65_536
 """Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
@@ -241,3 +331,114 @@ def lark_text(text: str) -> str:
 def lark_of(text: str) -> str:
     """The grammar that a text in Lark is."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+# An output's way through a grammar: which tokens may come next.
+# Invariant: a matcher's state is a function of the output ids alone, so that a sequence can be
+# moved or recovered. What a step may use is bounded; a grammar that wants more ends its own
+# sequence.
+# Never: imports torch, samples.
+
+
+class GrammarTokenizer:
+    """A model's tokens as grammars see them.
+
+    Args:
+        tokenizer: the checkpoint's.
+        vocab_size: of the model's logits; ids that only one of the two has are never allowed.
+        eos_token_ids: what ends an output, allowed where the grammar is complete.
+
+    Raises:
+        GrammarError: the model has no end-of-text id, so that no output could ever end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        if not eos_token_ids:
+            raise GrammarError("this model has no end-of-text id, which a grammar needs to end")
+        tokens = [tokenizer.token_bytes(i) or b"" for i in range(vocab_size)]
+        special_ids = {i for i in range(vocab_size) if tokenizer.is_silent(i)} | {*eos_token_ids}
+        names = _Tokens(tokenizer, tokens, special_ids, eos_token_ids[0])
+        self.compiler = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(names), eos_token=[*eos_token_ids]
+        )
+        """Holds the tokens as a tree."""
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer, by its names."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokenizer: Tokenizer, tokens: list[bytes], special_ids: set[int], eos_token_id: int
+    ) -> None:
+        self.tokens = tokens
+        self.special_token_ids = sorted(special_ids)
+        self.eos_token_id = eos_token_id
+        self._tokenizer = tokenizer
+        self._ids = {token: i for i, token in enumerate(tokens) if i not in special_ids and token}
+        self._max_token_bytes = max(map(len, tokens), default=1)
+
+    def __call__(self, data: bytes) -> list[int]:
+        """Ids of a text that a grammar leaves no choice in: the model's own, if they spell it.
+
+        Those that put a space in front do not; then the longest tokens that fit are taken.
+        """
+        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
+        spelled = b"".join(self.tokens[i] for i in ids if i < len(self.tokens))
+        return ids if spelled == data else list(self._longest(data))
+
+    def _longest(self, data: bytes) -> Iterator[int]:
+        start = 0
+        while start < len(data):
+            for end in range(min(start + self._max_token_bytes, len(data)), start, -1):
+                if data[start:end] in self._ids:
+                    yield self._ids[data[start:end]]
+                    break
+            else:
+                return  # not a byte of it is in the vocabulary: nothing is forced
+            start = end
+
+
+class Matcher:
+    """One output's way through a grammar.
+
+    Raises:
+        GrammarError: the grammar does not compile.
+    """
+
+    def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
+        check_length(grammar)
+        self._matcher = with_deep_stack(
+            lambda: llguidance.LLMatcher(tokenizer.compiler, grammar, log_level=0, limits=LIMITS)
+        )
+        self._num_consumed = 0
+        self._check()
+
+    def copy(self) -> Matcher:
+        """Another output's matcher, at the same place; cheap beside compiling."""
+        other = Matcher.__new__(Matcher)
+        other._matcher = self._matcher.deep_copy()
+        other._num_consumed = self._num_consumed
+        return other
+
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        """One byte per token id, 0 where it may not follow these outputs.
+
+        Args:
+            output_ids: those of the last call and what has been sampled since.
+
+        Raises:
+            GrammarError: they do not match the grammar, or the step would take too long.
+        """
+        new_ids = output_ids[self._num_consumed :]
+        self._num_consumed = len(output_ids)
+        if new_ids:
+            self._matcher.consume_tokens(list(new_ids))
+        mask = self._matcher.compute_logit_bias()
+        self._check()
+        return mask
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(shorten(self._matcher.get_error()))

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.cache.places import DRAM
-from engine.tiers.context import Later
-from engine.tiers.jobs import CopyJob, GrowJob, Job, SweepJob
-from engine.tiers.records import SlabHead
+from engine.tiers.files import SlabHead
+from engine.tiers.jobs import CopyJob, GrowJob, Job, Later, SweepJob
 from engine.wire.messages import Command, Copied, Copy
 
 

@@ -1,9 +1,11 @@
-"""Blocks on their way from a tier to pools, and the queued prompts that wait for them.
+"""Blocks on their way from a tier, the prompts that wait for them; what a load costs, and did.
 
 A prompt whose next blocks are in a tier waits until they are in a pool, where loading them is
 predicted to take less than computing them. There they are cached like any others, and admission
 finds them. It waits no longer than a deadline.
-Owns: loads under way.
+
+Owns: the rate at which blocks come from the tier, learnt from every load, and the sums of what was
+predicted and of what it took; loads under way.
 Invariants: what is loaded, and what is before it in its chain, is named by an open command until
 who copies is done with it; at most an eighth of a pool is being loaded; each block is loaded once,
 however many wait for it; what is published was read with the right checksums.
@@ -16,11 +18,102 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.cache.prefix_hashes import Hash, PrefixChain
-from engine.tiers.context import Context
-from engine.tiers.costs import Costs
-from engine.tiers.jobs import CopyJob
+from engine.cache.prefix_index import Hash, PrefixChain
+from engine.tiers.jobs import Context, CopyJob
 from engine.wire.messages import Copy
+
+# What a load from a tier costs, against computing the same again; and what came of it.
+# Invariant: a load is worth it only where it is predicted to take less than computing would; regret
+# is the time that loads took beyond what computing was predicted to.
+# Never: reads a clock.
+
+
+_NEWEST_SHARE = 0.3
+"""That the newest load has in the rate."""
+OVERHEAD_MS = 2.0
+"""Of a load, however small: threads that wake up, and the loop."""
+DEADLINE_RATIO = 4.0
+"""A load is given up after so many times what was predicted of it."""
+
+
+@dataclass(slots=True)
+class Costs:
+    """Of one tier.
+
+    Args:
+        bytes_per_s: at which it is read, as a probe found.
+    """
+
+    bytes_per_s: float
+    write_bytes_per_s: float | None = None
+    """At which a thread stores; None: it has not stored yet, and is taken to be as fast."""
+    num_loads: int = 0
+    """That were worth it, as predicted, and have been done or given up."""
+    num_declined: int = 0
+    """Where computing was predicted to take less."""
+    num_declined_in_a_row: int = 0
+    """Since a load, or since the disk was last probed: a rate that nobody uses is never learnt."""
+    load_ms: float = 0.0
+    """What all loads took together."""
+    compute_ms: float = 0.0
+    """What computing the same was predicted to take."""
+    regret_ms: float = 0.0
+
+    def predict_ms(self, num_bytes: int) -> float:
+        """Until so many bytes are there."""
+        return OVERHEAD_MS + num_bytes / self.bytes_per_s * 1e3
+
+    def deadline_ms(self, load_ms: float, least_ms: float) -> float:
+        """After which a load that was predicted to take so long is given up."""
+        return max(DEADLINE_RATIO * load_ms, least_ms)
+
+    def is_worth_it(self, load_ms: float, compute_ms: float | None) -> bool:
+        """Whether to load, by both predictions; where computing was never measured, it is tried."""
+        if compute_ms is None or load_ms < compute_ms:
+            self.num_declined_in_a_row = 0
+            return True
+        self.num_declined += 1
+        self.num_declined_in_a_row += 1
+        return False
+
+    def is_worth_storing(self, num_stored: int, num_loaded: int, compute_ms: float) -> bool:
+        """Whether to store so many bytes and load so many later, rather than to compute them."""
+        store_ms = num_stored / (self.write_bytes_per_s or self.bytes_per_s) * 1e3
+        return OVERHEAD_MS + store_ms + self.predict_ms(num_loaded) < compute_ms
+
+    def stored(self, num_bytes: int, elapsed_ms: float) -> None:
+        """A thread has stored so many bytes."""
+        rate = num_bytes / max(elapsed_ms, 1e-3) * 1e3
+        before = rate if self.write_bytes_per_s is None else self.write_bytes_per_s
+        self.write_bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * before
+
+    def loaded(self, num_bytes: int, elapsed_ms: float, compute_ms: float | None) -> None:
+        """A load is over, or was given up.
+
+        Args:
+            num_bytes: that are there.
+            elapsed_ms: that somebody waited for them.
+            compute_ms: predicted for what was to be loaded; None: unknown.
+        """
+        self.num_loads += 1
+        self.load_ms += elapsed_ms
+        if num_bytes and elapsed_ms > 0:
+            rate = num_bytes / max(elapsed_ms - OVERHEAD_MS, elapsed_ms / 4) * 1e3
+            self.bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * self.bytes_per_s
+        else:  # nothing came in that time: it is slower than that
+            self.bytes_per_s *= 1 - _NEWEST_SHARE
+        self.compute_ms += compute_ms or 0.0
+        self.regret_ms += self.regret_of(bool(num_bytes), elapsed_ms, compute_ms)
+
+    def regret_of(self, has_come: bool, elapsed_ms: float, compute_ms: float | None) -> float:
+        """What a load took beyond computing; what has not come is computed after all."""
+        if compute_ms is None:
+            return 0.0
+        return max(elapsed_ms - (compute_ms if has_come else 0.0), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 POOL_SHARE = 8
 """A pool has at most this part of its blocks waiting for loads."""

@@ -23,27 +23,25 @@ from pathlib import Path
 from threading import Lock
 
 from engine.tiers.files import (
+    HEADER_BYTES,
+    PAGE,
     Contents,
+    RecordHead,
+    SlabHead,
     contents_of,
     head_of,
     lock,
     make_private,
-    physical_bytes,
-    slab_paths,
-    write_all,
-)
-from engine.tiers.index import RecordPlace
-from engine.tiers.records import (
-    HEADER_BYTES,
-    PAGE,
-    RecordHead,
-    SlabHead,
     payload_crc,
+    physical_bytes,
     read_record,
     record_bytes,
     seal_record,
     seal_slab,
+    slab_paths,
+    write_all,
 )
+from engine.tiers.index import RecordPlace
 
 SLAB_BYTES = 64 << 20
 MIN_SLABS = 8

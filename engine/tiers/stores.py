@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-from engine.cache.prefix_hashes import Hash
-from engine.tiers.context import Context
+from engine.cache.prefix_index import Hash
 from engine.tiers.index import IndexEntry
-from engine.tiers.jobs import CopyJob, GrowJob
+from engine.tiers.jobs import Context, CopyJob, GrowJob
 from engine.wire.messages import Copy
 
 STORED_AT_ONCE = 4

@@ -27,10 +27,10 @@ from engine.wire.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Se
 
 if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
-    from engine.kernels.product_ways import ProductWays
+    from engine.kernels.cpu import ProductWays
     from engine.model.weight import Weight
     from engine.workers.affinity import Near
-    from engine.workers.grammars import Grammars
+    from engine.workers.running import Grammars
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -76,14 +76,13 @@ def main() -> int:
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.folder.checkpoint import Checkpoint
     from engine.model.transformer import Transformer
-    from engine.text.matcher import GrammarTokenizer
+    from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
     from engine.workers.affinity import Near, use_cores
-    from engine.workers.copying import probe
-    from engine.workers.grammars import Grammars
-    from engine.workers.kv_cache import map_pool
+    from engine.workers.copying import map_pool, probe
     from engine.workers.loop import StepLoop
     from engine.workers.runner import Runner
+    from engine.workers.running import Grammars
     from engine.workers.weights_loss import weights_loss
 
     use_cores(setup.cpus)
@@ -128,7 +127,7 @@ def _loaded(
 ) -> tuple[dict[str, Weight], ProductWays | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
     from engine.folder.panels_layout import AS_STORED
-    from engine.kernels.product_ways import ProductWays
+    from engine.kernels.cpu import ProductWays
     from engine.model.weights import load_weights
 
     spec = setup.weights

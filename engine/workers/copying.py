@@ -1,4 +1,4 @@
-"""Blocks copied between pools. The only place where KV moves.
+"""KV pools as tensors, and blocks copied between them. The only place where KV moves.
 
 A copy that is behind an admit waits, block by block, until a step has filled each: the loop says
 how far a sequence is. What a device has collected it has done, so a thread copies at once, on a
@@ -7,7 +7,8 @@ worker's own cores, whoever does it: the loop does it behind the step, for a thr
 Python's lock until the next step's kernels let go of it, which took longer than the copy. Blocks
 that were never used have no pages there, and making them takes five times as long as the copy; so a
 thread has them made when the copy is told of, beside the step that it waits for.
-Owns: copies that are not done, and the threads.
+
+Owns: the mapping; copies that are not done, and the threads.
 Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
 there; after the last report of a copy none of its blocks is touched.
 Never: chooses a block, signals another worker.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import time
 import traceback
@@ -30,9 +32,40 @@ from threading import Thread
 import torch
 
 from engine.errors import ChannelClosed, WorkerFailed
-from engine.wire.messages import Copied, Copy, Unmapped
+from engine.folder.model_config import ModelConfig
+from engine.wire.messages import Copied, Copy, PoolSpec, Unmapped
 from engine.workers.device import Device
 from engine.workers.running import Running
+
+# The worker's view of a KV pool: one tensor over the memfd that the daemon made.
+# kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], block-major, so that one
+# block of all layers is one contiguous run and a handoff, a store or a load is one large copy.
+# Invariant: never grows, never moves. Never: chooses a block id.
+
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:
+    """Map a pool.
+
+    Shapes: returns [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+    """
+    assert spec.fd is not None, "a pool on a GPU is not mapped but made"
+    num_bytes = spec.num_blocks * config.kv_block_bytes(block_size, dtype)
+    memory = mmap.mmap(spec.fd, num_bytes, mmap.MAP_SHARED)
+    flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
+    return flat.view(
+        spec.num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""

@@ -14,15 +14,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.model.adjust import NothingAllowedError, adjust, is_adjusted
-from engine.model.sampler import NO_DRAW, draw_of, is_plain, logprobs, sample
+from engine.model.sampler import (
+    NO_DRAW,
+    NothingAllowedError,
+    adjust,
+    draw_of,
+    is_adjusted,
+    is_plain,
+    logprobs,
+    sample,
+)
 from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
-from engine.wire.sampling import TokenLogprob
+from engine.wire.messages import TokenLogprob
 from engine.workers.device import Device
-from engine.workers.grammars import Grammars, Mask
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.running import Running
+from engine.workers.running import Grammars, Mask, Running
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 US = 1_000
 

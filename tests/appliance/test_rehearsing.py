@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.fleet.step_memory import MeasuredModel, StepMemory
+from appliance.fleet.balance import MeasuredModel, StepMemory
 from appliance.rehearsing import Rehearsing
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, PREFILL, make_places

@@ -3,7 +3,7 @@
 usage: python -m tests.benchmarks.grammar TOKENIZER.json [--library xgrammar] [--rounds 5]
 
 The texts below are said token by token, with a mask before each; by default as workers do it,
-through engine.text.matcher, or by another library if it is installed. Printed for each grammar, in
+through engine.text.grammar, or by another library if it is installed. Printed for each grammar, in
 CPU time: the median to compile it anew, and of the masks the median, p99 and maximum of all rounds.
 """
 
@@ -65,8 +65,7 @@ def ours(path: str):
     """compile(schema) -> (mask, consume), through engine.text.grammar."""
     from tokenizers import Tokenizer as Backend
 
-    from engine.text.grammar import json_grammar
-    from engine.text.matcher import GrammarTokenizer, Matcher
+    from engine.text.grammar import GrammarTokenizer, Matcher, json_grammar
     from engine.text.tokenizer import Tokenizer
 
     backend = Backend.from_file(path)

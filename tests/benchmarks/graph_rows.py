@@ -56,7 +56,7 @@ def main():
         sys.path.insert(0, options.root)
     import torch
 
-    from engine.wire.sampling import SamplingParams
+    from engine.wire.messages import SamplingParams
     from engine.workers.graphs import DecodeGraphs
     from engine.workers.running import Running
 

@@ -47,15 +47,13 @@ from queue import Queue
 from appliance.fleet.boot import STARTER_FOLDER
 from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.places import SSD
-from engine.cache.prefix_hashes import PrefixHasher
+from engine.cache.prefix_index import PrefixHasher
 from engine.folder.checkpoint import Checkpoint
 from engine.tiers import disk as disk_module
-from engine.tiers.context import Context
-from engine.tiers.costs import Costs
 from engine.tiers.disk import Disk, probe
 from engine.tiers.index import RecordPlace, SlabIndex
-from engine.tiers.jobs import CopyJob, GrowJob
-from engine.tiers.loads import Wanted
+from engine.tiers.jobs import Context, CopyJob, GrowJob
+from engine.tiers.loads import Costs, Wanted
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 from engine.tiers.tier import Tier
 from engine.wire.messages import Copy

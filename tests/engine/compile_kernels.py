@@ -17,9 +17,8 @@ import torch
 from triton import knobs
 
 from engine.model import triton_attention, triton_ops, triton_sampler
-from engine.model.paged import PagedStep
+from engine.model.paged import PagedStep, several_queries_tiling, single_query_tiling
 from engine.model.sampler import NUM_DRAW_FIELDS
-from engine.model.tiling import several_queries_tiling, single_query_tiling
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampler import sample_rows
 from tests.triton_driver import SHARED_BYTES, FakeDriver

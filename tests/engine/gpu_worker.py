@@ -6,11 +6,19 @@ import threading
 
 from engine.errors import WorkerFailed
 from engine.wire.channel import WorkerChannel
-from engine.wire.messages import Admit, Go, GpuSpec, PoolSpec, Setup, Stepped, WeightsLoaded
-from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
+from engine.wire.messages import (
+    Admit,
+    Go,
+    GpuSpec,
+    PoolSpec,
+    SamplingParams,
+    Setup,
+    Stepped,
+    WeightsLoaded,
+)
 from engine.workers.loop import StepLoop
 from engine.workers.on_gpu import start
+from engine.workers.running import Grammars
 from tests.engine.worker_harness import reports_in
 
 BLOCK_SIZE = 4

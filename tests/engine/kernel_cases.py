@@ -7,12 +7,11 @@ import torch
 from engine.model import triton_ops
 from engine.model.attention import StepBatch, reference_attention
 from engine.model.backend import TorchBackend
-from engine.model.paged import paged_step
+from engine.model.paged import Tiling, paged_step
 from engine.model.sampler import NO_DRAW, draw_of, sample
-from engine.model.tiling import Tiling
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampler import sample_rows
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCES = {

@@ -16,11 +16,10 @@ from engine.model import transformer as transformer_module
 from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
+from engine.wire.messages import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.running import Running
+from engine.workers.running import Grammars, Running
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS, NUM_STEPS = 16, 1024, 64, 60

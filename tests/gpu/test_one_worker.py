@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.folder.checkpoint import Checkpoint
-from engine.starter import export
+from engine.starter import network
 from engine.wire.messages import GpuSpec, PoolMade
 from engine.workers.device import CudaDevice
 from tests.checkpoints import load_oracle
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_transformers(checkpoint, uuid, dtype):
 
 
 def test_greedy_tokens_of_the_starter_model_are_transformers(uuid):
-    checkpoint = Checkpoint.open(export.__file__.rpartition("/")[0] + f"/{STARTER}")
+    checkpoint = Checkpoint.open(network.__file__.rpartition("/")[0] + f"/{STARTER}")
     asked = prompts(checkpoint.config.vocab_size, 4)
     with worker_on(checkpoint, uuid) as worker:
         commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Gpu
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.spread import GPU_STEP_TOKENS
 from appliance.fleet.supervisor import Supervisor

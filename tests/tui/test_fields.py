@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
-from appliance.frame.tier_frame import TierFrame
+from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, TierFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of
-from tui.panels import gauges, header, lanes, latency, pages, requests, waterfall
+from tui.panels import gauges, header, lanes, requests
 from tui.view import View
+from tui.widgets import main_screen
 
 INTERNAL = {
     "version": "checked before anything is read",
@@ -85,17 +85,17 @@ def shown(frame: Frame) -> str:
     """All panels and pages, at a size at which they hide nothing."""
     view = View().after(frame)
     painters = [
-        lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, latency.latency, gauges.machine,
-        *pages.LINED.values(),
+        lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, gauges.latency, gauges.machine,
+        *main_screen.LINED.values(),
     ]  # fmt: skip
     lines = [line for paint in painters for line in paint(view, 120, 40)]
     lines += [header.header(view, 240), header.alert_line(view, 400)]
     titles = [lanes.prefill_title(view), lanes.decode_title(view), lanes.handoff_title(view),
-              gauges.kv_title(view, 40, 9), latency.title(view),
+              gauges.kv_title(view, 40, 9), gauges.title(view),
               requests.title(view, 1, 1, 1)]  # fmt: skip
     for request in frame.requests:
         lines.append(requests.row(request, requests.columns_for(300), is_selected=False))
-        lines += waterfall.detail(request, 120)
+        lines += requests.detail(request, 120)
     return "\n".join([*titles, *map(text_of, lines)])
 
 

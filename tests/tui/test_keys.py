@@ -12,13 +12,13 @@ from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed, keys
 from tui.app import Console
-from tui.feed_messages import CallerKnown, FrameArrived
-from tui.panels import pages
+from tui.feed import CallerKnown, FrameArrived
 from tui.view import Caller
+from tui.widgets import main_screen
 from tui.widgets.dialogs import AskDialog, Choose, Confirm, Detail, Explain, Help
+from tui.widgets.main_screen import THEMES
 from tui.widgets.panel import Page
 from tui.widgets.request_table import RequestTable
-from tui.widgets.themes import THEMES
 
 COVERED: set[str] = set()
 
@@ -46,14 +46,14 @@ async def press(pilot, *names):
     await pilot.pause()
 
 
-@pytest.mark.parametrize(("number", "page"), list(enumerate(pages.NAMES, start=1)))
+@pytest.mark.parametrize(("number", "page"), list(enumerate(main_screen.NAMES, start=1)))
 @covers("1", "2", "3", "4", "5", "6")
 async def test_a_digit_puts_its_page_on_screen(busy, number, page):
     async with console_at(80, 24, busy) as (console, pilot):
         await press(pilot, "4" if number != 4 else "1", str(number))
         assert console.main.page == page
         assert "LIVE" in grid(console).splitlines()[0]
-        if page in pages.LINED:
+        if page in main_screen.LINED:
             titles = [line for line in grid(console).splitlines() if line.startswith(" ─ ")]
             assert titles
 
@@ -159,7 +159,7 @@ async def test_pause_holds_the_screen_and_says_for_how_long(busy, key):
         assert grid(console).splitlines()[2:] != before
 
 
-@pytest.mark.parametrize("page", pages.NAMES)
+@pytest.mark.parametrize("page", main_screen.NAMES)
 @covers("e")
 async def test_e_explains_the_page(busy, page):
     async with console_at(80, 24, busy) as (console, pilot):

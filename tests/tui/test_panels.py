@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
 from tests.tui import frames
 from tui.lines import text_of, width_of
-from tui.panels import gauges, handoff, header, lanes, latency, log, pages, requests, waterfall
+from tui.panels import gauges, handoff, header, lanes, log, requests
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary
 from tui.request_listing import RequestListing
 from tui.view import DaemonLink, View
+from tui.widgets import main_screen
 
 MAKERS = [
     frames.idle,
@@ -33,7 +34,7 @@ PANELS = [
     lanes.handoff,
     lanes.decode,
     gauges.kv,
-    latency.latency,
+    gauges.latency,
     gauges.machine,
     log.events,
 ]
@@ -76,7 +77,7 @@ def test_alerts_are_the_daemons_and_its_marks_stand_at_their_readings():
     assert [alert.severity for alert in header.alerts(view)] == ["error", "warning"]
     assert "99%■" in text(gauges.kv(view, 60, 4))
     assert "68% " in text(gauges.kv(view, 60, 4))
-    assert "97.1%▲" in text(latency.latency(view, 60, 4))
+    assert "97.1%▲" in text(gauges.latency(view, 60, 4))
 
 
 def test_no_reading_is_judged_here():
@@ -156,12 +157,12 @@ def test_a_loading_worker_shows_how_far_it_is():
 def test_quantiles_that_are_not_reported_are_dashes():
     quiet = frames.idle().latency
     quiet.ttft_ms_p50 = 12.0
-    lines = latency.latency(View().after(frames.idle(latency=quiet)), 36, 4)
+    lines = gauges.latency(View().after(frames.idle(latency=quiet)), 36, 4)
     assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-", "-"]] * 2
 
 
 def test_where_nothing_was_measured_a_sentence_says_so():
-    shown = text(latency.latency(View().after(frames.idle()), 36, 6))
+    shown = text(gauges.latency(View().after(frames.idle()), 36, 6))
     assert " ".join(shown.split()) == "nothing to measure: no token came in the last 60 s"
 
 
@@ -226,7 +227,7 @@ def test_roles_and_transport_stand_in_a_header_of_80_cells(frame):
 
 def test_the_latency_title_names_the_window():
     frame = frames.idle(latency=LatencyFrame(30.0, 12, *[None] * 8))
-    assert latency.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
+    assert gauges.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
 
 
 @given(st.integers(40, 220), st.sampled_from(PHASES))
@@ -264,7 +265,7 @@ def finished(**changes) -> RequestFrame:
 
 
 def test_the_waterfall_prints_what_the_stages_leave_unexplained():
-    shown = text(waterfall.waterfall(finished(), 60))
+    shown = text(requests.waterfall(finished(), 60))
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
         ["sum", "1000"],
         ["end", "to"],
@@ -273,7 +274,7 @@ def test_the_waterfall_prints_what_the_stages_leave_unexplained():
 
 
 def test_the_waterfall_of_a_live_request_shows_the_stage_it_is_in():
-    shown = text(waterfall.waterfall(frames.request(5, "prefilling"), 60))
+    shown = text(requests.waterfall(frames.request(5, "prefilling"), 60))
     assert "prefilling…" in shown
     assert "residual" not in shown
 
@@ -285,14 +286,14 @@ stage_ms = st.none() | st.floats(0, 1e6)
 def test_waterfall_bars_stay_in_order_and_inside(values, e2e_ms, width):
     names = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
     stages = {f"{name}_ms": value for name, value in zip(names, values, strict=True)}
-    lines = waterfall.waterfall(finished(**stages, e2e_ms=e2e_ms), width)
+    lines = requests.waterfall(finished(**stages, e2e_ms=e2e_ms), width)
     assert all(width_of(line) <= width for line in lines)
     starts = [text_of(line).index("█") for line in lines if "█" in text_of(line)]
     assert starts == sorted(starts)
 
 
 def test_the_detail_names_the_error():
-    lines = waterfall.detail(finished(finish_reason="error", error="worker gone\x1b[2J"), 70)
+    lines = requests.detail(finished(finish_reason="error", error="worker gone\x1b[2J"), 70)
     assert "worker gone?[2J" in text(lines)
 
 
@@ -301,20 +302,20 @@ def test_the_detail_names_the_error():
 def test_bars_and_rules_of_a_page_fit(page, make, width):
     drawn = [
         line
-        for line in pages.LINED[page](View().after(make()), width, 40)
+        for line in main_screen.LINED[page](View().after(make()), width, 40)
         if set(text_of(line)) & set("█░▁─")
     ]
     assert drawn
     assert all(width_of(line) <= width for line in drawn)
 
 
-@pytest.mark.parametrize("page", pages.LINED)
+@pytest.mark.parametrize("page", main_screen.LINED)
 def test_pages_are_empty_before_the_first_frame(page):
-    assert pages.LINED[page](View(), 78, 20) == []
+    assert main_screen.LINED[page](View(), 78, 20) == []
 
 
 def test_energy_of_a_page_adds_up_and_says_its_method():
-    shown = text(pages.LINED["power"](View().after(frames.busy()), 78, 20))
+    shown = text(main_screen.LINED["power"](View().after(frames.busy()), 78, 20))
     energy = frames.busy().energy
     assert energy.prefill_j + energy.decode_j + energy.unattributed_j == energy.total_j
     assert energy.method in shown
@@ -323,40 +324,42 @@ def test_energy_of_a_page_adds_up_and_says_its_method():
 
 def test_no_meter_means_not_reported_everywhere():
     view = View().after(frames.no_gpu())
-    assert text(pages.LINED["power"](view, 78, 20)).count("not reported") == 2
+    assert text(main_screen.LINED["power"](view, 78, 20)).count("not reported") == 2
     assert text(gauges.machine(view, 36, 5)).count("not reported") == 2
-    assert "energy not reported" in text(waterfall.detail(view.frame.requests[0], 70))
+    assert "energy not reported" in text(requests.detail(view.frame.requests[0], 70))
 
 
 def test_slices_stand_under_their_gpu_whatever_the_order():
     frame = frames.mig()
     frame.devices.reverse()
-    shown = text(pages.LINED["power"](View().after(frame), 118, 20)).splitlines()
+    shown = text(main_screen.LINED["power"](View().after(frame), 118, 20)).splitlines()
     rows = [line.split()[0].lstrip("▲") for line in shown if line.lstrip(" ▲").startswith("gpu")]
     assert rows == ["gpu1", "gpu0", "gpu0/2", "gpu0/1"]
 
 
 def test_a_transport_without_a_measurement_is_said_to_be_unproven():
     shm = frames.busy(transport="shm", handoff=frames.HandoffFrame("shm", 0, 0.0, 0.0))
-    assert "not measured" in text(pages.LINED["handoff"](View().after(shm), 78, 20))
-    assert "verified" in text(pages.LINED["handoff"](View().after(frames.kv_critical()), 78, 20))
+    assert "not measured" in text(main_screen.LINED["handoff"](View().after(shm), 78, 20))
+    assert "verified" in text(
+        main_screen.LINED["handoff"](View().after(frames.kv_critical()), 78, 20)
+    )
 
 
 def test_the_log_says_since_when_an_alert_stands():
-    shown = text(pages.LINED["log"](View().after(frames.kv_critical()), 118, 20))
+    shown = text(main_screen.LINED["log"](View().after(frames.kv_critical()), 118, 20))
     assert "kv.occupancy" in shown
     assert "41s" in shown
     assert len(frames.busy().events) == sum("Z " in line for line in shown.splitlines())
 
 
 def test_every_page_has_a_glossary():
-    assert set(GLOSSARY) == {*pages.NAMES, REQUEST}
+    assert set(GLOSSARY) == {*main_screen.NAMES, REQUEST}
     for page in GLOSSARY:
         assert all(width_of(line) <= 60 for line in glossary(page, 60))
 
 
 def test_the_detail_says_route_energy_and_what_held_it_up():
-    shown = text(waterfall.detail(frames.request(14), 60))
+    shown = text(requests.detail(frames.request(14), 60))
     assert "route move: decode is free sooner" in shown
     assert "energy 55 J = prefill 20 J + decode 35 J" in shown
     assert "slow because it waited behind 31k prompt tokens" in shown

@@ -13,9 +13,8 @@ from appliance.frame.recording import RecordingError
 from appliance.log.row import LogRow
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row
 from tests.tui import frames
-from tui.history import HISTORY_FRAMES
 from tui.replay import Replay, open_at
-from tui.view import View
+from tui.view import HISTORY_FRAMES, View
 
 
 def view_at(replay: Replay, second: float) -> View:

@@ -17,9 +17,8 @@ from tests.tui.test_golden import check_screen
 from tui import keys
 from tui.lines import text_of, to_ascii, width_of
 from tui.panels.replay import bar, landing
-from tui.replay import open_at
+from tui.replay import Playback, open_at
 from tui.replay_console import ReplayConsole
-from tui.timeline import Playback
 from tui.widgets.dialogs import AskDialog, Detail
 
 KEYS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tui.timeline import MAX_PAUSE_MS, SPEEDS, Playback, iso, parse_moment, unix_ms
+from tui.replay import MAX_PAUSE_MS, SPEEDS, Playback, iso, parse_moment, unix_ms
 
 TIMES_MS = st.integers(0, 200_000)
 MOMENTS = st.lists(TIMES_MS, min_size=1, max_size=60).map(sorted)

@@ -4,8 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tui import frames
-from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, spread
-from tui.view import Caller, DaemonLink, View, alert_of, workers_for
+from tui.view import (
+    DROPPED_FRAMES,
+    HISTORY_FRAMES,
+    Caller,
+    DaemonLink,
+    History,
+    View,
+    alert_of,
+    spread,
+    workers_for,
+)
 
 
 def test_the_history_keeps_the_newest_frames_only():

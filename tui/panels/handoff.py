@@ -19,10 +19,9 @@ from appliance.frame.protocol import (
     WayFrame,
 )
 from tui import format as fmt
-from tui.history import Samples
 from tui.lines import Line, Run, Tone, facts, rule, sparkline, state_bar
 from tui.panels.lanes import ranked_routes
-from tui.view import View, pool_counts
+from tui.view import Samples, View, pool_counts
 
 _LABEL_WIDTH = 16
 _COUNT_WIDTH = 8

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from appliance.frame.protocol import Frame, WorkerFrame
 from tui import format as fmt
-from tui.history import Samples
 from tui.lines import Line, Run, Tone, gauge, marked, pairs, sparkline, width_of
-from tui.view import View, workers_for
+from tui.view import Samples, View, workers_for
 
 _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tui import format as fmt
 from tui.lines import Line, Run, Tone, width_of
-from tui.timeline import Playback, iso
+from tui.replay import Playback, iso
 
 _TRACK, _PLACE, _MARK = "░", "█", "▲"
 _LEAST_TRACK = 8

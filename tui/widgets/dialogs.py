@@ -18,10 +18,10 @@ from textual.widgets import Input
 
 from appliance.frame.protocol import RequestFrame
 from tui import format as fmt
-from tui.feed_messages import KeyUnderDialog
+from tui.feed import KeyUnderDialog
 from tui.lines import Line, Run, Tone, wrap
 from tui.panels.glossary import REQUEST, glossary
-from tui.panels.waterfall import detail
+from tui.panels.requests import detail
 from tui.widgets.panel import Page, Panel, entitle
 
 YES = "yes"

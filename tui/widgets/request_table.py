@@ -20,10 +20,10 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from appliance.frame.protocol import RequestFrame
-from tui.feed_messages import WindowMoved
+from tui.feed import WindowMoved
 from tui.lines import Line
 from tui.panels import requests as rows
-from tui.panels.waterfall import detail
+from tui.panels.requests import detail
 from tui.view import View
 from tui.widgets.panel import Panel, Toned, entitle
 

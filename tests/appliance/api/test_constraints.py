@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from appliance.api.constraints import read_constraint
+from appliance.api.tools import read_constraint
 from appliance.json_fields import Fields
 from engine.errors import RequestError
 

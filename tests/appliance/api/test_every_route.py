@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.api.every_route import plain_path
+from appliance.api.routes import plain_path
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, client_of

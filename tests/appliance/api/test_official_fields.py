@@ -18,7 +18,7 @@ import openai
 import pydantic
 import pytest
 
-from appliance.api import authority
+from appliance.api import wire
 from appliance.request import Peer, Role
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, events, says, serving
@@ -426,7 +426,7 @@ async def test_a_model_that_cannot_end_has_no_forms(chat, complete, appliance):
 
 
 async def test_viewers_may_not_generate(appliance, tmp_path, monkeypatch):
-    monkeypatch.setattr(authority, "peer_of", lambda http: Peer(user="eve", role=Role.VIEWER))
+    monkeypatch.setattr(wire, "peer_of", lambda http: Peer(user="eve", role=Role.VIEWER))
     async with serving(appliance, tmp_path / "api.sock") as served:
         reply = await served.complete()
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "role_required")

@@ -168,7 +168,7 @@ def plain_appliance():
 
 async def test_operators_pull_and_are_told_how_far(tmp_path, monkeypatch):
     lines = {"done_bytes": 5, "total_bytes": 9, "bytes_per_s": 1.0}, {"folder": "/x"}
-    monkeypatch.setattr("appliance.api.ollama_routes.PULL", program(tmp_path, *lines))
+    monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, *lines))
     async with client_of(plain_appliance(), OPERATOR) as client:
         for _ in range(2):
             reply = await client.post("/api/pull", json={"model": "Qwen/Qwen3-0.6B"})
@@ -184,7 +184,7 @@ async def test_a_pull_that_fails_says_why(tmp_path, monkeypatch):
     body, words = {"model": "a/b", "stream": False}, {"what": "no", "where": "x", "hint": "look"}
     for code, status in ((1, 502), (3, 503), (5, 404)):
         said = {"error": words, "exit_code": code}
-        monkeypatch.setattr("appliance.api.ollama_routes.PULL", program(tmp_path, said))
+        monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, said))
         async with client_of(plain_appliance(), OPERATOR) as client:
             reply = await client.post("/api/pull", json=body)
         assert (reply.status_code, reply.json()) == (status, {"error": "no; look"})

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.api.output_format import THOUGHTS, output_format_of
-from appliance.api.tool_format import FORMATS
+from appliance.api.tool_format import FORMATS, THOUGHTS, output_format_of
 from appliance.configuration.settings import REASONING_PARSERS, TOOL_PARSERS
 from engine.text.tokenizer import Tokenizer
 from tests.family_templates import FAMILIES

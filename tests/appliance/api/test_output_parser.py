@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.api.output_format import THOUGHTS, OutputFormat
+from appliance.api.call_readers import CallDelta, Thought
 from appliance.api.output_parser import OutputParser
-from appliance.api.reading import CallDelta, Thought
-from appliance.api.tool_format import FORMATS
+from appliance.api.tool_format import FORMATS, THOUGHTS, OutputFormat
 from appliance.api.tools import Tools
 
 SCHEMA = {

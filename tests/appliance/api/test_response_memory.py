@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.api.response_memory import ResponseStore
+from appliance.api.responses import ResponseStore
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.api.output_format import OutputFormat
-from appliance.api.tool_format import FORMATS
+from appliance.api.tool_format import FORMATS, OutputFormat
 from appliance.api.tools import read_tools
 from appliance.json_fields import Fields
 from engine.errors import RequestError

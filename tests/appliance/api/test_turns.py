@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from appliance.api.turns import Turns
+from appliance.api.admission import Turns
 from appliance.api.wire import Arrival
 from appliance.request import Peer
 from engine.errors import QueueFull, Unavailable

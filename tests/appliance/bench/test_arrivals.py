@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.arrivals import (
+from appliance.bench.workloads import (
     Lengths,
     PlannedArrival,
     drawn,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.arms import AGAIN, Arms, interleaved, order
-from appliance.bench.comparison import LOAD_METRICS, Metric, rows
+from appliance.bench.arms import AGAIN, LOAD_METRICS, Arms, Metric, interleaved, order, rows
 from appliance.bench.plot import cumulative
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI

@@ -11,11 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.bench.conversing import TurnPace, converse
-from appliance.bench.load import Measured
+from appliance.bench.conversing import APIS, TurnPace, converse
+from appliance.bench.load import Measured, Target
 from appliance.bench.statistics import Goodness, by_turn, summarize
-from appliance.bench.talk import APIS
-from appliance.bench.target import Target
 from appliance.bench.workloads import PlannedConversation, PlannedTurn
 from appliance.configuration.address import UnixAddress
 from engine.text.tokenizer import Tokenizer

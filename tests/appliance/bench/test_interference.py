@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from appliance.bench.interference import Disturbed, InterferencePlan, disturb, gaps_between
-from appliance.bench.samples import Sample
-from appliance.bench.target import Target
+from appliance.bench.load import Target
+from appliance.bench.statistics import Sample
 from engine.errors import PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.arrivals import Lengths, PlannedArrival
-from appliance.bench.load import Load, Measured, measure, offer
-from appliance.bench.samples import Sample
-from appliance.bench.target import Target
+from appliance.bench.load import Load, Measured, Target, measure, offer
+from appliance.bench.statistics import Sample
+from appliance.bench.workloads import Lengths, PlannedArrival
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.bench.reply_events import Event, ReceivedReply
-from appliance.bench.samples import Sample, sample_of
+from appliance.bench.statistics import Sample, sample_of
 
 MS = 1_000_000
 

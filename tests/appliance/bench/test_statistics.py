@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.samples import Sample
 from appliance.bench.statistics import (
     QUANTILES,
     TIMES,
     Goodness,
+    Sample,
     Spread,
     band,
     ratio,

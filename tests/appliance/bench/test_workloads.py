@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.arrivals import TICK_S, read_trace, reusable_tokens
 from appliance.bench.workloads import (
     CONVERSATIONS,
+    TICK_S,
     PlannedConversation,
     agents,
     chats,
     lines,
     read_conversations,
+    read_trace,
+    reusable_tokens,
     trace,
 )
 from engine.errors import ConfigError

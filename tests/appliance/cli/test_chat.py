@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.conversation import Conversation, Refused
+from appliance.cli.chat import Conversation, Refused
 from tests.appliance.cli_data import FINISHED, REQUEST
 from tests.appliance.cli_process import Typist, penstock, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from appliance.cli import devices, listings, status_page, waterfall
-from appliance.cli.tables import Format, Listing
-from appliance.cli.text import joules
+from appliance.cli import doctor, listings, status, waterfall
+from appliance.cli.tables import Format, Listing, joules
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
 from tests.appliance.cli_data import FINISHED, FRAME
@@ -45,7 +44,7 @@ def test_an_energy_has_three_digits_and_a_unit(value: float | None, shown: str) 
 
 
 def energy_line(frame: dict[str, object]) -> str:
-    text = status_page.page(frame, colour=False)
+    text = status.page(frame, colour=False)
     (line,) = [line for line in text.splitlines() if line.startswith("energy")]
     return line
 
@@ -86,7 +85,7 @@ def test_devices_are_listed_with_all_that_they_report(
     machine = Devices([], find_gpus(Nvml(FakeNvml(throttled, a100_divided()))))
     monkeypatch.setattr(Devices, "of_machine", lambda: machine)
     machine.read(time.monotonic_ns() - MIN_INTERVAL_NS)
-    devices.devices(Format.WIDE)
+    doctor.devices(Format.WIDE)
     header, *lines = capsys.readouterr().out.splitlines()
     assert {"THROTTLED", "SM", "NVLINK IN", "MODEL"} <= set(header.replace("  ", "|").split("|"))
     assert [line.split()[0] for line in lines[:4]] == ["gpu0", "gpu1", "gpu1/mig0", "gpu1/mig2"]

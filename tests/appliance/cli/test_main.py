@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import text
+from appliance.cli import tables
 from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
 from engine.schedule.sequence import Phase
@@ -169,7 +169,7 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
     ],
 )
 def test_durations_have_three_digits(value_ms: float | None, shown: str) -> None:
-    assert text.ms(value_ms) == shown
+    assert tables.ms(value_ms) == shown
 
 
 def test_help_has_the_first_sentence_of_each_verb_whole(environ: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cli import status_page
+from appliance.cli import status
 from tests.appliance.cli_data import FRAME
 from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
@@ -166,8 +166,8 @@ def test_status_needs_no_library_of_the_daemon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [40, 80, 120])
 def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> None:
-    whole = status_page.page(FRAME, colour=False)
-    folded = status_page.page(FRAME, colour=False, room=room)
+    whole = status.page(FRAME, colour=False)
+    folded = status.page(FRAME, colour=False, room=room)
     lines = folded.splitlines()
     assert max(len(line) for line in whole.splitlines()) > room
     longest_word = max(map(len, whole.split()))

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import listings, text, waterfall
+from appliance.cli import listings, tables, waterfall
 from appliance.cli.tables import Format, Listing, TableColumn, csv_cell, flat, one
 
 COLUMNS = (
     TableColumn("NAME", "name"),
-    TableColumn("N", "n", text.count),
+    TableColumn("N", "n", tables.count),
     TableColumn("X", "x", is_wide=True),
 )
 rows = st.lists(
@@ -66,7 +66,7 @@ def test_columns_of_a_table_begin_where_their_titles_do(listed):
     header, *lines = Listing("v", COLUMNS, Format.WIDE).render(listed).split("\n")
     start = header.index("X")
     for line, row in zip(lines, listed, strict=False):
-        assert line[start:] == text.word(row["x"]).rstrip()
+        assert line[start:] == tables.word(row["x"]).rstrip()
 
 
 def test_a_followed_table_has_one_header_and_columns_that_only_widen():
@@ -77,10 +77,10 @@ def test_a_followed_table_has_one_header_and_columns_that_only_widen():
 
 
 NARROW = (
-    TableColumn("WHEN", "when", short=text.short_time),
-    TableColumn("ID", "id", short=text.short_id),
+    TableColumn("WHEN", "when", short=tables.short_time),
+    TableColumn("ID", "id", short=tables.short_id),
     TableColumn("USER", "user", rank=2),
-    TableColumn("N", "n", text.count, rank=1),
+    TableColumn("N", "n", tables.count, rank=1),
 )
 CALL = {"when": "2026-11-22T14:02:11.004Z", "id": "chatcmpl-3f9a21c0d7e2b1a4", "n": 7}
 
@@ -161,4 +161,4 @@ def test_what_the_stages_leave_of_the_whole_is_shown():
     ("value", "shown"), [(None, "-"), (0, "0"), (999, "999"), (5712, "5.71k"), (7.6e9, "7.6B")]
 )
 def test_large_numbers_have_three_digits(value, shown):
-    assert text.large(value) == shown
+    assert tables.large(value) == shown

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from appliance.configuration import config, paths
 from appliance.configuration.address import socket_path
-from appliance.configuration.config import ServeConfig, changes, explain, load, take_over
-from appliance.configuration.folders import prepare_directories
+from appliance.configuration.config import (
+    ServeConfig,
+    changes,
+    explain,
+    load,
+    prepare_directories,
+    take_over,
+)
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.configuration.settings import SETTINGS
 from engine.errors import ConfigError, SeveralWrong

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.devices.counter_gains import Counter, EnergyMeter
+from appliance.devices.gpu import Counter, EnergyMeter
 
 S = 1_000_000_000
 SIZE = 1 << 16

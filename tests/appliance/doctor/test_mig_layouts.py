@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Gpu
 from appliance.doctor.gpu_checks import PROFILES, layouts, memory_to_divide
 
 MIB = 1 << 20

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
 from appliance.dynamo import asked as asked_module
-from appliance.dynamo.asked import Prompts, RefusedAsk, asked_of
-from appliance.dynamo.served import Served
-from appliance.dynamo.told import LostError, output_of, raise_error
+from appliance.dynamo.asked import Prompts, RefusedAsk, Served, asked_of
+from appliance.dynamo.line import LostError, output_of, raise_error
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 

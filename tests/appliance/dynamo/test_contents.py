@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.dynamo.contents import RouterContents
+from appliance.dynamo.worker import RouterContents
 
 
 class Router:

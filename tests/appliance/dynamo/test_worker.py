@@ -11,7 +11,7 @@ import pytest
 
 from appliance.dynamo import worker
 from appliance.dynamo.asked import RefusedAsk
-from appliance.dynamo.told import LostError
+from appliance.dynamo.line import LostError
 from appliance.dynamo.worker import Adapter
 from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer

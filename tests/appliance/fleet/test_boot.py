@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration.config import ServeConfig
-from appliance.devices.gpu_listing import Gpu
-from appliance.devices.inventory import Inventory
+from appliance.devices.inventory import Gpu, Inventory
 from appliance.fleet.boot import check_plan, lock_state_dir, make_plan
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
-from engine.kernels.cpu import TILES, WIDENED, has_kernels
-from engine.kernels.product_ways import ProductWays
+from engine.kernels.cpu import TILES, WIDENED, ProductWays, has_kernels
 from engine.wire.messages import GpuSpec
 from tests.gguf_files import write_gguf
 

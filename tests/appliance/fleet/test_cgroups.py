@@ -2,7 +2,7 @@
 
 import pytest
 
-from appliance.fleet.cgroups import cpu_quota, free_memory_bytes
+from appliance.fleet.placement import cpu_quota, free_memory_bytes
 
 GIB = 1 << 30
 

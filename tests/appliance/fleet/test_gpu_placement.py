@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.devices.gpu_listing import Gpu, list_gpus
+from appliance.devices.inventory import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
 from appliance.fleet.gpu_placement import PREFILL_PERCENT, choose_gpus, name_gpus, place_on_gpu
 from appliance.fleet.placement import BLOCK_SIZE

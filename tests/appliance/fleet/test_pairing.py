@@ -2,8 +2,7 @@
 
 import pytest
 
-from appliance.fleet.pairing import is_two_better, pair_times, programme
-from appliance.fleet.step_memory import PairTimes
+from appliance.fleet.balance import PairTimes, is_two_better, pair_times, programme
 from engine.wire.messages import RehearsedStep
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Gpu
 from appliance.fleet.peer_pools import Sharing
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import Supervisor

@@ -9,8 +9,7 @@ import pytest
 
 from appliance.fleet import supervisor as supervisor_file
 from appliance.fleet.placement import WorkerPlan
-from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.worker_state import WorkerState, weights_progress
+from appliance.fleet.supervisor import Supervisor, WorkerState, weights_progress
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 from tests.daemons import is_alive
 

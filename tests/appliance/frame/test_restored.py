@@ -1,6 +1,6 @@
 import pytest
 
-from appliance.frame.restored import restored_from
+from appliance.frame.protocol import restored_from
 
 SSD = "3 of 4 blocks from the SSD in 5.0 ms: predicted 4.0 ms, computing them 9.0 ms; regret 0.0 ms"
 DRAM = "10 of 10 blocks from DRAM in 1.0 ms: predicted 0.5 ms, computing them not known"

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from appliance.configuration.config import ServeConfig
-from appliance.http.access import AccessPolicy, Credentials, People, credentials_of
-from appliance.http.api_keys import new_key
+from appliance.http.access import AccessPolicy, Credentials, People, credentials_of, new_key
 from appliance.request import Role
 from engine.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.http.api_keys import ApiKey, find_key, new_key, read_keys
+from appliance.http.access import ApiKey, find_key, new_key, read_keys
 from appliance.request import Role
 from engine.errors import ConfigError
 

@@ -6,8 +6,7 @@ import httpx
 import pytest
 
 from appliance.api.routes import build_app
-from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
+from appliance.http.access import AccessPolicy, new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer

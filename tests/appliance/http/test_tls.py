@@ -17,11 +17,9 @@ import pytest
 from appliance.api.routes import build_app
 from appliance.client import Client
 from appliance.configuration.address import TcpAddress
-from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
-from appliance.http.listeners import bind_tcp
+from appliance.http.access import AccessPolicy, new_key, read_keys
+from appliance.http.listeners import bind_tcp, tls_context
 from appliance.http.server import ApiServer
-from appliance.http.tls import tls_context
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance

@@ -15,11 +15,11 @@ from sqlite_utils import Database
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker
 from appliance.log import recorder, request_log
-from appliance.log.file import open_log
 from appliance.log.query import Span
 from appliance.log.recorder import write_recording
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
+from appliance.log.store import open_log
 from engine.errors import PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, row, start

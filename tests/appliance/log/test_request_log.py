@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from appliance.frame.latency import Stages, stages
-from appliance.log import file as log_file
-from appliance.log import request_log
-from appliance.log.insert import insert_row
-from appliance.log.query import RowQuery
-from appliance.log.reader import read_rows
+from appliance.log import request_log, store
+from appliance.log.query import RowQuery, read_rows
 from appliance.log.request_log import RequestLog
-from appliance.log.row import LogRow, RowEnergy
+from appliance.log.row import LogRow, RowEnergy, insert_row
 from engine.schedule.sequence import Stamps
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
@@ -206,7 +203,7 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
 def test_rows_that_cannot_be_written_in_the_end_are_counted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_file, "BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr(store, "BUSY_TIMEOUT_MS", 1)
     log = start(path)
     with closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN IMMEDIATE")

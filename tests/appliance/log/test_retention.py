@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.log import retention as log_retention
-from appliance.log.query import EventQuery, RowQuery, log_time
-from appliance.log.reader import read_rows
+from appliance.log.query import EventQuery, RowQuery, log_time, read_rows
 from appliance.log.request_log import RequestLog
 from appliance.log.retention import (
     Pruned,

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.metrics import HttpCounts
-from appliance.frame.histograms import Histograms
-from appliance.frame.latency import stages
+from appliance.api.control import HttpCounts
+from appliance.frame.latency import Histograms, stages
 from appliance.frame.protocol import (
     AlertFrame,
     DeviceFrame,
@@ -21,9 +20,9 @@ from appliance.frame.protocol import (
     WayFrame,
 )
 from appliance.metrics.exposition import exposition
-from appliance.watch.signals import RING
+from appliance.watch.alerts import RING
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
 QUERIES = Path(__file__).with_name("vllm_dashboards.promql")

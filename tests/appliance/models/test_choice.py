@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.models.choice import RemoteFile, Repository, small_files, weight_files
+from appliance.models.hub import RemoteFile, Repository, small_files, weight_files
 from appliance.models.names import HubName
 from engine.errors import CheckpointError
 

@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
-from appliance.frame.tier_frame import TierFrame
-from appliance.watch.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
-from appliance.watch.signals import PAST_S, Signal
+from appliance.frame.protocol import (
+    DeviceFrame,
+    Frame,
+    LatencyFrame,
+    QueueFrame,
+    TierFrame,
+    TotalsFrame,
+)
+from appliance.watch.alerts import MIN_CLEAR_S, PAST_S, THRESHOLDS, Alerts, Signal, Threshold
 from tests.tui.frames import busy, idle, pool, worker
 
 WARN, CRIT, FOR_S = 10.0, 20.0, 4.0

@@ -12,8 +12,7 @@ from appliance.frame.protocol import DeviceFrame
 from appliance.request import Request
 from appliance.watch.energy import MAX_INTERVALS, WINDOW_S, Energy
 from engine.schedule.sequence import Sequence, Stamps
-from engine.wire.messages import SequenceStep, Stepped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams, SequenceStep, Stepped
 from tests.appliance.logs import request
 
 S = 1_000_000_000

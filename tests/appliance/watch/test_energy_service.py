@@ -24,8 +24,7 @@ from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Admit, SequenceStep, Stepped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import Admit, SamplingParams, SequenceStep, Stepped
 
 MS = 1_000_000
 STEP_NS = 5 * MS

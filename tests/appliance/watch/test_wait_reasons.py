@@ -9,7 +9,7 @@ import pytest
 
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.watch.explain import waits
-from engine.cache.prefix_hashes import PrefixHasher
+from engine.cache.prefix_index import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.test_prefix_cache import finish, next_turn
 from tests.engine.schedule.test_router import World

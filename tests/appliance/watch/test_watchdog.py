@@ -2,7 +2,7 @@
 
 import pytest
 
-from appliance.watch.watchdog import (
+from appliance.watch.deadlines import (
     LOADING_PATIENCE_S,
     MIN_PATIENCE_S,
     STEP_PATIENCE,

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.histograms import GAP_S, REQUEST_S, STAGE_S, Histogram, token_edges
-from appliance.frame.latency import stages
+from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
 from appliance.watch.windows import MIN_STALL_MS, WINDOW_S, Usual, Windows
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 MS = 1_000_000
 SECOND = 1_000_000_000

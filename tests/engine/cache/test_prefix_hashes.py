@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.prefix_hashes import HASH_BYTES, PrefixHasher
+from engine.cache.prefix_index import HASH_BYTES, PrefixHasher
 
 SIZE = 4
 KEY = bytes(range(32))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import CheckpointError, ConfigError
 from engine.folder.checkpoint import Checkpoint, choose_dtype, expected_shapes, weights_layout
 from engine.folder.model_config import ModelConfig
-from engine.folder.safetensors_header import read_header
+from engine.folder.tensor_info import read_header
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4}
 CONFIG = {

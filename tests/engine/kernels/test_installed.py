@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from engine.kernels import installed
-from engine.kernels.installed import flash_attn_fault, import_fault, triton_fault
+from engine.kernels import attention_backends
+from engine.kernels.attention_backends import flash_attn_fault, import_fault, triton_fault
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: 2.8.3\n"
 
@@ -44,7 +44,7 @@ def test_flash_attn_counts_if_its_function_imports(
 
 def test_an_import_that_kills_its_python_or_never_ends_is_a_fault(monkeypatch):
     assert import_fault("import os; os.kill(os.getpid(), 11)") == "not imported: exit code -11"
-    monkeypatch.setattr(installed, "_IMPORT_LIMIT_S", 0.1)
+    monkeypatch.setattr(attention_backends, "_IMPORT_LIMIT_S", 0.1)
     assert "timed out" in import_fault("import time; time.sleep(9)")
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import asyncio, sys
 import tests.gpu.conftest
-from appliance.devices.gpu_listing import Gpu
+from appliance.devices.inventory import Gpu
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import Supervisor
 from engine.errors import WorkerFailed

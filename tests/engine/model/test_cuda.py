@@ -10,9 +10,8 @@ from engine.kernels.kernel_costs import Cost, Heads, attention_cost, product_cos
 from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
-from engine.model.paged import paged_step
-from engine.model.tiling import num_parts, several_queries_tiling, single_query_tiling
-from engine.workers.kernel_bench import Bed
+from engine.model.paged import num_parts, paged_step, several_queries_tiling, single_query_tiling
+from engine.workers.measure import Bed
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_transformer import load
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.model.attention import reference_attention
-from engine.model.flash import flash_attention, torch_varlen_attention
+from engine.model.cuda import flash_attention, torch_varlen_attention
 from engine.model.paged import paged_step
 from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, filled
 

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
 from engine.folder.checkpoint import Checkpoint, packed_layout
-from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, load_kernels
-from engine.kernels.product_ways import EXACT, NUM_INPUTS, ProductWays, find_ways, judge
+from engine.kernels.cpu import (
+    DOTS,
+    EXACT,
+    NUM_INPUTS,
+    TILES,
+    WAY_NAMES,
+    WIDENED,
+    ProductWays,
+    find_ways,
+    judge,
+    load_kernels,
+)
 from engine.model.linear import CompiledLinear
 from engine.model.packing import packed_weight
 from engine.model.transformer import Transformer

@@ -15,8 +15,7 @@ from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.quantised import embedded, pack_panels, panels_of
-from engine.model.quantised_blocks import Parts, dequantised
-from engine.model.stored import Stored
+from engine.model.stored import Parts, Stored, dequantised
 from engine.model.weight import Weight
 
 LEVELS = load_kernels("portable")[0].supported()

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from engine.errors import InvariantViolated
-from engine.schedule.cores import Cores
+from engine.schedule.roles_in_force import Cores
 from engine.wire.messages import CoresUsed
 
 OWN = {"prefill": (0,), "decode": (1,)}

@@ -7,7 +7,7 @@ from engine.schedule.growth import Holder, victim
 from engine.schedule.journeys import MAX_PREEMPTIONS
 from engine.schedule.sequence import Sequence, Stamps
 from engine.schedule.whereabouts import age
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 
 def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0):

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.cache.places import make_places
-from engine.schedule.links import MAX_STRIKES, Links
+from engine.schedule.copies import MAX_STRIKES, Links
 from engine.schedule.sequence import Leg
 from engine.wire.messages import Copied
 

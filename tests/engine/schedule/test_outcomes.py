@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.elastic import Forecast, Way
+from engine.schedule.elastic import ANEW_STEPS, Forecast, Outcomes, Way
 from engine.schedule.journeys import Pair
-from engine.schedule.outcomes import ANEW_STEPS, Outcomes
 from engine.wire.messages import SequenceStep, Stepped
 
 BESIDE = Way(Pair("decode", "decode"), is_beside=True, num_cores=2, size=10)

@@ -8,7 +8,7 @@ from engine.errors import QueueFull, RequestError
 from engine.schedule.plan import prefill_key
 from engine.schedule.queue import FairQueue
 from engine.schedule.sequence import Sequence, Stamps
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import SamplingParams
 
 SECOND_NS = 1_000_000_000
 OWNERS = ("a", "b", "c", "d")

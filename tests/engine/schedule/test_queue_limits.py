@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import QueueFull, RequestError
-from engine.schedule.queue_limits import (
+from engine.schedule.queue import (
     MAX_RETRY_MS,
     MIN_RETRY_MS,
     OWNER_SHARE,

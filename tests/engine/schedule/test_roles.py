@@ -3,13 +3,11 @@ import pytest
 from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
 from engine.schedule.copies import Copies
-from engine.schedule.cores import Cores
 from engine.schedule.elastic import PairChoice
 from engine.schedule.journeys import Pair
-from engine.schedule.roles_in_force import Roles
+from engine.schedule.roles_in_force import Cores, Roles
 from engine.schedule.sequence import Leg, On, Phase, Sequence, Stamps
-from engine.wire.messages import CoresUsed, SequenceStep, Stepped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import CoresUsed, SamplingParams, SequenceStep, Stepped
 
 PLACES = make_places(["prefill"], ["decode"], "alias")
 MOVE = Pair("prefill", "decode")

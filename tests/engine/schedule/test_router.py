@@ -5,18 +5,16 @@ import pytest
 
 from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
-from engine.cache.prefix_hashes import PrefixHasher
+from engine.cache.prefix_index import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError
-from engine.schedule.elastic import PairChoice
+from engine.schedule.elastic import Outcome, PairChoice
 from engine.schedule.journeys import MAX_PREEMPTIONS, Pair
-from engine.schedule.outcomes import Outcome
 from engine.schedule.queue import FairQueue
 from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence, Stamps, Waiting
-from engine.wire.messages import Copied, Copy, CoresUsed, Release, Stepped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import Copied, Copy, CoresUsed, Release, SamplingParams, Stepped
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
 HASHER = PrefixHasher(bytes(32), b"", BLOCK_SIZE)

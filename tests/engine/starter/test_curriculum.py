@@ -4,9 +4,8 @@ from random import Random
 
 import pytest
 
-from engine.starter import curriculum
-from engine.starter.curriculum import MAX_FACTS, MIN_LESSONS, Curriculum
-from engine.starter.lessons import Teacher, train_tokenizer
+from engine.starter import lessons as taught
+from engine.starter.lessons import MAX_FACTS, MIN_LESSONS, Curriculum, Teacher, train_tokenizer
 from engine.starter.network import MAX_POSITIONS
 
 
@@ -42,7 +41,7 @@ def test_answers_before_a_growth_do_not_count_after_it():
 
 
 def test_a_step_about_documents_has_about_the_tokens_asked_for(teacher, monkeypatch):
-    monkeypatch.setattr(curriculum, "_CHAT_SHARE", 0.0)
+    monkeypatch.setattr(taught, "_CHAT_SHARE", 0.0)
     lessons, _ = Curriculum().lessons(teacher, Random(1), 4096)
     assert 4096 <= sum(len(lesson.ids) for lesson in lessons) < 4096 + 500
 

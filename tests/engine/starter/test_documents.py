@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.starter.documents import Document, Writer, is_held_out
-from engine.starter.words import ATTRIBUTES, LINES, SMALL_TALK, UNKNOWN
+from engine.starter.documents import (
+    ATTRIBUTES,
+    LINES,
+    SMALL_TALK,
+    UNKNOWN,
+    Document,
+    Writer,
+    is_held_out,
+)
 
 seeds = st.integers(0, 2**32)
 

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from engine.starter.documents import FIRST_NAMES, LAST_NAMES, NOUNS
 from engine.starter.lessons import (
     ASSISTANT,
     BEGIN,
@@ -13,7 +14,6 @@ from engine.starter.lessons import (
     Teacher,
     train_tokenizer,
 )
-from engine.starter.words import FIRST_NAMES, LAST_NAMES, NOUNS
 from engine.text.chat_template import ChatTemplate
 
 

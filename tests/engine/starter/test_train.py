@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.folder.checkpoint import Checkpoint
 from engine.starter import train
-from engine.starter.export import export
 from engine.starter.lessons import Teacher
+from engine.starter.network import export
 from engine.starter.train import Training
 
 

@@ -15,13 +15,14 @@ from engine.text.call_grammar import CallSyntax, calls_grammar
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
     GrammarError,
+    GrammarTokenizer,
+    Matcher,
     choice_grammar,
     json_grammar,
     lark_grammar,
     regex_grammar,
     validate,
 )
-from engine.text.matcher import GrammarTokenizer, Matcher
 from engine.text.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level, sentencepiece_like
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.schema_references import endless_reference
+from engine.text.grammar import endless_reference
 
 HERE = {"$ref": "#"}
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError, RequestError
-from engine.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import MAX_HELD_TOKENS, Detokenizer, Tokenizer
 from tests.tiny_tokenizers import CHATML, byte_level, save, sentencepiece_like
 
 MESSAGES = [

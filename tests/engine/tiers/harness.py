@@ -4,13 +4,11 @@ from collections import deque
 
 from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.places import SSD
-from engine.cache.prefix_hashes import PrefixHasher
-from engine.tiers.context import Context
-from engine.tiers.costs import Costs
+from engine.cache.prefix_index import PrefixHasher
+from engine.tiers.files import SlabHead
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.loads import Wanted
-from engine.tiers.records import SlabHead
+from engine.tiers.jobs import Context, CopyJob, GrowJob, ProbeJob, SweepJob
+from engine.tiers.loads import Costs, Wanted
 from engine.tiers.tier import Tier
 
 BLOCK_SIZE = 4

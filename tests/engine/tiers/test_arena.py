@@ -7,11 +7,10 @@ import pytest
 
 from engine.cache.places import DRAM
 from engine.tiers.arena import CacheArena
-from engine.tiers.context import Context, Patience
-from engine.tiers.costs import Costs
+from engine.tiers.files import SlabHead
 from engine.tiers.index import IndexEntry, RecordPlace, SlabIndex
-from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.records import SlabHead
+from engine.tiers.jobs import Context, CopyJob, GrowJob, Patience, ProbeJob, SweepJob
+from engine.tiers.loads import Costs
 from engine.tiers.tier import Tier
 from engine.wire.messages import Copied, Copy
 from tests.engine.schedule.test_router import walk

@@ -3,8 +3,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.tiers.files import DIGEST_BYTES, RecordHead
 from engine.tiers.index import HIGH_WATERMARK, LOW_WATERMARK, RecordPlace, SlabIndex
-from engine.tiers.records import DIGEST_BYTES, RecordHead
 
 HASHES = st.integers(0, 11).map(lambda n: bytes([n]) * 16)
 

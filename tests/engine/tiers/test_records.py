@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tiers.records import (
+from engine.tiers.files import (
     DIGEST_BYTES,
     HEADER_BYTES,
     PAGE,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tiers.reuse import ReuseDistances
+from engine.tiers.index import ReuseDistances
 
 USES = st.lists(st.integers(0, 20), max_size=150)
 

@@ -9,11 +9,10 @@ from collections import deque
 import pytest
 
 from engine.cache.places import SSD
-from engine.tiers.context import Context
-from engine.tiers.costs import Costs
+from engine.tiers.files import SlabHead
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.records import SlabHead
+from engine.tiers.jobs import Context, CopyJob, GrowJob, ProbeJob, SweepJob
+from engine.tiers.loads import Costs
 from engine.tiers.tier import Tier
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.test_router import World, expected_tokens, walk

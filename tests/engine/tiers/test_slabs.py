@@ -14,9 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.tiers import slabs as module
 from engine.tiers.disk import probe
-from engine.tiers.files import BusyError, check_records, delete_slabs, slab_bytes, survey
+from engine.tiers.files import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    PAGE,
+    BusyError,
+    check_records,
+    delete_slabs,
+    slab_bytes,
+    survey,
+)
 from engine.tiers.index import RecordPlace, SlabIndex
-from engine.tiers.records import DIGEST_BYTES, HEADER_BYTES, PAGE
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 
 BLOCK_BYTES = 5000

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.blocks import BlockState
-from engine.tiers.context import Patience
-from engine.tiers.costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
+from engine.tiers.jobs import Patience
+from engine.tiers.loads import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
 from engine.tiers.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, TierHarness

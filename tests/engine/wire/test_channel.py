@@ -6,8 +6,7 @@ import pytest
 
 from engine.errors import ChannelClosed
 from engine.wire.channel import DaemonChannel, WorkerChannel
-from engine.wire.messages import Admit, Go, LoadingProgress, Release
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import Admit, Go, LoadingProgress, Release, SamplingParams
 
 
 @pytest.fixture

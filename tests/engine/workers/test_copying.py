@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
-from engine.wire.messages import Admit, Behind, Copy, Unmapped
-from engine.wire.sampling import SamplingParams
+from engine.wire.messages import Admit, Behind, Copy, SamplingParams, Unmapped
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
 from engine.workers.running import Running

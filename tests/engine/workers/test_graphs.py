@@ -13,12 +13,10 @@ from engine.folder.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from engine.wire.messages import Admit, Release
-from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
+from engine.wire.messages import Admit, Release, SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
-from engine.workers.running import Running
+from engine.workers.running import Grammars, Running
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness

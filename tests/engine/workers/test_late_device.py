@@ -15,11 +15,10 @@ from engine.model.weights import load_weights
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import Copied
-from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
+from engine.wire.messages import Copied, SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
+from engine.workers.running import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness

@@ -19,10 +19,10 @@ from engine.wire.messages import (
     RehearsalStep,
     Rehearse,
     Release,
+    SamplingParams,
     Stepped,
     UseCores,
 )
-from engine.wire.sampling import SamplingParams
 from engine.workers.runner import Sampled
 from tests.engine.worker_harness import Harness, reports_in
 

@@ -27,7 +27,7 @@ from engine.wire.messages import (
 )
 from engine.workers import streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
-from engine.workers.sizing import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
+from engine.workers.on_gpu import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
 from engine.workers.streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint

@@ -13,13 +13,11 @@ from engine.folder.model_config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.text.call_grammar import CallSyntax, calls_grammar
-from engine.text.grammar import json_grammar, lark_grammar
-from engine.text.matcher import GrammarTokenizer
+from engine.text.grammar import GrammarTokenizer, json_grammar, lark_grammar
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Admit
-from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
+from engine.wire.messages import Admit, SamplingParams
 from engine.workers.runner import Runner
+from engine.workers.running import Grammars
 from tests.checkpoints import load_oracle
 from tests.engine.worker_harness import Harness
 
