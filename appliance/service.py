@@ -331,7 +331,8 @@ class Service:
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
-            self._energy.stepped(worker, report, len(self._router.roles.cores.used(worker)))
+            num_cores = report.num_cores or len(self._router.roles.cores.used(worker))
+            self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)

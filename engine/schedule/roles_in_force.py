@@ -257,7 +257,7 @@ class Roles:
 
     def rehearsed(self, worker: str, report: Rehearsed) -> None:
         """Learn from steps that were made to be timed."""
-        times = self._times_of(worker)
+        times = self._times.setdefault((worker, self._num_cores(worker)), StepTimes())
         for step in report.steps:
             times.observe(StepLoad.alike(step), step.elapsed_ms)
 
@@ -266,15 +266,12 @@ class Roles:
         load = StepLoad.of(step.entries)
         if not (load.num_prefill_tokens or load.batch):
             return []
-        self._times_of(worker).observe(load, (step.ended_ns - step.started_ns) / 1e6)
+        num_cores = step.num_cores or self._num_cores(worker)
+        times = self._times.setdefault((worker, num_cores), StepTimes())
+        times.observe(load, (step.ended_ns - step.started_ns) / 1e6)
         if load.batch:
             self._recent[worker].observe(load, step.ended_ns)
-        return self.outcomes.stepped(worker, step, self._num_cores(worker))
-
-    def _times_of(self, worker: str) -> StepTimes:
-        """Its step times on the cores that it has now."""
-        key = (worker, self._num_cores(worker))
-        return self._times.setdefault(key, StepTimes())
+        return self.outcomes.stepped(worker, step, num_cores)
 
     # What the router asks
 

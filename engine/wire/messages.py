@@ -374,6 +374,8 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_prefill_tokens: int
     num_decode_tokens: int
     entries: list[SequenceStep]
+    num_cores: int | None = None
+    """That it was computed on, where those are fewer than the worker was given."""
 
 
 class Copied(msgspec.Struct, tag=True, frozen=True):

@@ -115,6 +115,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         pools={setup.pool.name: pool, **others},
         eos_token_ids=config.eos_token_ids,
         max_step_tokens=setup.max_step_tokens,
+        own_cores=setup.cpus,
     )
     loss = weights_loss(transformer, checkpoint, setup.dtype) if is_measurer else None
     attention, notes = transformer.attention_backend, near.notes(pool)

@@ -116,6 +116,7 @@ class _Flight:
     launched: Launched
     num_prefill_tokens: int
     started_ns: int
+    num_cores: int
 
 
 class StepLoop:
@@ -131,6 +132,7 @@ class StepLoop:
         max_step_tokens: int,
         device: Device | None = None,
         map_pool: Callable[[SharedMemory], torch.Tensor] | None = None,
+        own_cores: list[int] | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
     ) -> None:
         self._channel = channel
@@ -140,6 +142,11 @@ class StepLoop:
         self._max_step_tokens = max_step_tokens
         self._map_pool = map_pool
         self._use_cores = use_cores
+        self._own_cores = frozenset(own_cores or ())
+        self._given = self._used = own_cores or []
+        """Cores that it may compute on, and those that it does."""
+        self._goes_home = False
+        """The next step leaves borrowed cores alone: their owner has just been handed work."""
         self._is_parked = False
         self._running: dict[int, Running] = {}
         self._entries: list[SequenceStep] = []
@@ -172,6 +179,7 @@ class StepLoop:
         ended_ns = time.monotonic_ns()
         if self._flight is not None:
             self._flight.started_ns = ended_ns  # the device computes one after the other
+        self._goes_home = any(e.released == "moved" for e in entries)
         if entries:
             num_tokens = sum(n for _, n in planned)
             num_prefill_tokens = flight.num_prefill_tokens
@@ -182,6 +190,7 @@ class StepLoop:
                     num_prefill_tokens,
                     num_tokens - num_prefill_tokens,
                     entries,
+                    None if flight.num_cores == len(self._given) else flight.num_cores,
                 )
             )
         for running, _ in planned:
@@ -200,8 +209,23 @@ class StepLoop:
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )
+        if planned:
+            self._choose_cores()
         launched = self._runner.launch(planned)
-        return _Flight(planned, launched, num_prefill_tokens, started_ns)
+        return _Flight(planned, launched, num_prefill_tokens, started_ns, len(self._used))
+
+    def _choose_cores(self) -> None:
+        """Compute on what was given; for a step after a handoff, on own cores alone.
+
+        Whoever was handed the sequence takes its cores back at once. That word comes when the next
+        chunk of another prompt is under way, which would share them with it for as long as it
+        takes; and chats that start their turns together would find it so every time.
+        """
+        home = [cpu for cpu in self._given if cpu in self._own_cores]
+        cpus = home if self._goes_home and home else self._given
+        if cpus != self._used:
+            self._use_cores(cpus)
+            self._used = cpus
 
     def _follow(self, flight: _Flight) -> _Flight | None:
         """Start the same sequences' next step, if they are all that there is to run."""
@@ -212,7 +236,7 @@ class StepLoop:
         launched = self._runner.follow(flight.launched)
         if launched is None:
             return None
-        return _Flight(planned, launched, 0, flight.started_ns)
+        return _Flight(planned, launched, 0, flight.started_ns, flight.num_cores)
 
     def _collect(self, flight: _Flight) -> list[SequenceStep]:
         """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
@@ -316,6 +340,7 @@ class StepLoop:
                 self._is_parked = not cpus
                 if cpus:
                     self._use_cores(cpus)
+                    self._given = self._used = cpus
                 self._channel.send(CoresUsed(cpus))
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")

@@ -36,6 +36,7 @@ class Harness:
         max_step_tokens=8,
         pools=None,
         device=None,
+        own_cores=None,
     ):
         self.runner = runner
         self.pool = pool
@@ -52,6 +53,7 @@ class Harness:
             device=device,
             eos_token_ids=eos_token_ids,
             max_step_tokens=max_step_tokens,
+            own_cores=own_cores,
             use_cores=self.cores.append,
         )
 

@@ -80,10 +80,10 @@ class FakeRunner:
 def make():
     harnesses = []
 
-    def make():
+    def make(**options):
         pool = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
         other = torch.zeros(8, 1, 2, BLOCK_SIZE, 1, 1)
-        harnesses.append(Harness(FakeRunner(pool), pool, other))
+        harnesses.append(Harness(FakeRunner(pool), pool, other, **options))
         return harnesses[-1]
 
     yield make
@@ -305,6 +305,18 @@ def test_a_parked_worker_keeps_what_it_is_given_and_computes_nothing(make):
     assert answer == CoresUsed([3, 4])
     assert step.num_prefill_tokens
     assert harness.cores == [[3, 4]]
+
+
+def test_the_step_after_a_handoff_leaves_borrowed_cores_to_their_owner(make):
+    harness = make(own_cores=[3])
+    harness.worker._max_step_tokens = 16
+    long = msgspec.structs.replace(admit(2, num_tokens=90), block_table=[1] * 30)
+    harness.tell(UseCores([3, 4]), admit(1, num_tokens=10, until=1), long)
+    _, handed_on = harness.step()
+    assert [entry.released for entry in handed_on.entries] == ["moved"]
+    (on_its_own,), (on_both,) = harness.step(), harness.step()
+    assert [step.num_cores for step in (handed_on, on_its_own, on_both)] == [None, 1, None]
+    assert harness.cores == [[3, 4], [3], [3, 4]]
 
 
 def test_a_parked_worker_lets_go_of_what_it_is_told_to_drop(make):
