@@ -1,10 +1,10 @@
 """What the SSD cache gains, and what it costs those who decode meanwhile.
 
-usage: python -m tests.benchmarks.ssd_cache restart [--model FOLDER] [--rounds 3] [--length 4000]
-       python -m tests.benchmarks.ssd_cache gaps [--model FOLDER] [--rounds 3] [--prompts 200]
-       python -m tests.benchmarks.ssd_cache ladder [--model FOLDER] [--rounds 2] [--seconds 20]
-       python -m tests.benchmarks.ssd_cache trace [--model FOLDER] [--kind agents|mooncake]
-       python -m tests.benchmarks.ssd_cache copies | decisions | throttled | flips
+usage: python -m tests.benchmarks.ssd_cache WHAT [WHAT ...] [--model FOLDER] [--rounds 3] ...
+
+WHAT:
+restart [--length 4000]; gaps [--prompts 200]; ladder [--seconds 20]; trace [--kind agents|mooncake]
+copies; decisions; counted; throttled; flips: one after the other, as many as are named
 
 restart: a pool of little more than two prompts. One is computed, asked for again (from the pool,
 and stored), pushed out of the pool by two others, asked for (from the disk); then the daemon is
@@ -17,14 +17,17 @@ it, and without it again take turns; the two without it are the band within whic
 
 ladder: clients whose KV needs twice the pool, so that sequences are preempted; tokens a second with
 the cache, without it (a victim is computed again), without it where only so many clients are served
-as surely fit (the others are refused, and ask again 50 ms later), and without it again.
+as surely fit (the others are refused, and ask again 50 ms later), and the first two again.
 
 trace: conversations that take turns, all beginning alike, or prompts about documents of which some
 are asked about often, in a pool of a tenth of what they have in all (but of the longest prompt); of
-the prompts' tokens, those found with the cache, without it, and by a cache without end.
+the prompts' tokens, those found without the caches, with each of --tiers, without them again, and
+by a cache without end. --scale shortens the prompts.
 
 copies: loads and stores beside plain reads and writes by O_DIRECT of as many bytes, in turns.
 decisions: what the tier takes of the daemon's loop for a prompt of 4,000 tokens.
+counted: the same, counted inside a daemon whose prompts leave the pool and come back, beside the
+time in which it computed.
 throttled: a disk that reads 20 times slower than it did at start; regret beside what all took.
 flips: a random byte of a slab is changed, the block read, and the byte mended, 10,000 times.
 """
@@ -32,12 +35,15 @@ flips: a random byte of a slab is changed, the block read, and the byte mended, 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import mmap
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -134,8 +140,8 @@ def restart(options: argparse.Namespace) -> None:
                 daemon.complete(fresh(300, 500 + seed), max_tokens=4, ignore_eos=True)
             row = {"computed": ttft_ms(daemon, asked), "pool": ttft_ms(daemon, asked)}
             wait_settled(daemon)
-            for seed in range(2):
-                daemon.complete(fresh(length, 900 + 10 * number + seed), max_tokens=1)
+            for seed, name in enumerate(("the next computed", "and one more")):
+                row[name] = ttft_ms(daemon, fresh(length, 900 + 10 * number + seed))
             row["SSD"] = ttft_ms(daemon, asked)
             before = daemon.wait_for(lambda d=daemon: d.log_rows()[0])
             daemon.kill()
@@ -186,21 +192,26 @@ def gaps_of(daemon: Daemon, seed: int, options: argparse.Namespace) -> list[floa
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
+SAID = ("stored_blocks", "loaded_blocks", "loads", "declined_loads", "regret_ms")
+
+
 def in_turns(options: argparse.Namespace, settings: tuple[str, ...], measure) -> dict:
-    """What is measured of daemons without the cache, with it, and without it again."""
+    """What is measured of daemons without the caches, with each of --tiers, and without again."""
     found: dict[str, list] = {}
     for number in range(options.rounds):
-        for arm in ("off", "on", "off again"):
+        for arm in ("off", *options.tiers, "off again"):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                cache = options.tiers if arm == "on" else OFF
-                daemon = Daemon(Path(folder), *cache, *settings, model=options.model)
-                daemon.wait_ready()
-                if arm == "on":
-                    wait_on(daemon)
+                cache = TIERS.get(arm, OFF)
+                daemon = wait_on(Daemon(Path(folder), *cache, *settings, model=options.model))
                 value = measure(daemon, number)
                 found.setdefault(arm, []).append(value)
-                said = {k: v for k, v in (ssd(daemon) or {}).items() if v} if arm == "on" else ""
-                print(f"round {number}, {arm}: {value} {said}", flush=True)
+                frames = {name: daemon.fresh_state()[name] for name in ("dram", "ssd")}
+                said = {
+                    name: {key: round(frame[key]) for key in SAID}
+                    for name, frame in frames.items()
+                    if frame is not None and frame["stored_blocks"]
+                }
+                print(f"round {number}, {arm}: {value} {said or ''}", flush=True)
                 daemon.kill()
     return found
 
@@ -218,7 +229,8 @@ def gaps(options: argparse.Namespace) -> None:
 
 
 def ladder(options: argparse.Namespace) -> None:
-    num_clients, num_prompt, num_output = 6, 900, 500
+    num_clients = options.clients
+    num_prompt, num_output = options.prompt_tokens, options.output_tokens
     memory = kv_memory(options, num_clients * (num_prompt + num_output) // 2)
     found: dict[str, list] = {}
 
@@ -249,11 +261,13 @@ def ladder(options: argparse.Namespace) -> None:
 
     arms = {
         "recompute only": (OFF, num_clients),
-        "ladder": (options.tiers, num_clients),
+        "ladder": (TIERS[options.tiers[0]], num_clients),
         "refuse only": (OFF, num_clients // 2),
         "recompute only again": (OFF, num_clients),
+        "ladder again": (TIERS[options.tiers[0]], num_clients),
     }
-    settings = (*memory, "--roles", options.roles, "--max-model-len", "1472")
+    longest = str(num_prompt + num_output + 72)
+    settings = (*memory, "--roles", options.roles, "--max-model-len", longest)
     for number in range(options.rounds):
         for arm, (cache, num_taken) in arms.items():
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -268,10 +282,10 @@ def ladder(options: argparse.Namespace) -> None:
         ratios(found, of, "tokens/s")
 
 
-def agents(num_talks: int, num_turns: int) -> list[list[int]]:
+def agents(num_talks: int, num_turns: int, scale: float) -> list[list[int]]:
     """Conversations that take turns, all beginning alike."""
-    num_first, num_more = 640, 192
-    talks = [fresh(320, 7) + fresh(num_first - 320, 100 + n) for n in range(num_talks)]
+    num_shared, num_own, num_more = (int(n * scale) for n in (320, 320, 192))
+    talks = [fresh(num_shared, 7) + fresh(num_own, 100 + n) for n in range(num_talks)]
     return [
         talks[n] + [t for i in range(turn) for t in fresh(num_more, 1000 + 50 * n + i)]
         for turn in range(num_turns)
@@ -279,7 +293,7 @@ def agents(num_talks: int, num_turns: int) -> list[list[int]]:
     ]
 
 
-def mooncake(num_prompts: int) -> list[list[int]]:
+def mooncake(num_prompts: int, scale: float) -> list[list[int]]:
     """Few beginnings that many share, documents asked about as often as their rank says, and ends.
 
     As in the trace that Mooncake's authors published: most blocks are used once, few very often.
@@ -288,15 +302,17 @@ def mooncake(num_prompts: int) -> list[list[int]]:
     weights = [1 / (rank + 1) for rank in range(num_prompts // 2)]
     for number in range(num_prompts):
         document = rng.choices(range(len(weights)), weights)[0]
-        start = fresh(192, 20 + document % 3)
-        middle = fresh(256 + 128 * (document % 7), 300 + document)
-        prompts.append(start + middle + fresh(rng.randrange(40, 200), 5000 + number))
+        start = fresh(int(192 * scale), 20 + document % 3)
+        middle = fresh(int((256 + 128 * (document % 7)) * scale), 300 + document)
+        end = fresh(int(rng.randrange(40, 200) * scale), 5000 + number)
+        prompts.append(start + middle + end)
     return prompts
 
 
 def trace(options: argparse.Namespace) -> None:
-    size = options.size
-    prompts = agents(size, size // 2 + 1) if options.kind == "agents" else mooncake(12 * size)
+    size, scale = options.size, options.scale
+    is_agents = options.kind == "agents"
+    prompts = agents(size, size // 2 + 1, scale) if is_agents else mooncake(12 * size, scale)
     seen: set[bytes] = set()
     hasher, endless = PrefixHasher(bytes(32), b"", BLOCK_SIZE), 0
     for prompt in prompts:
@@ -482,6 +498,74 @@ def decisions(options: argparse.Namespace) -> None:
         )
 
 
+class CountedDaemon(Daemon):
+    """Its router's calls of the tiers are timed."""
+
+    program = ("-m", "tests.benchmarks.ssd_cache", "serve-counted")
+
+
+def serve_counted() -> None:
+    """A daemon that writes what its tiers have taken into a file when it ends.
+
+    What one of them calls of another counts once.
+    """
+    from appliance.cli.main import main as penstock
+    from engine.tiers.tiers import Tiers
+
+    taken, depth = {"calls": 0, "ms": 0.0}, 0
+
+    def timed(call):
+        def count(*args, **options):
+            nonlocal depth
+            depth, began_ns = depth + 1, time.perf_counter_ns()
+            try:
+                return call(*args, **options)
+            finally:
+                depth -= 1
+                if not depth:
+                    taken["ms"] += (time.perf_counter_ns() - began_ns) / 1e6
+                    taken["calls"] += 1
+
+        return count
+
+    for made in (Tiers, Tier):
+        for name, call in inspect.getmembers(made, inspect.isfunction):
+            if not name.startswith("_") and name not in ("would_find",):
+                setattr(made, name, timed(call))
+    sys.argv = ["penstock", *sys.argv[2:]]
+    try:
+        penstock()
+    finally:
+        Path(os.environ["COUNTED"]).write_text(json.dumps(taken))
+
+
+def counted(options: argparse.Namespace) -> None:
+    """Prompts that leave a pool of a third of them and come back, one after the other."""
+    prompts = [fresh(options.length // 4, n) for n in range(12)]
+    memory = kv_memory(options, options.length + 640)
+    settings = (*CACHE, "--dram-cache", "1GiB", *memory, "--roles", options.roles)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "counted.json"
+        env = {"COUNTED": str(path)}
+        daemon = wait_on(CountedDaemon(Path(folder), *settings, model=options.model, env=env))
+        began_s, num_tokens = time.monotonic(), 0
+        for _ in range(options.rounds):
+            for prompt in prompts:
+                daemon.complete(prompt, max_tokens=32, ignore_eos=True)
+                num_tokens += 32
+        took_ms = (time.monotonic() - began_s) * 1e3
+        restored = sum(row["restored_tokens"] for row in daemon.log_rows())
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.process.wait(60)
+        taken = json.loads(path.read_text())
+        print(
+            f"{options.rounds * len(prompts)} prompts of {len(prompts[0])} tokens, {restored} "
+            f"tokens restored, {num_tokens} put out: {taken['calls']} calls of the tiers took "
+            f"{taken['ms']:.1f} ms, of {took_ms:.0f} ms in which one prompt after the other was "
+            f"computed: {taken['ms'] / took_ms:.4%}"
+        )
+
+
 def throttled(options: argparse.Namespace) -> None:
     """Computing is taken to need 0.6 ms a token, about what the 135M shape takes here."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -569,9 +653,13 @@ def flips(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["serve-counted"]:
+        serve_counted()
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    ways = (restart, gaps, ladder, trace, copies, decisions, throttled, flips)
-    parser.add_argument("what", choices=[way.__name__ for way in ways])
+    ways = (restart, gaps, ladder, trace, copies, decisions, counted, throttled, flips)
+    by_name = {way.__name__: way for way in ways}
+    parser.add_argument("what", nargs="+", choices=list(by_name), metavar="WHAT")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path, help="of the caches; on a disk, not in memory")
     parser.add_argument("--rounds", type=int, default=3)
@@ -581,13 +669,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--readers", type=int, default=disk_module.NUM_READERS)
-    parser.add_argument("--tiers", choices=list(TIERS), default="ssd")
+    parser.add_argument("--tiers", choices=list(TIERS), nargs="+", default=["ssd"])
+    parser.add_argument("--clients", type=int, default=6, help="of the ladder")
+    parser.add_argument("--prompt-tokens", type=int, default=900, help="of the ladder")
+    parser.add_argument("--output-tokens", type=int, default=500, help="of the ladder")
     parser.add_argument("--kind", choices=["agents", "mooncake"], default="agents")
     parser.add_argument("--size", type=int, default=10, help="of a trace")
+    parser.add_argument("--scale", type=float, default=1.0, help="of a trace's prompts")
     parser.add_argument("--flips", type=int, default=10_000)
     options = parser.parse_args()
-    disk_module.NUM_READERS, options.tiers = options.readers, TIERS[options.tiers]
-    next(way for way in ways if way.__name__ == options.what)(options)
+    disk_module.NUM_READERS = options.readers
+    for what in options.what:
+        print(f"{what}, {options.model or 'the starter model'}:", flush=True)
+        by_name[what](options)
 
 
 if __name__ == "__main__":
