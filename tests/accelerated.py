@@ -41,7 +41,7 @@ class AcceleratedDaemon(Daemon):
     def __init__(self, folder, num_gpus, *args, reach=True, **options):
         self.faults = folder / "faults"
         """What is wrong with the links, as tests.accelerated_worker reads it."""
-        self.faults.mkdir(parents=True)
+        self.faults.mkdir(parents=True, exist_ok=True)
         env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach)), FAULTS: str(self.faults)}
         super().__init__(folder, *args, env=env, **options)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.accelerated import AcceleratedDaemon
 from tests.daemons import ARMS, Daemon
 from tests.test_exactness import assert_same, make_served, prompts
 
@@ -67,6 +68,29 @@ def test_after_kill_minus_nine_stored_prompts_come_from_disk_with_the_same_token
     assert daemon.stop() == 0
 
 
+def test_what_gpus_have_computed_is_on_disk_after_a_kill(served, tmp_path):
+    """By way of the host's memory."""
+    model, oracle = served
+    asked = prompts(LENGTHS)
+
+    def start_on_gpus():
+        options = (*CACHE, "--dtype", "float32", "--eager", "--kv-memory", "16MiB")
+        daemon = AcceleratedDaemon(tmp_path, 2, *options, reach=False, model=model).wait_ready()
+        daemon.wait_for(lambda: ssd(daemon)["state"] == "on")
+        return daemon
+
+    daemon = start_on_gpus()
+    store(daemon, asked)
+    daemon.wait_for(lambda: ssd(daemon)["stored_blocks"] >= NUM_BLOCKS, 240)
+    daemon.kill()
+    daemon = start_on_gpus()
+    for prompt in asked:
+        assert_same(prompt, ask(daemon, prompt), oracle, 12)
+    assert_loaded(daemon)
+    assert ssd(daemon)["damaged_blocks"] == 0
+    assert daemon.stop() == 0
+
+
 def test_a_daemon_that_ends_stores_what_it_has_computed(served, tmp_path):
     model, oracle = served
     asked = prompts(LENGTHS)
@@ -87,9 +111,9 @@ class HangingDaemon(Daemon):
     program = (
         "-c",
         "import threading\nfrom appliance.cli import main\n"
-        "from engine.tiers import context, slabs\n"
+        "from engine.tiers import jobs, slabs\n"
         "slabs.Slabs.write = lambda *_: threading.Event().wait()\n"
-        "patience = context.Context.__dataclass_fields__['patience'].default\n"
+        "patience = jobs.Context.__dataclass_fields__['patience'].default\n"
         "object.__setattr__(patience, 'store_s', 0.5)\n"
         "main()",
     )

@@ -97,7 +97,7 @@ def serve(
 
 def _check(settings: config.ServeConfig) -> None:
     from appliance.fleet.boot import check_others, check_plan
-    from appliance.fleet.ssd_cache import ssd_problem
+    from appliance.fleet.ssd_room import ssd_problem
     from appliance.http.access import AccessPolicy
 
     for sentence in config.unknown_variables():

@@ -303,12 +303,12 @@ def _log(path: Path) -> Finding:
 
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Of the daemon that runs, or as these settings would have it."""
-    from appliance.fleet.ssd_cache import HINT, allowance
+    from appliance.fleet.ssd_room import HINT, allowance
     from engine.tiers.files import slab_bytes
 
-    served = None if isinstance(state, PenstockError) else state.get("ssd")
-    if served is not None:
-        return _ssd_of_daemon(served)
+    if not isinstance(state, PenstockError) and (served := state.get("ssd")) is not None:
+        has_gpus = any(w["device"].startswith("gpu") for w in state["workers"])
+        return _ssd_of_daemon(served, has_gpus=has_gpus)
     folder = found.ssd_folder
     allowed = allowance(folder, found.ssd_cache)
     if isinstance(allowed, str):
@@ -322,12 +322,13 @@ def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Fi
     return Finding("ssd", "ok", f"{folder}: {used}")
 
 
-def _ssd_of_daemon(ssd: dict[str, Any]) -> Finding:
+def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
     about = f"{ssd['folder']}: the daemon's SSD cache is {ssd['state']}"
     match ssd["state"]:
         case "on":
             used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} used"
-            return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon")
+            way = "; to and from GPUs by way of the host's memory, unproven" if has_gpus else ""
+            return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon{way}")
         case "down":
             hint = "the disk is slow or fails; see the kernel log"
             return Finding("ssd", "note", f"{about}: {ssd['reason']}", hint)

@@ -34,6 +34,7 @@ from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError
 from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.kernels.attention_backends import this_machine
+from engine.tiers.staging import num_slots_for
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
@@ -59,6 +60,8 @@ class BootPlan:
     inherited_fds: list[int]
     arena: PoolSpec | None = None
     """Below the pools, in the host's memory; None: there is none."""
+    num_staging: int = 0
+    """Blocks at the end of it, by way of which the disk reaches pools on GPUs; 0: it needs none."""
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
     tool_parser: str = "auto"
@@ -125,7 +128,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
-    arena = _arena(config, placement)
+    arena, num_staging = _arena(config, placement)
     workers, fds = _setups(
         checkpoint, dtype, placement, weights, arena, has_graphs=not config.eager
     )
@@ -151,6 +154,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
         workers,
         fds,
         arena,
+        num_staging,
         aliases=config.model_aliases,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
@@ -171,9 +175,20 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    _num_arena_blocks(config, placement)
+    num_arena_blocks = _num_arena_blocks(config, placement)
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
     about = f"; {weights.words}" if weights.words else ""
+    if num_arena_blocks:
+        size = size_text(num_arena_blocks * placement.block_bytes)
+        about += f"; below the pools a DRAM cache of {size}"
+    elif isinstance(config.dram_cache, int):
+        why = "it keeps the prefix cache, which is off" if not config.prefix_cache else (
+            f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
+        )  # fmt: skip
+        about += f"; no DRAM cache: {why}"
+    if num_staging := _num_staging_blocks(config, placement):
+        size = size_text(num_staging * placement.block_bytes)
+        about += f"; {size} of the host's memory between GPUs and the SSD cache"
     return (
         f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request{attention}{about}"
@@ -299,13 +314,22 @@ def _setups(
     return workers, fds
 
 
-def _arena(config: ServeConfig, placement: Placement) -> PoolSpec | None:
-    """Memory for a tier below the pools, with a block of padding as they have."""
-    num_blocks = _num_arena_blocks(config, placement)
+def _arena(config: ServeConfig, placement: Placement) -> tuple[PoolSpec | None, int]:
+    """Memory below the pools, with a block of padding as they have; blocks of it for staging."""
+    num_staging = _num_staging_blocks(config, placement)
+    num_blocks = _num_arena_blocks(config, placement) + num_staging
     if not num_blocks:
-        return None
+        return None, 0
     fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * placement.block_bytes)
-    return PoolSpec(DRAM, fd, num_blocks + 1)
+    return PoolSpec(DRAM, fd, num_blocks + 1), num_staging
+
+
+def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
+    """Blocks by way of which the disk's threads reach pools that are on devices; 0: none is."""
+    is_on_device = any(pool.home is not None for pool in placement.places.pools)
+    if not is_on_device or config.ssd_cache == "off" or not config.prefix_cache:
+        return 0
+    return num_slots_for(placement.block_bytes)
 
 
 def _num_arena_blocks(config: ServeConfig, placement: Placement) -> int:

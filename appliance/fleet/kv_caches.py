@@ -16,11 +16,11 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.tier_parts import Prediction, frame_of
+from appliance.fleet.tier_parts import Prediction, frame_of, worker_of
 from appliance.frame.protocol import TierFrame
 from engine.cache.places import DRAM
 from engine.schedule.router import Router
-from engine.tiers.arena import CacheArena
+from engine.tiers.arena import CacheArena, WorkerCopies
 from engine.tiers.files import DIGEST_BYTES, PAGE, SlabHead
 from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Context, Job, Patience
@@ -50,17 +50,21 @@ class DramCache:
         """Why there is none although there is to be one."""
         self._tell = tell
 
-    def open(self, plan: BootPlan, router: Router, workers: Supervisor) -> None:
-        """Attach it to the router, if the plan has an arena; the workers are ready."""
+    def open(
+        self, plan: BootPlan, router: Router, workers: Supervisor, copies: WorkerCopies
+    ) -> None:
+        """Attach it to the router, if the plan has room for it; the workers are ready."""
         self.tier = self._reason = None
-        if plan.arena is None:
+        num_blocks = 0 if plan.arena is None else plan.arena.num_blocks - 1 - plan.num_staging
+        if not num_blocks:
             return
         rates = [state.probes.get(DRAM, 0.0) for state in workers.workers.values()]
         if not all(rates):
             self._reason = "what came back from it at start is not what was sent"
             self._tell("warning", "dram.off", f"there is no DRAM cache: {self._reason}")
             return
-        tier = self.tier = _tier(plan, router, workers, Costs(min(rates)), self._tell)
+        costs, block_bytes = Costs(min(rates)), plan.placement.block_bytes
+        tier = self.tier = _tier(num_blocks, block_bytes, router, copies, costs, self._tell)
         router.prefixes.tiers.each.insert(0, tier)
         size, rate = size_text(tier.max_bytes), f"{size_text(min(rates))}/s"
         self._tell("info", "dram.on", f"DRAM cache of {size}, copied to and from at {rate}")
@@ -77,26 +81,20 @@ class DramCache:
 
 
 def _tier(
-    plan: BootPlan,
+    num_blocks: int,
+    block_bytes: int,
     router: Router,
-    workers: Supervisor,
+    copies: WorkerCopies,
     costs: Costs,
     tell: Callable[[str, str, str], None],
 ) -> Tier:
-    loop, places, arena_spec = asyncio.get_running_loop(), router.places, plan.arena
-    assert arena_spec is not None
-    num_blocks, block_bytes = arena_spec.num_blocks - 1, plan.placement.block_bytes
-
-    def worker_of(pool: str) -> str | None:
-        # of those who share it the last one, which decodes: its steps are short
-        names = [worker.name for worker in places.workers if worker.pool == pool]
-        return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
+    loop = asyncio.get_running_loop()
 
     def report(job: Job) -> None:
         tier.done(job)
 
     head = SlabHead(0, PAGE, num_blocks, bytes(DIGEST_BYTES))
-    arena = CacheArena(head, worker_of, workers.send, loop.call_later, report)
+    arena = CacheArena(head, worker_of(router), copies, report)
     context = Context(
         router.ledger,
         DRAM,
@@ -117,7 +115,6 @@ def _tier(
         Prediction(router).prompt_ms,
         changed=lambda: router.dispatch(time.monotonic_ns()),
     )
-    router.copies.arena = arena
     return tier
 
 
@@ -147,9 +144,11 @@ class KvCaches:
             router: gets the tiers.
             workers: that are ready.
         """
+        copies = WorkerCopies(workers.send, asyncio.get_running_loop().call_later)
+        router.copies.of_tiers = copies
         if hasher is not None:
-            self._dram.open(plan, router, workers)
-        await self._ssd.open(plan, hasher, router)
+            self._dram.open(plan, router, workers, copies)
+        await self._ssd.open(plan, hasher, router, workers, copies)
 
     def frames(self) -> dict[str, TierFrame | None]:
         """How they stand, by their names in a frame."""

@@ -1,4 +1,4 @@
-"""The SSD cache of a running daemon: its folder and cap, its start, its upkeep and its end.
+"""The SSD cache of a running daemon: its start, its upkeep and its end.
 
 Owns: the slabs and the threads of the disk, from start to end.
 Invariants: whatever is wrong with the folder, the daemon serves, and says that it does so without
@@ -11,121 +11,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
-from appliance.fleet.tier_parts import Prediction, frame_of
+from appliance.fleet.ssd_room import HINT, Allowance, allowance
+from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.tier_parts import Prediction, frame_of, worker_of
 from appliance.frame.protocol import TierFrame
-from engine.cache.places import SSD
+from engine.cache.places import DRAM, SSD
 from engine.schedule.router import Router
+from engine.tiers.arena import WorkerCopies
 from engine.tiers.disk import Disk, probe
-from engine.tiers.files import BusyError, Contents, slab_bytes
+from engine.tiers.files import BusyError, Contents
 from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Context, Job
 from engine.tiers.loads import Costs
-from engine.tiers.slabs import RESERVE_BYTES, Reclaimed, Slabs
+from engine.tiers.slabs import Reclaimed, Slabs
+from engine.tiers.staging import StagedDisk
 from engine.tiers.tier import Tier
 from engine.units import size_text
-
-# Where an SSD cache may be, and how large it may grow there.
-#
-# Owns: the sizes when nobody says, and what of a disk stays free.
-# Invariant: what is asked for is granted only as far as the disk has it to spare.
-# Never: leaves anything in the folder, or makes it.
-
-
-FREE_SHARE = 10
-"""Without a size, this part of the free disk..."""
-MAX_DEFAULT_BYTES = 20 << 30
-"""...and at most this."""
-ASKED_RESERVE_SHARE = 6
-"""Where somebody has said a size, this part of the free disk stays free..."""
-MIN_RESERVE_BYTES = 1 << 30
-"""...and at least this, and no more than RESERVE_BYTES."""
-HINT = "name another folder with --ssd-dir, or do without: --ssd-cache off"
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """How large the cache may grow."""
-
-    cap_bytes: int
-    reserve_bytes: int
-    """Of the disk, that stays free."""
-    asked_bytes: int | None = None
-    """What was asked for, where the disk allows less."""
-
-    @property
-    def words(self) -> str:
-        """Why it is less than was asked for; empty where it is not."""
-        if self.asked_bytes is None:
-            return ""
-        return (
-            f"asked for {size_text(self.asked_bytes)}, the disk allows {size_text(self.cap_bytes)}"
-        )
-
-
-def allowance(folder: Path, asked: int | str) -> Allowance | str:
-    """How large it may grow, or why there is none.
-
-    Args:
-        folder: of the cache, there or not.
-        asked: a size in bytes, `auto` or `off`.
-
-    Raises:
-        OSError: the disk cannot be looked at.
-    """
-    if asked == "off":
-        return "switched off by ssd_cache"
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if (problem := _problem(folder, there)) is not None:
-        return problem
-    free_bytes = shutil.disk_usage(there).free + slab_bytes(folder)
-    reserve_bytes, most_bytes = RESERVE_BYTES, min(free_bytes // FREE_SHARE, MAX_DEFAULT_BYTES)
-    if isinstance(asked, int):
-        share = max(free_bytes // ASKED_RESERVE_SHARE, MIN_RESERVE_BYTES)
-        reserve_bytes, most_bytes = min(share, RESERVE_BYTES), asked
-    cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
-    if cap_bytes <= 0:
-        free, reserve = size_text(free_bytes), size_text(reserve_bytes)
-        return f"{folder}: of its disk {free} are free, and {reserve} stay so"
-    is_cut = isinstance(asked, int) and cap_bytes < asked
-    return Allowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
-
-
-def ssd_problem(folder: Path, asked: int | str) -> str | None:
-    """What is to be said of settings before they are served; None: nothing."""
-    if asked == "off":
-        return None
-    try:
-        allowed = allowance(folder, asked)
-    except OSError as error:
-        allowed = f"{error.filename or folder}: {error.strerror}"
-    if isinstance(allowed, str):
-        return f"there would be no SSD cache: {allowed}; {HINT}"
-    return f"SSD cache in {folder}: {allowed.words}" if allowed.words else None
-
-
-def _problem(folder: Path, there: Path) -> str | None:
-    """Why no file can be made where the folder is, or would be; None: one can."""
-    about = str(folder) if there == folder else f"{folder}: {there}"
-    if not there.is_dir():
-        return f"{about} is not a folder"
-    if there == folder and folder.stat().st_uid != os.geteuid():
-        return f"{about} belongs to another user"
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        return f"{about} takes no files: {error.strerror}"
-    return None
-
 
 SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
@@ -142,18 +51,25 @@ class Blocks:
     num_bytes: int
     """Of a block."""
     pool_fds: Mapping[str, int]
-    """Memory of the pools, by name."""
+    """Memory of the pools, by name: those in the host's memory, and that of the slots."""
+    slots: range
+    """Blocks in the host's memory, by way of which those go that are on GPUs."""
 
 
 def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> Blocks:
-    """What is kept of a plan's pools: those in the host's memory, rings left out."""
+    """What is kept of a plan's pools, rings left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
+    slots = range(0)
+    if plan.arena is not None and plan.num_staging:
+        pool_fds[DRAM] = plan.arena.fd
+        slots = range(plan.arena.num_blocks - plan.num_staging, plan.arena.num_blocks)
     return Blocks(
         hasher.fingerprint,
         plan.placement.block_bytes,
         # its own: a thread that is stuck may use them after the pools were closed
         {name: os.dup(fd) for name, fd in pool_fds.items() if fd is not None},
+        slots,
     )
 
 
@@ -179,12 +95,21 @@ class SsdCache:
         self._asked, self._keep_days = config.ssd_cache, config.log_keep_days
         self._tell = tell
         self._disk: Disk | None = None
+        self._staged: StagedDisk | None = None
+        """In front of the disk, where pools are on GPUs."""
         self._pool_fds: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._settled: asyncio.Event | None = None
         """Set when nothing is left to be stored."""
 
-    async def open(self, plan: BootPlan, hasher: PromptHasher | None, router: Router) -> None:
+    async def open(
+        self,
+        plan: BootPlan,
+        hasher: PromptHasher | None,
+        router: Router,
+        workers: Supervisor,
+        copies: WorkerCopies,
+    ) -> None:
         """Read what is there, and attach it to the router; what is wrong is said."""
         self.is_off = self._has_failed = False
         if hasher is None:
@@ -198,8 +123,11 @@ class SsdCache:
                 hint = "" if self._asked == "off" else f"; {HINT}"
                 self._off(f"{allowed}{hint}", is_wanted=self._asked != "off")
                 return
-            if not blocks.pool_fds:
-                self._off("the KV pools are on a GPU, which it does not reach yet")
+            copied_per_s = min(
+                (w.probes.get(DRAM, 0.0) for w in workers.workers.values()), default=0.0
+            )
+            if blocks.slots and not copied_per_s:
+                self._off("what went from GPUs to the host's memory at start did not come back")
                 return
             slabs = self.slabs = Slabs(
                 self.folder,
@@ -214,7 +142,9 @@ class SsdCache:
         except OSError as error:
             self._off(f"{error.filename or self.folder}: {error.strerror}; {HINT}")
         else:
-            self._attach(slabs, found, bytes_per_s, blocks, router)
+            if blocks.slots:  # one half after the other
+                bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
+            self._attach(slabs, found, bytes_per_s, blocks, router, copies)
             self._say_what_is_there(slabs, allowed)
 
     def frame(self) -> TierFrame:
@@ -240,6 +170,7 @@ class SsdCache:
         bytes_per_s: float,
         blocks: Blocks,
         router: Router,
+        copies: WorkerCopies,
     ) -> None:
         loop = asyncio.get_running_loop()
         index = SlabIndex(self._keep_days * _DAY_S)
@@ -253,11 +184,15 @@ class SsdCache:
                 loop.call_soon_threadsafe(self._done, disk, job)
 
         disk = self._disk = Disk(slabs, blocks.pool_fds, report)
+        self._staged = None
+        if blocks.slots:
+            done = partial(self._tell_tier, disk)
+            self._staged = StagedDisk(disk, blocks.slots, worker_of(router), copies, done)
         context = Context(
             router.ledger,
             SSD,
             index,
-            disk,
+            self._staged or disk,
             blocks.num_bytes,
             now_ns=time.monotonic_ns,
             now_s=lambda: int(time.time()),
@@ -284,11 +219,19 @@ class SsdCache:
             "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
         )
         num_blocks = 0 if self.tier is None else len(self.tier.index)
+        if self._staged is not None:
+            way += "; to and from GPUs by way of the host's memory, which no GPU has proved yet"
         about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
         most = size_text(slabs.max_places * slabs.block_bytes)
         self._tell("info", "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
 
     def _done(self, disk: Disk, job: Job) -> None:
+        if disk is self._disk and self._staged is not None:
+            self._staged.told(job)
+        else:
+            self._tell_tier(disk, job)
+
+    def _tell_tier(self, disk: Disk, job: Job) -> None:
         if self.tier is not None and disk is self._disk:
             self.tier.done(job)
             if self._settled is not None and not self.tier.num_pending:
@@ -317,7 +260,7 @@ class SsdCache:
         self.reason = "it is being opened"
         has_ended = self._disk is None or await asyncio.to_thread(self._disk.close, CLOSE_S)
         await asyncio.sleep(0)  # what the threads have reported comes first
-        self.tier = self._disk = None
+        self.tier = self._disk = self._staged = None
         if has_ended:
             if self.slabs is not None:
                 self.slabs.close()

@@ -1,4 +1,4 @@
-"""What the caches on disk and in DRAM have in common: predictions for them, and their frames.
+"""What the caches on disk and in DRAM have in common: predictions, workers, frames.
 
 Owns: nothing.
 Invariant: pure, but for what it is given.
@@ -6,6 +6,8 @@ Never: opens or closes a tier.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from appliance.frame.protocol import TierFrame
 from engine.schedule.router import Router
@@ -27,6 +29,17 @@ class Prediction:
         names = [worker.name for worker in places.workers if worker.pool == pool]
         known = [roles.prompt_ms(name, num_tokens, num_before) for name in names]
         return min((each for each in known if each is not None), default=None)
+
+
+def worker_of(router: Router) -> Callable[[str], str | None]:
+    """Who of a router's workers would copy for a pool; None: nobody is ready."""
+
+    def find(pool: str) -> str | None:
+        # of those who share it the last one, which decodes: its steps are short
+        names = [worker.name for worker in router.places.workers if worker.pool == pool]
+        return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
+
+    return find
 
 
 def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:

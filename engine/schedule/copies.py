@@ -175,8 +175,8 @@ class _OpenCopy:
     """Of the pool that it goes to, when it was sent."""
 
 
-class Arena(Protocol):
-    """Whose copies workers make beside those of moving sequences; their numbers are negative."""
+class TierCopies(Protocol):
+    """Those that workers make for the tiers below the pools; their numbers are negative."""
 
     def copied(self, report: Copied) -> None:
         """A worker has copied some more, or will not."""
@@ -195,8 +195,8 @@ class Copies:
 
     def __init__(self, ledger: Ledger, places: Places) -> None:
         self.links = Links(places)
-        self.arena: Arena | None = None
-        """A tier in the host's memory; None: there is none."""
+        self.of_tiers: TierCopies | None = None
+        """None: no tier wants a worker to copy."""
         self._ledger = ledger
         self._passing_pools = places.passing_pools()
         self._homes = {pool.name: pool.home for pool in places.pools}
@@ -296,8 +296,8 @@ class Copies:
         Raises:
             InvariantViolated: the worker was not told to copy that.
         """
-        if report.copy_id < 0 and self.arena is not None:
-            self.arena.copied(report)
+        if report.copy_id < 0 and self.of_tiers is not None:
+            self.of_tiers.copied(report)
             return None, 0
         copy = self._open.get(report.copy_id)
         if copy is None or report.num_pairs > len(copy.pairs):
@@ -331,8 +331,8 @@ class Copies:
 
     def worker_died(self, worker: str) -> None:
         """Its commands have been reaped; what it has not answered is to be sent again."""
-        if self.arena is not None:
-            self.arena.worker_died(worker)
+        if self.of_tiers is not None:
+            self.of_tiers.worker_died(worker)
         for copy_id, copy in list(self._open.items()):
             if copy.hop.worker == worker:
                 del self._open[copy_id]

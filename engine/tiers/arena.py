@@ -12,12 +12,82 @@ Never: chooses a block or a place; touches the memory itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from engine.cache.places import DRAM
 from engine.tiers.files import SlabHead
 from engine.tiers.jobs import CopyJob, GrowJob, Job, Later, SweepJob
 from engine.wire.messages import Command, Copied, Copy
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a worker is to do."""
+
+    worker: str
+    job: CopyJob
+    done: Callable[[CopyJob], None]
+
+
+class WorkerCopies:
+    """Copies that workers make for the tiers of one router.
+
+    Args:
+        send: passes a command to a worker.
+        later: calls back on the loop.
+    """
+
+    def __init__(self, send: Callable[[str, Command], None], later: Later) -> None:
+        self.later = later
+        self._send = send
+        self._open: dict[int, _Part] = {}
+        """By the number that the worker is told."""
+
+    def begin(self, worker: str, job: CopyJob, done: Callable[[CopyJob], None]) -> None:
+        """A worker has a part in a job from now on: should it die, the job is void.
+
+        Args:
+            worker: that is ready.
+            job: filled in with what the worker reports.
+            done: called with the job once, when the worker will not touch its blocks any more.
+        """
+        self._open[-job.copy.copy_id] = _Part(worker, job, done)
+
+    def send(self, job: CopyJob, pairs: Pairs) -> None:
+        """Have the worker copy these blocks; it is void already if that one has died."""
+        copy_id = -job.copy.copy_id
+        if copy_id in self._open:
+            copy = Copy(copy_id, job.copy.from_pool, job.copy.to_pool, pairs, None)
+            self._send(self._open[copy_id].worker, copy)
+
+    def end(self, job: CopyJob) -> None:
+        """The worker is not needed, and was told nothing."""
+        self._open.pop(-job.copy.copy_id, None)
+
+    def copied(self, report: Copied) -> None:
+        """A worker has copied some more, or will not."""
+        job = self._open[report.copy_id].job
+        took_ns = job.ended_ns - job.started_ns + report.ended_ns - report.started_ns
+        job.ended_ns, job.started_ns = report.ended_ns, report.ended_ns - took_ns
+        job.num_done += report.num_pairs
+        if report.is_last:
+            job.error = report.error
+            self._open.pop(report.copy_id).done(job)
+
+    def worker_died(self, worker: str) -> None:
+        """Its commands have been reaped."""
+        for copy_id, part in list(self._open.items()):
+            if part.worker == worker:
+                del self._open[copy_id]
+                self.lose(part.job, part.done, f"worker {worker} has died")
+
+    def lose(self, job: CopyJob, done: Callable[[CopyJob], None], error: str) -> None:
+        """Nothing of it counts as done; whoever waits for it is told on the loop's next turn."""
+        job.num_done, job.is_void, job.error = 0, True, error
+        self.later(0, partial(done, job))
 
 
 class CacheArena:
@@ -26,8 +96,7 @@ class CacheArena:
     Args:
         head: of all its blocks, as if they were a slab; the pool has a block of padding before.
         worker_of: who copies for a pool; None: nobody now.
-        send: passes a command to a worker.
-        later: calls back on the loop.
+        copies: those of the router's workers.
         report: called with each job that is over.
     """
 
@@ -35,18 +104,14 @@ class CacheArena:
         self,
         head: SlabHead,
         worker_of: Callable[[str], str | None],
-        send: Callable[[str, Command], None],
-        later: Later,
+        copies: WorkerCopies,
         report: Callable[[Job], None],
     ) -> None:
         self.write_share = 1.0
         self.reach = worker_of
         self._head: SlabHead | None = head
-        self._send = send
-        self._later = later
+        self._copies = copies
         self._report = report
-        self._open: dict[int, tuple[str, CopyJob]] = {}
-        """By the copy's number, who makes it."""
 
     def begin(self, job: Job) -> None:
         """Start a job: copies are made by the workers, all else is done at once."""
@@ -58,7 +123,7 @@ class CacheArena:
                 job.made, self._head = self._head, None
             case SweepJob():  # it is nobody's but the daemon's, and ends with it
                 job.num_done = len(job.places)
-        self._later(0, partial(self._report, job))
+        self._copies.later(0, partial(self._report, job))
 
     def cancel(self, job: Job) -> bool:
         """Make it void; the worker was told already."""
@@ -72,29 +137,7 @@ class CacheArena:
         pairs = [(slot, to_id) if is_load else (from_id, slot) for (from_id, to_id), slot in both]
         worker = self.reach(copy.to_pool if is_load else copy.from_pool)
         if worker is None:
-            self._lose(job, "no worker is there to copy")
+            self._copies.lose(job, self._report, "no worker is there to copy")
             return
-        self._open[-copy.copy_id] = (worker, job)
-        self._send(worker, Copy(-copy.copy_id, copy.from_pool, copy.to_pool, pairs, None))
-
-    def copied(self, report: Copied) -> None:
-        """A worker has copied some more, or will not."""
-        _, job = self._open[report.copy_id]
-        took_ns = job.ended_ns - job.started_ns + report.ended_ns - report.started_ns
-        job.ended_ns, job.started_ns = report.ended_ns, report.ended_ns - took_ns
-        job.num_done += report.num_pairs
-        if report.is_last:
-            del self._open[report.copy_id]
-            job.error = report.error
-            self._report(job)
-
-    def worker_died(self, worker: str) -> None:
-        """Its commands have been reaped."""
-        for copy_id, (name, job) in list(self._open.items()):
-            if name == worker:
-                del self._open[copy_id]
-                self._lose(job, f"worker {worker} has died")
-
-    def _lose(self, job: CopyJob, error: str) -> None:
-        job.num_done, job.is_void, job.error = 0, True, error
-        self._later(0, partial(self._report, job))
+        self._copies.begin(worker, job, self._report)
+        self._copies.send(job, pairs)

@@ -507,31 +507,45 @@ class CountedDaemon(Daemon):
 def serve_counted() -> None:
     """A daemon that writes what its tiers have taken into a file when it ends.
 
-    What one of them calls of another counts once.
+    Where a tier calls the router, as when blocks have come, what that does is the router's time.
     """
     from appliance.cli.main import main as penstock
-    from engine.tiers.tiers import Tiers
+    from engine.schedule.router import Router
+    from engine.tiers.tier import Tiers
 
-    taken, depth = {"calls": 0, "ms": 0.0}, 0
+    taken, owners, since_ns = {"calls": 0, "ms": 0.0}, [False], time.perf_counter_ns()
 
-    def timed(call):
+    def owned(call, *, by_tier: bool):
         def count(*args, **options):
-            nonlocal depth
-            depth, began_ns = depth + 1, time.perf_counter_ns()
+            begin(by_tier)
             try:
                 return call(*args, **options)
             finally:
-                depth -= 1
-                if not depth:
-                    taken["ms"] += (time.perf_counter_ns() - began_ns) / 1e6
-                    taken["calls"] += 1
+                end()
 
         return count
 
+    def settle() -> None:
+        nonlocal since_ns
+        now_ns = time.perf_counter_ns()
+        if owners[-1]:
+            taken["ms"] += (now_ns - since_ns) / 1e6
+        since_ns = now_ns
+
+    def begin(by_tier: bool) -> None:
+        settle()
+        taken["calls"] += by_tier and not owners[-1]
+        owners.append(by_tier)
+
+    def end() -> None:
+        settle()
+        owners.pop()
+
     for made in (Tiers, Tier):
         for name, call in inspect.getmembers(made, inspect.isfunction):
-            if not name.startswith("_") and name not in ("would_find",):
-                setattr(made, name, timed(call))
+            if not name.startswith("_") and name != "would_find":
+                setattr(made, name, owned(call, by_tier=True))
+    Router.dispatch = owned(Router.dispatch, by_tier=False)
     sys.argv = ["penstock", *sys.argv[2:]]
     try:
         penstock()

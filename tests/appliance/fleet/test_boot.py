@@ -118,7 +118,7 @@ def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny
     assert (plan.roles, plan.dtype) == ("colocated", "bfloat16")
     assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0"))
     assert setup.pool.fd is None
-    assert plan.inherited_fds == []
+    assert plan.inherited_fds == [plan.arena.fd]
     assert setup.weights is None
 
 
@@ -144,9 +144,9 @@ def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_thei
     assert plan.roles == "elastic"
     assert [setup.gpu.shares for _, setup in plan.workers] == [None, None]
     assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
-    (ring,) = {spec.fd for _, setup in plan.workers for spec in setup.other_pools}
+    fds = {spec.name: spec.fd for _, setup in plan.workers for spec in setup.other_pools}
     (weights,) = {setup.weights.fd for _, setup in plan.workers}
-    assert {ring, weights} == set(plan.inherited_fds)
+    assert {fds["ring"], fds["dram"], weights} == set(plan.inherited_fds)
 
 
 def test_workers_on_several_gpus_read_a_share_of_the_weights_each(
@@ -171,6 +171,37 @@ def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_pa
     assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))[0]
     on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
     assert "attention" not in check_plan(on_cores)[0]
+
+
+def test_memory_below_the_pools_is_said_beforehand(gpu, tiny_llama, tmp_path):
+    def said(**fields):
+        return check_plan(config(tmp_path, model=tiny_llama, **fields))[0]
+
+    between = "MiB of the host's memory between GPUs and the SSD cache"
+    assert between in said()
+    assert between not in said(ssd_cache="off")
+    assert between not in said(prefix_cache=False)
+    assert between not in said(devices="cpu")
+    assert "below the pools a DRAM cache of 1.0 MiB" in said(devices="cpu", dram_cache=1 << 20)
+    assert "DRAM" not in said(devices="cpu")
+    off = said(devices="cpu", dram_cache=1 << 20, prefix_cache=False)
+    assert "no DRAM cache: it keeps the prefix cache, which is off" in off
+    assert "no DRAM cache: a block takes" in said(devices="cpu", dram_cache=1)
+
+
+def test_an_arena_has_blocks_of_the_cache_first_and_then_those_for_the_disk(
+    plan_of, gpu, tiny_llama
+):
+    alone, both = plan_of(model=tiny_llama), plan_of(model=tiny_llama, dram_cache=1 << 20)
+    num_blocks = (1 << 20) // both.placement.block_bytes
+    assert alone.num_staging == both.num_staging > 0
+    assert alone.arena.num_blocks == 1 + alone.num_staging
+    assert both.arena.num_blocks == 1 + num_blocks + both.num_staging
+    for plan in (alone, both):
+        size = plan.arena.num_blocks * plan.placement.block_bytes
+        assert os.fstat(plan.arena.fd).st_size == size
+        assert all(plan.arena in setup.other_pools for _, setup in plan.workers)
+    assert plan_of(model=tiny_llama, devices="cpu").arena is None
 
 
 def test_what_becomes_of_quantised_weights_is_said_beforehand(gpu, tiny_llama, tmp_path):

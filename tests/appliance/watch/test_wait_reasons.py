@@ -11,7 +11,7 @@ from appliance.fleet.placement import BLOCK_SIZE
 from appliance.watch.explain import waits
 from engine.cache.prefix_index import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
-from tests.engine.schedule.test_prefix_cache import finish, next_turn
+from tests.engine.schedule.test_prefix_cache import next_turn
 from tests.engine.schedule.test_router import World
 
 
@@ -60,7 +60,7 @@ def test_one_whose_beginning_is_being_computed_waits_for_that(
 def test_one_whose_blocks_another_pool_has_waits_for_these() -> None:
     world = World("peer")
     first = world.sequence(10, 30)
-    finish(world, first)
+    world.finish(first)
     second = next_turn(world, first)
     world.submit(second)
     words = waits(world.router, world.now_ns)[second.seq_id]

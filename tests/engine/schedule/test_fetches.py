@@ -6,7 +6,7 @@ import pytest
 
 from engine.schedule.sequence import FinishReason, Phase
 from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.schedule.test_prefix_cache import finish, next_turn
+from tests.engine.schedule.test_prefix_cache import next_turn
 from tests.engine.schedule.test_router import COPYING, World, expected_tokens, walk
 
 PAIRS = [arm for arm in COPYING if arm[1:2] != "x" and "2x2" not in arm and "elastic" not in arm]
@@ -16,7 +16,7 @@ def answered(arm, **options):
     """A world in which a turn of 10 tokens has had an answer of 30, of which 29 are computed."""
     world = World(arm, **options)
     first = world.sequence(10, 30)
-    finish(world, first)
+    world.finish(first)
     return world, first
 
 
@@ -24,7 +24,7 @@ def answered(arm, **options):
 def test_an_answer_is_found_where_the_next_turn_is_computed(arm):
     world, first = answered(arm)
     second = next_turn(world, first)
-    finish(world, second)
+    world.finish(second)
     assert second.num_cached_tokens == 36
     assert world.scheduled[second.seq_id] == second.num_prompt_tokens - 36 + 4
     counters = world.router.counters
@@ -38,7 +38,7 @@ def test_what_is_cheaper_to_compute_is_computed(arm):
     world, first = answered(arm)
     world.router.fetches.predict_ms = lambda *_: 0.5
     second = next_turn(world, first)
-    finish(world, second)
+    world.finish(second)
     assert second.num_cached_tokens == 8
     assert world.router.counters.prefix_cache_fetches == 0
 
@@ -66,7 +66,7 @@ def test_a_prompt_that_waits_for_blocks_can_be_cancelled():
     world.run()
     world.assert_all_free()
     third = next_turn(world, first)
-    finish(world, third)
+    world.finish(third)
     assert third.num_cached_tokens == 36
 
 

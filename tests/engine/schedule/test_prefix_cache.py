@@ -23,21 +23,13 @@ def next_turn(world, sequence, num_more=6, **options):
     return world.sequence(prompt=prompt, **options)
 
 
-def finish(world, *sequences):
-    world.submit(*sequences)
-    world.run()
-    for sequence in sequences:
-        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
-    world.check_hashes()
-
-
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_second_turn_does_not_compute_the_first_again(arm):
     world = World(arm)
     first = world.sequence(42, 6)
-    finish(world, first)
+    world.finish(first)
     second = next_turn(world, first)
-    finish(world, second)
+    world.finish(second)
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens >= 40
     outputs_computed = second.sampling.max_tokens - 1
@@ -49,9 +41,9 @@ def test_a_second_turn_does_not_compute_the_first_again(arm):
 def test_an_answer_is_found_where_the_pool_is_shared(arm):
     world = World(arm)
     first = world.sequence(10, 30)
-    finish(world, first)
+    world.finish(first)
     second = next_turn(world, first)
-    finish(world, second)
+    world.finish(second)
     assert second.num_cached_tokens == 36  # of 39 tokens that were computed, those of full blocks
 
 
@@ -60,7 +52,7 @@ def test_choices_compute_their_prompt_once(arm):
     world = World(arm)
     leader = world.sequence(40, 6)
     twins = [world.sequence(max_tokens=6, prompt=leader.prompt_token_ids) for _ in range(3)]
-    finish(world, leader, *twins)
+    world.finish(leader, *twins)
     for twin in twins:
         # the last chunk of the prompt may be computed elsewhere as soon as it would be waited for
         assert twin.num_cached_tokens in ((32, 36) if "x" in arm else (36,))
@@ -97,10 +89,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_with_a_little_in_common():
 def test_prompts_with_a_salt_of_their_own_find_only_their_own():
     world = World("alias")
     first = world.sequence(30, 4, salt="hers")
-    finish(world, first)
+    world.finish(first)
     prompt = first.prompt_token_ids
     other, same = world.sequence(prompt=prompt), world.sequence(prompt=prompt, salt="hers")
-    finish(world, other, same)
+    world.finish(other, same)
     assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 28)
 
 
@@ -109,7 +101,7 @@ def test_a_sequence_without_hashes_neither_finds_nor_leaves_anything():
     for _ in range(2):
         sequence = world.sequence(prompt=list(range(30)))
         sequence.prefix = None
-        finish(world, sequence)
+        world.finish(sequence)
         assert sequence.num_cached_tokens == 0
     assert world.ledger.pools["kv"].counts[BlockState.CACHED] == 0
     assert world.router.counters.prefix_cache_queries == 0
@@ -118,9 +110,9 @@ def test_a_sequence_without_hashes_neither_finds_nor_leaves_anything():
 def test_where_prompt_tokens_are_reported_on_all_of_them_are_computed():
     world = World("alias")
     first = world.sequence(30, 4)
-    finish(world, first)
+    world.finish(first)
     second = with_logprobs(world.sequence(prompt=first.prompt_token_ids))
-    finish(world, second)
+    world.finish(second)
     assert second.num_cached_tokens == 0
     assert world.scheduled[second.seq_id] == 30 + 4
 
@@ -131,10 +123,10 @@ def test_only_what_is_missing_is_copied(arm):
         pytest.skip("which pair takes the second turn depends on their loads")
     world = World(arm.removeprefix("elastic "))
     first = world.sequence(42, 6)
-    finish(world, first)
+    world.finish(first)
     assert first.handoff_bytes == 11 * BLOCK_SIZE
     second = next_turn(world, first)
-    finish(world, second)
+    world.finish(second)
     num_blocks = -(-second.num_prompt_tokens // BLOCK_SIZE)
     assert second.handoff_bytes == (num_blocks - 11) * BLOCK_SIZE  # 47 tokens: eleven full blocks
 
@@ -143,10 +135,10 @@ def test_only_what_is_missing_is_copied(arm):
 def test_a_pool_that_holds_little_more_than_one_sequence_evicts_all_the_time(arm):
     world = World(arm, num_blocks=15)
     last = world.sequence(20, 3)
-    finish(world, last)
+    world.finish(last)
     for _ in range(6):
         last, other = next_turn(world, last, 1, max_tokens=3), world.sequence(22, 9)
-        finish(world, last, other)
+        world.finish(last, other)
     evicted = sum(pool.index.num_evicted for pool in world.ledger.pools.values())
     assert evicted
 
@@ -157,7 +149,7 @@ def test_a_pool_that_holds_little_more_than_one_sequence_evicts_all_the_time(arm
 def test_what_is_shared_is_lost_with_its_memory_and_computed_by_each_alone(arm, role, after_ticks):
     world = World(arm)
     leader = world.sequence(40, 12)
-    finish(world, leader)
+    world.finish(leader)
     turns = [next_turn(world, leader, i, max_tokens=9) for i in (1, 5, 9)]
     world.submit(*turns)
     for _ in range(after_ticks):
@@ -173,8 +165,8 @@ def test_what_is_shared_is_lost_with_its_memory_and_computed_by_each_alone(arm, 
 def test_hits_and_queries_are_counted_in_tokens():
     world = World("alias")
     first = world.sequence(30, 4)
-    finish(world, first)
-    finish(world, world.sequence(prompt=first.prompt_token_ids))
+    world.finish(first)
+    world.finish(world.sequence(prompt=first.prompt_token_ids))
     counters = world.router.counters
     assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (60, 28)
     assert counters.prefix_cache_ns > 0
@@ -183,7 +175,7 @@ def test_hits_and_queries_are_counted_in_tokens():
 def test_a_turn_is_charged_what_is_not_cached():
     world = World("alias")
     first = world.sequence(30, 4, owner="her")
-    finish(world, first)
+    world.finish(first)
     queue = world.router.queue
     world.submit(*[world.sequence(60, 60, owner="him") for _ in range(5)])
     level = min(queue._charged.values())
@@ -200,10 +192,10 @@ def test_a_turn_is_charged_what_is_not_cached():
 def test_a_flood_of_one_user_leaves_another_users_conversation_cached():
     world = World("alias", num_blocks=65)
     hers = world.sequence(60, 4, owner="her")
-    finish(world, hers)
+    world.finish(hers)
     for _ in range(12):
-        finish(world, *[world.sequence(40, 6, owner="him") for _ in range(2)])
+        world.finish(*[world.sequence(40, 6, owner="him") for _ in range(2)])
     assert world.ledger.pools["kv"].index.num_evicted > 100
     turn = next_turn(world, hers, owner="her")
-    finish(world, turn)
+    world.finish(turn)
     assert turn.num_cached_tokens == 60

@@ -108,6 +108,14 @@ class World:
         self.router.submit(list(sequences), self.now_ns)
         self.check()
 
+    def finish(self, *sequences):
+        """All of them, to their right ends."""
+        self.submit(*sequences)
+        self.run()
+        for sequence in sequences:
+            assert self.emitted[sequence.seq_id] == expected_tokens(sequence)
+        self.check_hashes()
+
     def deliver(self, worker):
         """Hand one message of a worker to the router."""
         report = worker.outbox.popleft()

@@ -1,4 +1,4 @@
-"""A tier over a ledger; a disk whose jobs are done when a test says so; clocks of its own."""
+"""Tiers over ledgers; disks whose jobs are done when a test says so; clocks of their own."""
 
 from collections import deque
 
@@ -18,13 +18,14 @@ CAPACITY = 64
 
 
 class FakeDisk:
-    """Its memory is which block's bytes lie in which place, and in which block of the pool."""
+    """Its jobs are done when a test says so; what a block's bytes are is the subclass's affair."""
 
-    def __init__(self, pool, num_slabs):
-        self.pool = pool
-        self.name = SSD
-        self.num_slabs, self.slab_records = num_slabs, 4
+    name = SSD
+
+    def __init__(self, num_slabs, slab_records):
+        self.num_slabs, self.slab_records = num_slabs, slab_records
         self.places = {}
+        """What lies in which place."""
         self.jobs = deque()
         self.write_share = 0.25
         self.error = None
@@ -61,45 +62,94 @@ class FakeDisk:
             job.bytes_per_s = 1e6
 
     def copy(self, job):
-        is_load = job.copy.from_pool == self.name
-        for (from_id, to_id), entry in zip(job.copy.pairs, job.entries, strict=True):
-            if not is_load:
-                self.places[entry.place] = self.pool.get(from_id)
-            elif self.places.get(entry.place) != entry.block_hash:
+        copy = job.copy
+        for (from_id, to_id), entry in zip(copy.pairs, job.entries, strict=True):
+            if copy.to_pool == self.name:
+                self.places[entry.place] = self.read(copy.from_pool, from_id)
+            elif not self.is_sound(entry):
                 job.is_damaged, job.error = True, "the checksum of its bytes is wrong"
                 return
             else:
-                self.pool[to_id] = entry.block_hash
+                self.write(copy.to_pool, to_id, self.places[entry.place])
             job.num_done += 1
 
+    def is_sound(self, entry):
+        return True
 
-class TierHarness:
-    """Everything, and prompts as lists of tokens."""
+
+class HashDisk(FakeDisk):
+    """What a pool's block holds is a hash."""
+
+    def __init__(self, memory, num_slabs):
+        super().__init__(num_slabs, slab_records=4)
+        self.memory = memory
+
+    def read(self, pool, block_id):
+        return self.memory.get(block_id)
+
+    def write(self, pool, block_id, data):
+        self.memory[block_id] = data
+
+    def is_sound(self, entry):
+        return self.places.get(entry.place) == entry.block_hash
+
+
+class Rig:
+    """Clocks, timers and what was told, and tiers that use them; its user has a ledger."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self):
+        self.timers, self.events = [], []
+
+    def later(self, seconds, callback):
+        self.timers.append((self.now_ns + int(seconds * 1e9), callback))
+
+    def run_timers(self):
+        """What is due now, the earliest first."""
+        for due in sorted((t for t in self.timers if t[0] <= self.now_ns), key=lambda t: t[0]):
+            self.timers.remove(due)
+            due[1]()
+
+    def tier(self, name, store, max_places, compute_ms, *, rate=1e9, max_age_s=None, **more):
+        """A tier over a store.
+
+        Args:
+            compute_ms: says what computing a prompt's blocks takes.
+            rate: of the store, bytes a second.
+            more: of its context.
+        """
+        context = Context(
+            self.ledger,
+            name,
+            SlabIndex(max_age_s),
+            store,
+            self.block_bytes,
+            now_ns=lambda: self.now_ns,
+            now_s=lambda: self.now_ns // 1_000_000_000,
+            later=self.later,
+            tell=lambda *event: self.events.append(event[1]),
+            **more,
+        )
+        return Tier(context, max_places, Costs(rate), lambda *_: compute_ms(), self.changed)
+
+
+class TierHarness(Rig):
+    """A disk's tier over a ledger, and prompts as lists of tokens."""
 
     def __init__(self, *, capacity=CAPACITY, num_slabs=8, compute_ms=1e6, max_age_s=None):
+        super().__init__()
         self.ledger = Ledger([BlockPool("kv", capacity + 1, BLOCK_SIZE)])
         self.books = self.ledger.pools["kv"]
         self.memory = {}
-        self.disk = FakeDisk(self.memory, num_slabs)
-        self.now_ns, self.now_s = 0, 0
-        self.timers, self.events, self.num_changes = [], [], 0
+        self.disk = HashDisk(self.memory, num_slabs)
+        self.now_ns, self.num_changes, self.last_seq_id = 0, 0, 0
         self.compute_ms = compute_ms
-        self.last_seq_id = 0
-        context = Context(
-            self.ledger,
-            SSD,
-            SlabIndex(max_age_s),
-            self.disk,
-            BLOCK_BYTES,
-            now_ns=lambda: self.now_ns,
-            now_s=lambda: self.now_s,
-            later=lambda s, callback: self.timers.append((self.now_ns + int(s * 1e9), callback)),
-            tell=lambda *event: self.events.append(event[1]),
-        )
-        self.costs = Costs(bytes_per_s=1e6)
-        self.ssd = Tier(context, 4 * num_slabs, self.costs, lambda *_: self.compute_ms, self.change)
+        of_disk = SSD, self.disk, 4 * num_slabs
+        self.ssd = self.tier(*of_disk, lambda: self.compute_ms, rate=1e6, max_age_s=max_age_s)
+        self.costs = self.ssd.costs
 
-    def change(self):
+    def changed(self):
         self.num_changes += 1
 
     def chain(self, *tokens):
@@ -145,10 +195,7 @@ class TierHarness:
 
     def pass_time(self, seconds):
         self.now_ns += int(seconds * 1e9)
-        self.now_s += int(seconds)
-        for due in sorted((t for t in self.timers if t[0] <= self.now_ns), key=lambda t: t[0]):
-            self.timers.remove(due)
-            due[1]()
+        self.run_timers()
 
     def check(self):
         self.ledger.check_invariants()

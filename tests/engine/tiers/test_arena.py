@@ -6,15 +6,13 @@ from collections import deque
 import pytest
 
 from engine.cache.places import DRAM
-from engine.tiers.arena import CacheArena
+from engine.tiers.arena import CacheArena, WorkerCopies
 from engine.tiers.files import SlabHead
-from engine.tiers.index import IndexEntry, RecordPlace, SlabIndex
-from engine.tiers.jobs import Context, CopyJob, GrowJob, Patience, ProbeJob, SweepJob
-from engine.tiers.loads import Costs
-from engine.tiers.tier import Tier
+from engine.tiers.index import IndexEntry, RecordPlace
+from engine.tiers.jobs import CopyJob, GrowJob, Patience, ProbeJob, SweepJob
 from engine.wire.messages import Copied, Copy
 from tests.engine.schedule.test_router import walk
-from tests.engine.tiers.test_router import ARMS, TieredWorld, finish
+from tests.engine.tiers.test_router import ARMS, TieredWorld
 
 NUM_BLOCKS = 40
 HEAD = SlabHead(0, 4096, NUM_BLOCKS, bytes(32))
@@ -25,48 +23,14 @@ class ArenaWorld(TieredWorld):
 
     def __init__(self, arm, *, has_disk=False, dram_compute_ms=1e6, **options):
         super().__init__(arm, **options)
-        tiers, copies = self.router.prefixes.tiers, self.router.copies
         if not has_disk:
-            tiers.each.clear()
-        self.arena = copies.arena = CacheArena(
-            HEAD,
-            self.worker_of,
-            lambda name, command: self.workers[name].inbox.append(command),
-            lambda s, call: self.timers.append((self.now_ns + int(s * 1e9), call)),
-            lambda job: self.dram.done(job),
-        )
-        context = Context(
-            self.ledger,
-            DRAM,
-            SlabIndex(),
-            self.arena,
-            1000,
-            now_ns=lambda: self.now_ns,
-            now_s=lambda: self.now_ns // 1_000_000_000,
-            later=lambda s, call: self.timers.append((self.now_ns + int(s * 1e9), call)),
-            tell=lambda *event: self.events.append(event[1]),
-            patience=Patience(1e9, 1e9, counts_waiting=False),
-            numbers=tiers.numbers,
-        )
-        self.dram = Tier(
-            context,
-            NUM_BLOCKS,
-            Costs(1e9),
-            lambda *_: dram_compute_ms,
-            changed=lambda: self.router.dispatch(self.now_ns),
-        )
-        tiers.each.insert(0, self.dram)
-        for worker in self.workers.values():
-            worker.may_write = self.may_write
-
-    def worker_of(self, pool):
-        ready = self.router.roles.ready_workers
-        return next(
-            (w.name for w in self.workers.values() if w.pool == pool and w.name in ready), None
-        )
-
-    def may_write(self, pool, block_id):
-        return pool == DRAM or block_id not in self.ledger.pools[pool].index
+            self.tiers.each.clear()
+        copies = self.let_workers_copy()
+        arena = CacheArena(HEAD, self.worker_of, copies, lambda job: self.dram.done(job))
+        patience = Patience(1e9, 1e9, counts_waiting=False)
+        more = {"patience": patience, "numbers": self.tiers.numbers}
+        self.dram = self.tier(DRAM, arena, NUM_BLOCKS, lambda: dram_compute_ms, **more)
+        self.tiers.each.insert(0, self.dram)
 
     def check(self):
         super().check()
@@ -79,10 +43,10 @@ def test_what_was_used_twice_comes_from_the_arena_and_the_prompt_is_told_so(arm)
     world = ArenaWorld(arm)
     prompt = list(range(41))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.forget_pools()
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert "blocks from DRAM" in again.restore_reason
     assert world.dram.counts.loaded_blocks == 10
@@ -93,12 +57,12 @@ def test_the_arena_comes_before_the_disk_and_the_disk_has_what_it_lacks():
     world = ArenaWorld("colocated", has_disk=True)
     prompt = list(range(41))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.forget_pools()
     for block_hash in world.dram.index.hashes[-4:]:  # the tail was stored last
         world.dram.index.drop(block_hash)
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_restored_tokens == 40
     assert "6 of 6 blocks from DRAM" in again.restore_reason
     assert "4 of 4 blocks from the SSD" in again.restore_reason
@@ -108,17 +72,17 @@ def test_the_arena_comes_before_the_disk_and_the_disk_has_what_it_lacks():
 def test_what_a_victim_had_computed_goes_to_the_arena_and_not_to_the_disk(arm):
     world = ArenaWorld(arm, has_disk=True, num_blocks=17)
     sequences = [world.sequence(n, 40) for n in (10, 9, 12)]
-    finish(world, *sequences)
+    world.finish(*sequences)
     assert any(sequence.num_preemptions for sequence in sequences)
     assert world.dram.counts.loaded_blocks
-    assert world.tier.counts.stored_blocks == 0
+    assert world.ssd.counts.stored_blocks == 0
 
 
 def test_a_victim_goes_to_the_disk_where_the_arena_does_not_pay():
     world = ArenaWorld("colocated", has_disk=True, num_blocks=17, dram_compute_ms=0.001)
-    finish(world, *[world.sequence(n, 40) for n in (10, 9, 12)])
+    world.finish(*[world.sequence(n, 40) for n in (10, 9, 12)])
     assert world.dram.counts.stored_blocks == 0
-    assert world.tier.counts.stored_blocks
+    assert world.ssd.counts.stored_blocks
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
@@ -131,7 +95,7 @@ def test_a_long_random_walk_over_pool_and_tiers_loses_nothing(arm, seed, has_dis
 
     def step_and_work(worker):
         step(worker)
-        world.disk.breaks = rng.random() < 0.05
+        world.disk.error = "it is broken" if rng.random() < 0.05 else None
         world.work()
 
     world.step, world.jobs_per_tick = step_and_work, 1
@@ -139,18 +103,16 @@ def test_a_long_random_walk_over_pool_and_tiers_loses_nothing(arm, seed, has_dis
     assert world.dram.counts.stored_blocks or world.dram.counts.failed_stores
 
 
-class Rig:
+class Alone:
     """An arena whose worker is `w`, or nobody."""
 
     def __init__(self):
         self.worker, self.sent, self.reports, self.due = "w", [], [], deque()
-        self.arena = CacheArena(
-            HEAD,
-            lambda pool: self.worker,
+        self.copies = WorkerCopies(
             lambda name, command: self.sent.append((name, command)),
             lambda _, call: self.due.append(call),
-            self.reports.append,
         )
+        self.arena = CacheArena(HEAD, lambda pool: self.worker, self.copies, self.reports.append)
 
     def load(self, copy_id, *pairs):
         """Of places to blocks."""
@@ -161,22 +123,22 @@ class Rig:
 
 
 def test_places_follow_the_block_of_padding_and_parts_add_up():
-    rig = Rig()
+    rig = Alone()
     job = rig.load(7, (0, 5), (3, 6))
     assert rig.sent == [("w", Copy(-7, DRAM, "kv", [(1, 5), (4, 6)], None))]
-    rig.arena.copied(Copied(-7, 1, 100, 1_000_000, 2_000_000, is_last=False))
+    rig.copies.copied(Copied(-7, 1, 100, 1_000_000, 2_000_000, is_last=False))
     assert not rig.reports
-    rig.arena.copied(Copied(-7, 1, 100, 9_000_000, 11_000_000, is_last=True))
+    rig.copies.copied(Copied(-7, 1, 100, 9_000_000, 11_000_000, is_last=True))
     assert rig.reports == [job]
     assert (job.num_done, job.error, job.elapsed_ms) == (2, None, 3.0)
 
 
 def test_what_a_dead_worker_was_at_is_not_done_whatever_it_had_reported():
-    rig = Rig()
+    rig = Alone()
     job = rig.load(7, (0, 5), (3, 6))
-    rig.arena.copied(Copied(-7, 1, 100, 1, 2, is_last=False))
-    rig.arena.worker_died("another")
-    rig.arena.worker_died("w")
+    rig.copies.copied(Copied(-7, 1, 100, 1, 2, is_last=False))
+    rig.copies.worker_died("another")
+    rig.copies.worker_died("w")
     assert not rig.reports  # its sequences are seen to first
     rig.due.popleft()()
     assert rig.reports == [job]
@@ -184,7 +146,7 @@ def test_what_a_dead_worker_was_at_is_not_done_whatever_it_had_reported():
 
 
 def test_without_a_worker_a_copy_is_void_and_other_jobs_are_done():
-    rig = Rig()
+    rig = Alone()
     rig.worker = None
     jobs = [
         rig.load(1, (0, 5)),

@@ -4,94 +4,76 @@ The disk is a dictionary of tokens by place, which does things some time later, 
 """
 
 import random
-from collections import deque
 
 import pytest
 
-from engine.cache.places import SSD
-from engine.tiers.files import SlabHead
-from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import Context, CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.loads import Costs
-from engine.tiers.tier import Tier
+from engine.cache.places import DRAM, SSD
+from engine.tiers.arena import WorkerCopies
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.test_router import World, expected_tokens, walk
+from tests.engine.tiers.harness import FakeDisk, Rig
 
 ARMS = ["colocated", "alias", "elastic", "peer", "shm"]
 SLAB_RECORDS, NUM_SLABS = 16, 8
 
 
-class Disk:
+class TokenDisk(FakeDisk):
+    """What a pool's block holds is tokens."""
+
     def __init__(self, memory):
+        super().__init__(NUM_SLABS, SLAB_RECORDS)
         self.memory = memory
-        self.places = {}
-        self.jobs = deque()
-        self.write_share = 0.25
-        self.num_slabs = NUM_SLABS
-        self.breaks = False
 
     def reach(self, pool):
         return None if pool == "ring" else SSD
 
-    def begin(self, job):
-        self.jobs.append(job)
+    def read(self, pool, block_id):
+        return [self.memory[pool, block_id, i] for i in range(BLOCK_SIZE)]
 
-    def cancel(self, job):
-        job.is_void = True
-        return True
-
-    def do(self, job):
-        if job.is_void or self.breaks:
-            job.error = "it is broken"
-            return
-        match job:
-            case CopyJob(copy=copy):
-                for (from_id, to_id), entry in zip(copy.pairs, job.entries, strict=True):
-                    for i in range(BLOCK_SIZE):
-                        if copy.from_pool == SSD:
-                            token = self.places[entry.place][i]
-                            self.memory[copy.to_pool, to_id, i] = token
-                        else:
-                            there = self.places.setdefault(entry.place, [None] * BLOCK_SIZE)
-                            there[i] = self.memory[copy.from_pool, from_id, i]
-                    job.num_done += 1
-            case GrowJob() if self.num_slabs:
-                self.num_slabs -= 1
-                job.made = SlabHead(self.num_slabs, 4096, SLAB_RECORDS, bytes(32))
-            case SweepJob():
-                job.num_done = len(job.places)
-            case ProbeJob():
-                job.bytes_per_s = 1e9
+    def write(self, pool, block_id, data):
+        self.memory |= {(pool, block_id, i): token for i, token in enumerate(data)}
 
 
-class TieredWorld(World):
+class TieredWorld(Rig, World):
     """A disk does at most so many jobs a tick."""
 
     def __init__(self, arm, *, compute_ms=1e6, **options):
-        super().__init__(arm, **options)
-        self.disk = Disk(self.memory)
-        self.timers, self.events = [], []
-        self.jobs_per_tick = 4
-        context = Context(
-            self.ledger,
-            SSD,
-            SlabIndex(),
-            self.disk,
-            1000,
-            now_ns=lambda: self.now_ns,
-            now_s=lambda: self.now_ns // 1_000_000_000,
-            later=lambda s, call: self.timers.append((self.now_ns + int(s * 1e9), call)),
-            tell=lambda *event: self.events.append(event[1]),
-            numbers=self.router.prefixes.tiers.numbers,
+        Rig.__init__(self)
+        World.__init__(self, arm, **options)
+        self.disk, self.jobs_per_tick = TokenDisk(self.memory), 4
+        self.tiers = self.router.prefixes.tiers
+        numbers, places = self.tiers.numbers, NUM_SLABS * SLAB_RECORDS
+        self.ssd = self.tier(SSD, self.store(), places, lambda: compute_ms, numbers=numbers)
+        self.tiers.each.append(self.ssd)
+
+    def store(self):
+        """What the tier is told that the disk is."""
+        return self.disk
+
+    def disk_told(self, job):
+        """The disk has done something."""
+        self.ssd.done(job)
+
+    def changed(self):
+        self.router.dispatch(self.now_ns)
+
+    def worker_of(self, pool):
+        ready = self.router.roles.ready_workers
+        return next(
+            (w.name for w in self.workers.values() if w.pool == pool and w.name in ready), None
         )
-        self.tier = Tier(
-            context,
-            NUM_SLABS * SLAB_RECORDS,
-            Costs(1e9),
-            lambda *_: compute_ms,
-            changed=lambda: self.router.dispatch(self.now_ns),
+
+    def may_write(self, pool, block_id):
+        return pool == DRAM or block_id not in self.ledger.pools[pool].index
+
+    def let_workers_copy(self):
+        """For tiers."""
+        for worker in self.workers.values():
+            worker.may_write = self.may_write
+        self.router.copies.of_tiers = WorkerCopies(
+            lambda name, command: self.workers[name].inbox.append(command), self.later
         )
-        self.router.prefixes.tiers.each.append(self.tier)
+        return self.router.copies.of_tiers
 
     def tick(self):
         super().tick()
@@ -102,12 +84,10 @@ class TieredWorld(World):
         for _ in range(min(self.jobs_per_tick, len(self.disk.jobs))):
             job = self.disk.jobs.popleft()
             self.disk.do(job)
-            self.tier.done(job)
+            self.disk_told(job)
             self.check()
-        for timer in [timer for timer in self.timers if timer[0] <= self.now_ns]:
-            self.timers.remove(timer)
-            timer[1]()
-            self.check()
+        self.run_timers()
+        self.check()
 
     @property
     def is_quiet(self):
@@ -119,28 +99,20 @@ class TieredWorld(World):
             pool.lose()
 
 
-def finish(world, *sequences):
-    world.submit(*sequences)
-    world.run()
-    for sequence in sequences:
-        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
-    world.check_hashes()
-
-
 @pytest.mark.parametrize("arm", ARMS)
 def test_what_was_used_twice_comes_from_disk_and_the_prompt_is_told_so(arm):
     world = TieredWorld(arm)
     prompt = list(range(41))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.forget_pools()
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert "10 of 10 blocks from the SSD" in again.restore_reason or ";" in again.restore_reason
     assert 0 < again.stamps.restored_ns <= again.stamps.started_ns - again.stamps.arrived_ns
     once_more = world.sequence(prompt=prompt)
-    finish(world, once_more)
+    world.finish(once_more)
     assert (once_more.num_cached_tokens, once_more.num_restored_tokens) == (40, 0)
 
 
@@ -149,12 +121,12 @@ def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_pe
     world = TieredWorld("peer")
     prompt = list(range(41))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.ledger.pools["prefill"].lose()
-    world.tier.costs.bytes_per_s = bytes_per_s
+    world.ssd.costs.bytes_per_s = bytes_per_s
     world.router.copies.expected_ms = lambda *_: 5.0
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_cached_tokens == 40
     assert again.num_restored_tokens == (0 if is_fetched else 40)
     assert bool(world.router.counters.prefix_cache_fetches) == is_fetched
@@ -166,11 +138,11 @@ def test_where_nobody_prefills_blocks_come_to_the_pool_of_who_decodes(arm):
     world = TieredWorld(arm)
     prompt = list(range(41))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.forget_pools()
     world.kill("prefill")
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert again.worker is None or again.worker == "decode"
 
@@ -179,10 +151,10 @@ def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts(
     world = TieredWorld("colocated", num_blocks=65)
     prompt = list(range(81))
     for _ in range(2):
-        finish(world, world.sequence(prompt=prompt))
+        world.finish(world.sequence(prompt=prompt))
     world.forget_pools()
     again = world.sequence(prompt=prompt)
-    finish(world, again)
+    world.finish(again)
     assert again.num_restored_tokens == 80
     assert again.restore_reason.count("8 of 8 blocks from the SSD") == 2
 
@@ -191,10 +163,10 @@ def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts(
 def test_what_a_victim_had_computed_comes_back_from_disk(arm):
     world = TieredWorld(arm, num_blocks=17)
     sequences = [world.sequence(n, 40) for n in (10, 9, 12)]
-    finish(world, *sequences)
+    world.finish(*sequences)
     victims = [sequence for sequence in sequences if sequence.num_preemptions]
     assert victims
-    assert world.tier.counts.loaded_blocks
+    assert world.ssd.counts.loaded_blocks
     computed = sum(world.scheduled[s.seq_id] for s in sequences)
     needed = sum(s.num_prompt_tokens + s.num_output_tokens - 1 for s in sequences)
     plain = World(arm, num_blocks=17)
@@ -206,15 +178,15 @@ def test_what_a_victim_had_computed_comes_back_from_disk(arm):
 
 def test_a_victim_whose_blocks_are_quicker_computed_leaves_nothing_on_disk():
     world = TieredWorld("colocated", num_blocks=17, compute_ms=0.001)
-    finish(world, *[world.sequence(n, 40) for n in (10, 9, 12)])
+    world.finish(*[world.sequence(n, 40) for n in (10, 9, 12)])
     assert world.router.counters.preemptions
-    assert world.tier.counts.stored_blocks == 0
+    assert world.ssd.counts.stored_blocks == 0
 
 
 def test_who_needs_blocks_that_are_being_stored_gets_them_when_they_are():
     world = TieredWorld("colocated", num_blocks=17)
     for _ in range(2):  # a slab is made
-        finish(world, world.sequence(prompt=[1, 2, 3, 4, 5, 6]))
+        world.finish(world.sequence(prompt=[1, 2, 3, 4, 5, 6]))
     world.jobs_per_tick = 0
     sequences = [world.sequence(10, 40), world.sequence(10, 40)]
     world.submit(*sequences)
@@ -237,9 +209,9 @@ def test_a_long_random_walk_over_pool_and_disk_loses_nothing(arm, seed):
 
     def step_and_work(worker):
         step(worker)
-        world.disk.breaks = rng.random() < 0.05
+        world.disk.error = "it is broken" if rng.random() < 0.05 else None
         world.work()
 
     world.step, world.jobs_per_tick = step_and_work, 1
     walk(world, rng)
-    assert world.tier.counts.stored_blocks
+    assert world.ssd.counts.stored_blocks

@@ -300,7 +300,7 @@ def test_a_damaged_block_is_dropped_and_computed(tier):
 
 def test_blocks_of_an_earlier_life_count_as_found(tier):
     chain = kept(tier, *range(1, 29))
-    again = Tier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.change)
+    again = Tier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.changed)
     assert again.would_find(1) is None  # nobody has asked for anything
     again.placed(list(chain.hashes), 0)
     assert again.reuse.num_uses > 0
