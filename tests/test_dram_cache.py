@@ -21,9 +21,10 @@ def served(tmp_path_factory):
 
 
 def start(folder, model):
-    """With a pool too small for what is asked, and a DRAM cache."""
+    """With a pool too small for what is asked, a DRAM cache, and a disk of no more than it."""
     num_bytes = 30 * Checkpoint.open(model).config.kv_block_bytes(64, "float32")
     memory = ("--kv-memory", str(num_bytes), "--dram-cache", "64MiB", "--max-model-len", "760")
+    memory = (*memory, "--ssd-cache", str(num_bytes))
     return Daemon(folder, *ARMS["alias"], *memory, model=model).wait_ready()
 
 
@@ -52,6 +53,10 @@ def test_what_has_left_the_pool_comes_from_dram_and_everything_says_so(served, t
     dram = daemon.fresh_state()["dram"]
     assert (dram["state"], dram["failed_stores"], dram["missed_deadlines"]) == ("on", 0, 0)
     assert min(dram["stored_blocks"], dram["loaded_blocks"]) > 0
+    ssd = daemon.wait_for(
+        lambda: (found := daemon.fresh_state()["ssd"])["evicted_blocks"] and found
+    )
+    assert 0 < ssd["num_bytes"] <= ssd["max_bytes"]
     environ = user_environ(tmp_path)
     shown = penstock(environ, "show", row["id"], "--socket", str(daemon.socket)).stdout
     assert "from DRAM" in shown
