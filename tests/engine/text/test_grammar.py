@@ -1,5 +1,7 @@
 """Grammars as clients write them, followed over the tokens of tiny tokenizers."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import random
@@ -18,6 +20,7 @@ from engine.text.grammar import (
     GrammarTokenizer,
     Matcher,
     choice_grammar,
+    endless_reference,
     json_grammar,
     lark_grammar,
     regex_grammar,
@@ -398,3 +401,79 @@ def test_any_pattern_compiles_or_is_refused(pattern):
     with contextlib.suppress(GrammarError):
         validate(grammar)
         Matcher(SMALL.tokens, grammar).allowed([])
+
+
+# --------------------------------------------------------------------------------------------------
+# Schemas of which a part refers only to itself, found without following every way.
+
+HERE = {"$ref": "#"}
+
+
+def defs(**parts: object) -> dict[str, object]:
+    return {"$defs": parts}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reference"),
+    [
+        (HERE, "#"),
+        ({"allOf": [{"type": "object"}, HERE]}, "#"),
+        ({"anyOf": [HERE, {"oneOf": [HERE]}]}, "#"),
+        ({"$ref": "#/$defs/a", **defs(a={"$ref": "#/$defs/a"})}, "#/$defs/a"),
+        (defs(a={"$ref": "#/$defs/b"}, b={"$ref": "#/$defs/a"}), "#/$defs/a"),
+        ({"properties": {"x": {"$ref": "#/properties/x"}}}, "#/properties/x"),
+        ({"items": [{"$ref": "#/items/0"}]}, "#/items/0"),
+        (defs(**{"a/b c~": {"$ref": "#/$defs/a~1b%20c~0"}}), "#/$defs/a~1b%20c~0"),
+    ],
+)
+def test_a_part_that_refers_only_to_itself_is_found(schema: object, reference: str) -> None:
+    assert endless_reference(schema) == reference
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        None,
+        {"type": "object", "properties": {"next": HERE}, "required": ["next"]},
+        {"type": "array", "items": HERE},
+        {"anyOf": [HERE, {"type": "null"}]},
+        {"anyOf": [HERE, True]},
+        {"$ref": "#/$defs/nobody"},
+        {"$ref": "https://example.com/schema"},
+        {"const": HERE, "enum": [HERE]},
+        {"properties": {"$ref": {"type": "string"}}},
+        {"$ref": "#/$defs/a", **defs(a={"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]})},
+    ],
+)
+def test_what_says_something_on_the_way_is_not(schema: object) -> None:
+    assert endless_reference(schema) is None
+
+
+@given(st.data())
+def test_it_agrees_with_following_every_way(data: st.DataObject) -> None:
+    names = "abcd"
+    refs = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in names])
+    leaf = refs | st.just({"type": "null"})
+    alternatives = st.builds(
+        lambda keyword, parts: {keyword: parts},
+        st.sampled_from(["anyOf", "allOf"]),
+        st.lists(leaf, min_size=1, max_size=3),
+    )
+    schema = defs(**{name: data.draw(leaf | alternatives) for name in names})
+
+    def can_be_said(part: dict[str, list[object]], above: tuple[str, ...] = ()) -> bool:
+        if name := str(part.get("$ref", "")).removeprefix("#/$defs/"):
+            return name not in above and can_be_said(schema["$defs"][name], (*above, name))
+        return all(can_be_said(one, above) for one in part.get("allOf", ())) and (
+            "anyOf" not in part or any(can_be_said(one, above) for one in part["anyOf"])
+        )
+
+    every_one = all(can_be_said(part, (name,)) for name, part in schema["$defs"].items())
+    assert (endless_reference(schema) is None) == every_one
+
+
+def test_ways_that_double_at_every_turn_take_no_time() -> None:
+    doubling = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(500)}
+    assert endless_reference(defs(**doubling, d500={"type": "null"})) is None
+    assert endless_reference(defs(**doubling, d500={"$ref": "#/$defs/d0"})) is not None

@@ -1,3 +1,5 @@
+""""""
+
 import pytest
 
 from engine.cache.blocks import Ledger

@@ -1,3 +1,5 @@
+""""""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+""""""
+
 import pytest
 
 from appliance.frame.protocol import restored_from

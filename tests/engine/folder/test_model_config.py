@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
-from engine.folder.families import FAMILY_BY_NAME
+from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.folder.model_config import ModelConfig
 from engine.folder.rope import RopeConfig
 from tests.checkpoints import FAMILIES
@@ -312,3 +312,34 @@ def test_any_json_gives_a_config_or_a_named_error(tmp_path_factory, family, keys
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="missing"):
         ModelConfig.from_folder(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is not served is refused by name, with the reason.
+
+AS_PUBLISHED = {
+    "Gemma3nForConditionalGeneration": "embeddings of their own",
+    "Llama4ForConditionalGeneration": "chunks",
+    "Qwen3NextForCausalLM": "a state",
+    "Qwen3_5ForConditionalGeneration": "a state",
+    "Qwen3_5MoeForConditionalGeneration": "a state",
+    "DeepseekV3ForCausalLM": "compressed",
+}
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_a_known_architecture_is_refused_with_the_reason(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(CheckpointError, match=AS_PUBLISHED[name]) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "qwen3_5_text", "qwen3next", "qwen35moe"])
+def test_names_of_config_and_gguf_have_the_same_reason(name):
+    assert reason(name) is not None
+
+
+@pytest.mark.parametrize("name", [*FAMILY_BY_NAME, *FAMILY_BY_ARCHITECTURE])
+def test_nothing_that_is_served_is_refused(name):
+    assert reason(name) is None
