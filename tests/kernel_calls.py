@@ -24,7 +24,8 @@ from engine.folder.panels import FORMS, panels_shape
 from engine.kernels.cpu import FORMS as NUMBERS
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
-SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+INT8 = 16
+SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT8: 1}
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.malloc.restype = ctypes.c_void_p
 LIBC.malloc.argtypes = [ctypes.c_size_t]
@@ -165,17 +166,21 @@ def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
             slots.append(table[position // block_size] * block_size + position % block_size)
     heads, tokens, rotary = kv_heads * group, len(positions), r.choice([0, dim])
     qkv = m.values(tokens * (heads + 2 * kv_heads) * dim, kind)
-    kv = m.values(used * layers * 2 * block_size * kv_heads * dim, kind)
+    kv_kind, row = r.choice([(kind, dim * SIZE[kind]), (INT8, dim + SIZE[FLOAT32])])
+    plane = block_size * kv_heads * row + r.choice([0, 12])  # another layer may have more heads
+    kv = m.array(bytes(used * layers * 2 * plane))
+    m.outputs.append((kv, used * layers * 2 * plane))
     angles = [m.values((max(positions) + 1) * rotary, kind) if rotary else 0 for _ in range(2)]
     kernels.place(
         qkv, kv, *angles, m.integers(positions), m.integers(slots), kind, tokens, heads, kv_heads,
-        dim, rotary, block_size, layers, 1, threads,
+        dim, rotary, block_size, layers, 1, kv_kind, plane, threads,
     )  # fmt: skip
     sinks = m.values(heads, FLOAT32) if r.random() < 0.5 else 0
     kernels.attend(
         m.output(tokens * heads * dim, kind), qkv, kv, m.integers(sequences), m.integers(tables),
         sinks, kind, len(members), width, (heads + 2 * kv_heads) * dim, heads, kv_heads, dim,
-        block_size, layers, 1, r.choice([0, 0, 20]), threads, 0.2, r.choice([0.0, 5.0]),
+        block_size, layers, 1, r.choice([0, 0, 20]), kv_kind, plane, threads, 0.2,
+        r.choice([0.0, 5.0]),
     )  # fmt: skip
 
 

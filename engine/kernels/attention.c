@@ -5,6 +5,9 @@
  * are. Many (a prompt's chunk) are worth a transposed copy of the keys, and register-blocked
  * products over it. Positions outside a query's window or beyond its own weigh exactly 0; positions
  * beyond the sequence are never read.
+ *
+ * Keys and values that lie as codes of a byte are multiplied as codes: a key's scale goes to its
+ * scores, a value's to its weights, which are fewer.
  */
 #include "attention_tile.h"
 
@@ -177,24 +180,48 @@ static void join_head(const attention *a, int64_t s, int64_t head, int64_t type)
         store_part(at(to, j, (int)type), load_part(first + j, dim - j, FLOAT32), dim - j, (int)type);
 }
 
+/* The keys of a layer in a block; the values lie plane_bytes behind them. */
+INLINE const char *plane_of(const attention *a, int64_t block)
+{
+    return (const char *)a->kv + (block * a->num_layers + a->layer) * 2 * a->plane_bytes;
+}
+
 /* Where the keys and values of positions [first, first + count) lie. */
 INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int type)
 {
     const int64_t row_bytes = a->num_kv_heads * a->head_dim * size_of(type);
-    const int64_t half_bytes = a->block_size * row_bytes;
     int64_t offset = rows->first_position % a->block_size;
     const int64_t *block = t->table + rows->first_position / a->block_size;
     for (int64_t k = 0; k < rows->count; block++, offset = 0) {
-        const char *plane = (const char *)a->kv + (*block * a->num_layers + a->layer) * 2 * half_bytes;
+        const char *plane = plane_of(a, *block);
         for (; offset < a->block_size && k < rows->count; offset++, k++) {
             rows->keys[k] = plane + offset * row_bytes;
-            rows->values[k] = rows->keys[k] + half_bytes;
+            rows->values[k] = rows->keys[k] + a->plane_bytes;
         }
     }
     for (int64_t k = rows->count; k < TILE_KEYS; k++) { /* may be computed with, is not used */
         rows->keys[k] = rows->keys[rows->count - 1];
         rows->values[k] = rows->values[rows->count - 1];
     }
+}
+
+/* The scales of one head's codes at those positions: behind the codes of a plane, float32
+ * [num_kv_heads, block_size]. */
+INLINE void find_scales(const attention *a, const tile *t, key_rows *rows, int64_t head)
+{
+    int64_t offset = rows->first_position % a->block_size;
+    const int64_t *block = t->table + rows->first_position / a->block_size;
+    for (int64_t k = 0; k < rows->count; block++, offset = 0) {
+        const int64_t count = smaller_of(a->block_size - offset, rows->count - k);
+        const int64_t first = a->block_size * a->num_kv_heads * a->head_dim +
+                              (head * a->block_size + offset) * (int64_t)sizeof(float);
+        const char *scales = plane_of(a, *block) + first;
+        memcpy(rows->key_scales + k, scales, (size_t)count * sizeof(float));
+        memcpy(rows->value_scales + k, scales + a->plane_bytes, (size_t)count * sizeof(float));
+        k += count;
+    }
+    for (int64_t k = rows->count; k < TILE_KEYS; k++) /* may be computed with, is not used */
+        rows->key_scales[k] = rows->value_scales[k] = 0;
 }
 
 /* Brings what a tile's heads have at the current positions into the caches, as eight long streams:
@@ -216,7 +243,7 @@ INLINE void touch_rows(const attention *a, const tile *t, const key_rows *rows, 
     }
 }
 
-INLINE void attend_head(const attention *a, const tile *t, const key_rows *keys, int64_t head,
+INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, int64_t head,
                         const workspace *w, int type)
 {
     const int64_t first = head * t->num_padded_rows, dim = t->padded_dim;
@@ -224,6 +251,8 @@ INLINE void attend_head(const attention *a, const tile *t, const key_rows *keys,
     const int64_t group = a->num_heads / a->num_kv_heads;
     const float *q = w->q + first * dim;
     float *out = w->out + first * dim;
+    if (type == INT8)
+        find_scales(a, t, keys, t->first_head + head);
     if (t->is_direct) {
         IN_THREES(t->num_rows, score_directly(t, keys, byte_offset, q + row * dim,
                                               w->weights + row * TILE_KEYS, ROWS, a->head_dim, type))
@@ -238,8 +267,12 @@ INLINE void attend_head(const attention *a, const tile *t, const key_rows *keys,
         const int64_t last = t->first_position + row / group - keys->first_position;
         const int64_t low = a->window > 0 ? larger_of(0, last - a->window + 1) : 0;
         const int64_t high = smaller_of(keys->count, last + 1);
+        if (type == INT8)
+            scale_columns(w->weights + row * TILE_KEYS, keys->key_scales);
         weigh_row(w->weights + row * TILE_KEYS, low, high, a->softcap, w->largest + first + row,
                   w->total + first + row, out + row * dim, dim);
+        if (type == INT8)
+            scale_columns(w->weights + row * TILE_KEYS, keys->value_scales);
     }
     if (t->is_direct) {
         IN_THREES(t->num_rows,
@@ -253,7 +286,7 @@ INLINE void attend_head(const attention *a, const tile *t, const key_rows *keys,
     }
 }
 
-INLINE void attend_item(const attention *a, int64_t item, int type)
+INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
 {
     const tile t = tile_of(a, item);
     workspace w;
@@ -266,11 +299,11 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
     keys.first_position = t.first_key;
     for (; keys.first_position < t.end_key; keys.first_position += TILE_KEYS) {
         keys.count = smaller_of(TILE_KEYS, t.end_key - keys.first_position);
-        find_rows(a, &t, &keys, type);
+        find_rows(a, &t, &keys, kv_type);
         if (t.is_direct)
-            touch_rows(a, &t, &keys, type);
+            touch_rows(a, &t, &keys, kv_type);
         for (int64_t head = 0; head < t.num_heads; head++)
-            attend_head(a, &t, &keys, head, &w, type);
+            attend_head(a, &t, &keys, head, &w, kv_type);
     }
     if (t.partial != NULL)
         write_partial(a, &t, &w);
@@ -278,24 +311,32 @@ INLINE void attend_item(const attention *a, int64_t item, int type)
         write_output(a, &t, &w, type);
 }
 
-static void attend_float32(void *context, int64_t item) { attend_item(context, item, FLOAT32); }
-static void attend_bfloat16(void *context, int64_t item) { attend_item(context, item, BFLOAT16); }
+#define ATTEND(name, type, kv_type) \
+    static void name(void *context, int64_t item) { attend_item(context, item, type, kv_type); }
+ATTEND(attend_float32, FLOAT32, FLOAT32)
+ATTEND(attend_bfloat16, BFLOAT16, BFLOAT16)
+ATTEND(attend_float32_codes, FLOAT32, INT8)
+ATTEND(attend_bfloat16_codes, BFLOAT16, INT8)
 
 /* attend(out, q, kv, sequences, block_tables, sinks, type, num_sequences, table_stride, q_stride,
- *        num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window, num_threads, scale, softcap)
+ *        num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window, kv_type,
+ *        plane_bytes, num_threads, scale, softcap)
  *
- * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart, kv the pool.
+ * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart. kv is the pool,
+ * [num_blocks, num_layers, 2] planes; in a plane lie [block_size, num_kv_heads, head_dim] of
+ * kv_type, which is type, or INT8 with float32 scales [num_kv_heads, block_size] behind the codes.
  * sequences and block_tables are int64: [num_sequences, 3] of first query's row, query_len and
  * seq_len, and [num_sequences, table_stride] of block ids; sinks are float32 [num_heads]. window,
  * softcap or sinks 0: there is none. */
-KERNEL(attend, "ppppppiiiiiiiiiiiiff")
+KERNEL(attend, "ppppppiiiiiiiiiiiiiiff")
 {
     attention a;
-    int64_t type;
+    int64_t type, kv_type;
     read_words(words, attend_format, &a.out, &a.q, &a.kv, &a.sequences,
                        &a.block_tables, &a.sinks, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
-                       &a.layer, &a.window, &a.num_threads, &a.scale, &a.softcap);
+                       &a.layer, &a.window, &kv_type, &a.plane_bytes, &a.num_threads, &a.scale,
+                       &a.softcap);
     int is_decode = 1;
     for (int64_t s = 0; s < a.num_sequences; s++)
         is_decode &= a.sequences[3 * s + 1] == 1;
@@ -312,7 +353,9 @@ KERNEL(attend, "ppppppiiiiiiiiiiiiff")
     int64_t num_items = 0;
     for (int64_t s = 0; s < a.num_sequences; s++)
         num_items += items_of(&a, a.sequences[3 * s + 1]);
-    parallel_for(a.num_threads, num_items, type == FLOAT32 ? attend_float32 : attend_bfloat16, &a);
+    const parallel_body same = type == FLOAT32 ? attend_float32 : attend_bfloat16;
+    const parallel_body codes = type == FLOAT32 ? attend_float32_codes : attend_bfloat16_codes;
+    parallel_for(a.num_threads, num_items, kv_type == INT8 ? codes : same, &a);
     for (int64_t s = 0; a.num_parts > 1 && s < a.num_sequences; s++)
         for (int64_t head = 0; head < a.num_heads; head++)
             join_head(&a, s, head, type);

@@ -18,6 +18,7 @@ typedef struct {
     const int64_t *block_tables;
     int64_t num_sequences, table_stride, num_threads, q_stride;
     int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
+    int64_t plane_bytes; /* of a layer's keys in a block, and of its values */
     float scale, softcap;
     const float *sinks; /* of each head, a score beside those of its keys; NULL: none has one */
     /* Where every sequence has one query and there are fewer sequences than would busy the threads,
@@ -42,6 +43,8 @@ typedef struct {
 typedef struct {
     const char *keys[TILE_KEYS], *values[TILE_KEYS];
     int64_t first_position, count;
+    /* Of codes: the current head's, each what its row is to be multiplied by. */
+    float key_scales[TILE_KEYS], value_scales[TILE_KEYS];
 } key_rows;
 
 /* A tile's memory: heads times rows of q, out, largest, total; the rest serves one head at a time. */
@@ -195,6 +198,13 @@ INLINE void multiply(float *sums, int64_t sums_stride, const float *left, int64_
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++)
             store(sums + row * sums_stride + n * LANES, sum[row][n], FLOAT32);
+}
+
+/* Each of a tile's columns times the scale of its key or value. */
+INLINE void scale_columns(float *row, const float *scales)
+{
+    for (int64_t k = 0; k < TILE_KEYS; k += LANES)
+        store(row + k, load(row + k, FLOAT32) * load(scales + k, FLOAT32), FLOAT32);
 }
 
 INLINE vec bent(vec score, float cap)

@@ -26,6 +26,8 @@ from engine.folder.panels import packed_shape
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
+INT8 = 16
+"""Codes of keys and values in a pool, whose scales lie behind them."""
 BFLOAT16_PAIRS = 3
 """The scheme of matrices that `pack_pairs` has packed."""
 FORMS = {

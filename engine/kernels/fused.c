@@ -181,16 +181,40 @@ INLINE void rotate_head(void *head, const void *cosines, const void *sines, int6
     }
 }
 
-/* Copy keys or values to where others will read them: finite, whatever they are. */
+/* Keys or values as others will read them: finite, whatever they are. */
+INLINE vec load_finite(const void *from, int64_t count, int type)
+{
+    vec value = load_upto(from, count, type);
+    value = choose(value == value, value, all(0));
+    value = choose(value > OVERFLOWN, all(OVERFLOWN), value);
+    return choose(value < -OVERFLOWN, all(-OVERFLOWN), value);
+}
+
+/* Copy keys or values to where others will read them. */
 INLINE void keep_row(void *to, const void *from, int64_t dim, int type)
 {
+    for (int64_t i = 0; i < dim; i += LANES)
+        store_upto(at(to, i, type), load_finite(at(from, i, type), dim - i, type), dim - i, type);
+}
+
+/* The same of one head as codes; returns what they are to be multiplied by: the largest becomes 127
+ * or -127. engine/model/attention.py does the same, bit for bit. */
+INLINE float keep_codes(int8_t *to, const void *from, int64_t dim, int type)
+{
+    vec top = all(0);
     for (int64_t i = 0; i < dim; i += LANES) {
-        vec value = load_upto(at(from, i, type), dim - i, type);
-        value = choose(value == value, value, all(0));
-        value = choose(value > OVERFLOWN, all(OVERFLOWN), value);
-        value = choose(value < -OVERFLOWN, all(-OVERFLOWN), value);
-        store_upto(at(to, i, type), value, dim - i, type);
+        const vec value = load_finite(at(from, i, type), dim - i, type);
+        top = larger(top, larger(value, -value));
     }
+    const float scale = largest_of(top) / 127;
+    const float divisor = scale > 0 ? scale : 1;
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec value = load_finite(at(from, i, type), dim - i, type) / divisor;
+        int8_t codes[LANES];
+        store_codes(codes, smaller(all(127), larger(all(-127), value))); /* of denormals, too */
+        memcpy(to + i, codes, (size_t)(dim - i < LANES ? dim - i : LANES));
+    }
+    return scale;
 }
 
 typedef struct {
@@ -199,9 +223,27 @@ typedef struct {
     const int64_t *positions, *token_slots;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
     int64_t block_size, num_layers, layer;
+    int64_t plane_bytes; /* of a layer's keys in a block, and of its values */
 } placement;
 
-INLINE void place_item(const placement *p, int64_t item, int type)
+/* One token's keys or values to their place in a plane. */
+INLINE void keep_token(const placement *p, char *plane, int64_t offset, const void *from, int type,
+                       int kv_type)
+{
+    const int64_t width = p->num_kv_heads * p->head_dim;
+    if (kv_type != INT8) {
+        keep_row(at(plane, offset * width, type), from, width, type);
+        return;
+    }
+    char *scales = plane + p->block_size * width + offset * (int64_t)sizeof(float);
+    for (int64_t head = 0; head < p->num_kv_heads; head++) {
+        int8_t *codes = (int8_t *)plane + offset * width + head * p->head_dim;
+        const float scale = keep_codes(codes, at(from, head * p->head_dim, type), p->head_dim, type);
+        memcpy(scales + head * p->block_size * (int64_t)sizeof(float), &scale, sizeof scale);
+    }
+}
+
+INLINE void place_item(const placement *p, int64_t item, int type, int kv_type)
 {
     const int64_t kv_width = p->num_kv_heads * p->head_dim;
     const int64_t q_width = p->num_heads * p->head_dim;
@@ -213,31 +255,36 @@ INLINE void place_item(const placement *p, int64_t item, int type)
                         at(p->sines, angle, type), p->rotary_dim, type);
         const int64_t slot = p->token_slots[token];
         const int64_t block = slot / p->block_size, offset = slot % p->block_size;
-        const int64_t plane = (block * p->num_layers + p->layer) * 2;
-        void *keys = at(p->kv, (plane * p->block_size + offset) * kv_width, type);
-        void *values = at(keys, p->block_size * kv_width, type);
-        keep_row(keys, at(row, q_width, type), kv_width, type);
-        keep_row(values, at(row, q_width + kv_width, type), kv_width, type);
+        char *keys = (char *)p->kv + (block * p->num_layers + p->layer) * 2 * p->plane_bytes;
+        keep_token(p, keys, offset, at(row, q_width, type), type, kv_type);
+        keep_token(p, keys + p->plane_bytes, offset, at(row, q_width + kv_width, type), type,
+                   kv_type);
     }
 }
 
-static void place_float32(void *context, int64_t item) { place_item(context, item, FLOAT32); }
-static void place_bfloat16(void *context, int64_t item) { place_item(context, item, BFLOAT16); }
+#define PLACE(name, type, kv_type) \
+    static void name(void *context, int64_t item) { place_item(context, item, type, kv_type); }
+PLACE(place_float32, FLOAT32, FLOAT32)
+PLACE(place_bfloat16, BFLOAT16, BFLOAT16)
+PLACE(place_float32_codes, FLOAT32, INT8)
+PLACE(place_bfloat16_codes, BFLOAT16, INT8)
 
 /* place(qkv, kv, cosines, sines, positions, token_slots, type, num_tokens, num_heads, num_kv_heads,
- *       head_dim, rotary_dim, block_size, num_layers, layer, num_threads)
+ *       head_dim, rotary_dim, block_size, num_layers, layer, kv_type, plane_bytes, num_threads)
  *
  * Turn the queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] in place, by
  * the rows `positions` of the tables [num_positions, rotary_dim] (not at all where rotary_dim is 0),
- * and write keys and values to their places in the pool. */
-KERNEL(place, "ppppppiiiiiiiiii")
+ * and write keys and values to their places in the pool, which attend() describes. */
+KERNEL(place, "ppppppiiiiiiiiiiii")
 {
     placement p;
-    int64_t type, num_threads;
+    int64_t type, kv_type, num_threads;
     read_words(words, place_format, &p.qkv, &p.kv, &p.cosines, &p.sines, &p.positions,
                &p.token_slots, &type, &p.num_tokens, &p.num_heads, &p.num_kv_heads, &p.head_dim,
-               &p.rotary_dim, &p.block_size, &p.num_layers, &p.layer, &num_threads);
-    parallel_for(num_threads, items_of(p.num_tokens),
-                 type == FLOAT32 ? place_float32 : place_bfloat16, &p);
+               &p.rotary_dim, &p.block_size, &p.num_layers, &p.layer, &kv_type, &p.plane_bytes,
+               &num_threads);
+    const parallel_body same = type == FLOAT32 ? place_float32 : place_bfloat16;
+    const parallel_body codes = type == FLOAT32 ? place_float32_codes : place_bfloat16_codes;
+    parallel_for(num_threads, items_of(p.num_tokens), kv_type == INT8 ? codes : same, &p);
     return 0;
 }

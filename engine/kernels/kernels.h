@@ -11,8 +11,8 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* Types of elements, as in cpu.py. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+/* Types of elements, as in cpu.py; INT8 are codes, whose scales lie elsewhere. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 16 };
 
 /* An argument of a kernel. */
 typedef union {

@@ -1,8 +1,9 @@
 /* Vectors of LANES floats in the instruction set that a file is compiled for.
  *
  * Arithmetic is the compiler's vector extension, so that one source serves every level; the few
- * operations that it does not know are written out. Elements in memory are float32 or bfloat16,
- * arithmetic is float32. `type` is a constant wherever speed matters, so that no branch is left.
+ * operations that it does not know are written out. Elements in memory are float32, bfloat16 or
+ * codes of a byte, arithmetic is float32. `type` is a constant wherever speed matters, so that no
+ * branch is left.
  */
 #ifndef PENSTOCK_SIMD_H
 #define PENSTOCK_SIMD_H
@@ -29,8 +30,9 @@ typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t vec_int __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vec_bits __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vec_half __attribute__((vector_size(LANES * 2)));
+typedef int8_t vec_code __attribute__((vector_size(LANES)));
 
-INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : 2; }
+INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
 
 /* The address of element i. */
 INLINE void *at(const void *base, int64_t i, int type)
@@ -88,6 +90,17 @@ INLINE vec load(const void *from, int type)
         memcpy(&value, from, sizeof value);
         return value;
     }
+    if (type == INT8) {
+        vec_code codes;
+        memcpy(&codes, from, sizeof codes);
+#if LANES == 16
+        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+#elif LANES == 8
+        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (long long)codes)));
+#else
+        return __builtin_convertvector(codes, vec);
+#endif
+    }
     vec_half halves;
     memcpy(&halves, from, sizeof halves);
 #if LANES == 16
@@ -139,6 +152,8 @@ INLINE __m256 eight(const char *from, int type)
 {
     if (type == FLOAT32)
         return _mm256_loadu_ps((const float *)from);
+    if (type == INT8)
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
     const __m128i halves = _mm_loadu_si128((const __m128i *)from);
     if (type == FLOAT16)
         return _mm256_cvtph_ps(halves);
@@ -171,6 +186,14 @@ INLINE void turn(float *to, int64_t stride, const char *const *rows, int64_t off
     }
 }
 #endif
+
+/* The nearest integers, ties to even, of values within -127 and 127, as codes of a byte each. */
+INLINE void store_codes(int8_t *to, vec value)
+{
+    /* adding 1.5 * 2^23 leaves the nearest integer in the low bits */
+    const vec_code codes = __builtin_convertvector((vec_int)(value + 12582912.0f), vec_code);
+    memcpy(to, &codes, sizeof codes);
+}
 
 /* What is left of `value` after it has been stored as `type`. */
 INLINE vec rounded(vec value, int type)

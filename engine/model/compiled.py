@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.folder.model_config import ACTIVATIONS
-from engine.kernels.cpu import BFLOAT16, FLOAT32, Kernels, load_kernels
+from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.sampler import sample_rows
 
@@ -56,6 +56,8 @@ class Buffers:
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
+_KV_TYPES = {**ELEMENT_TYPES, torch.int8: INT8}
+"""And in a pool."""
 
 
 def find_kernels(
@@ -243,7 +245,8 @@ class CompiledBackend:
 
         Their keys and values go to the pool, finite.
         """
-        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+        num_layers, _, block_size = kv.shape[1:4]
+        head_dim = qkv.shape[2]
         cosines, sines, rotary_dim = 0, 0, 0
         if rope_index is not None:
             cosine_table, sine_table = plan.tables[rope_index]
@@ -259,12 +262,14 @@ class CompiledBackend:
             ELEMENT_TYPES[qkv.dtype],
             len(qkv),
             num_heads,
-            num_kv_heads,
+            (qkv.shape[1] - num_heads) // 2,
             head_dim,
             rotary_dim,
             block_size,
             num_layers,
             layer,
+            _KV_TYPES[kv.dtype],
+            kv.stride(2) * kv.element_size(),
             plan.num_threads,
         )
 
@@ -284,7 +289,8 @@ class CompiledBackend:
 
         Sinks, float32 [num_heads], are a score of each head beside those of its keys.
         """
-        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+        num_layers, _, block_size = kv.shape[1:4]
+        head_dim = qkv.shape[2]
         out = self._take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
         self.kernels.attend(
             out.data_ptr(),
@@ -298,12 +304,14 @@ class CompiledBackend:
             plan.block_tables.shape[1],
             qkv.stride(0),
             num_heads,
-            num_kv_heads,
+            (qkv.shape[1] - num_heads) // 2,
             head_dim,
             block_size,
             num_layers,
             layer,
             window or 0,
+            _KV_TYPES[kv.dtype],
+            kv.stride(2) * kv.element_size(),
             plan.num_threads,
             scale,
             softcap or 0.0,
