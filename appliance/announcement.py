@@ -47,6 +47,8 @@ def announcement(
     yield f"serving {model.model_id}{note} in {frame.dtype}"
     if frame.weights is not None:
         yield f"  {frame.weights}"
+    if frame.kv is not None:
+        yield f"  {frame.kv}"
     for worker in frame.workers:
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))

@@ -57,6 +57,8 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
+    if frame.get("kv"):
+        lines.append(("kv", str(frame["kv"])))
     lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]
     lines += [(name, _tier_text(frame[name])) for name in ("dram", "ssd") if frame.get(name)]
     if (frame.get("handoff") or {}).get("transport"):

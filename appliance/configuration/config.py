@@ -38,6 +38,7 @@ class ServeConfig:
     model: Path | HubName | None = None
     dtype: str = "auto"
     weights: str = "stored"
+    kv_dtype: str = "auto"
     transport: str = "auto"
     roles: str = "auto"
     place: WantedWorkers = ONE_OF_EACH

@@ -25,6 +25,7 @@ from appliance.configuration.setting_kinds import (
 )
 from appliance.configuration.wanted_workers import parse_place
 from appliance.models.names import a_model
+from engine.folder.model_config import INT8_KV
 
 ROLES = ("elastic", "static", "colocated")
 TOOL_PARSERS = (
@@ -59,6 +60,11 @@ SETTINGS: Mapping[str, Setting] = {
         one_of("stored", "q8", "q4"),
         "matrices in memory: stored, as the checkpoint has them, or quantised at start to 8 or 4 "
         "bits each, q8 or q4",
+    ),
+    "kv_dtype": Setting(
+        one_of("auto", INT8_KV),
+        "keys and values in the pools: auto, in the dtype that is served, or int8, of which about "
+        "twice as many tokens fit, on CPUs",
     ),
     "transport": Setting(
         one_of("auto", "alias", "peer", "shm"),

@@ -367,4 +367,5 @@ def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
     if state["state"] != "ready":
         found = f"{found}; {state['state_reason']}"
         return Finding("daemon", "note", found, "penstock events says more")
-    return Finding("daemon", "ok", found)
+    quantised = "".join(f"; {state[name]}" for name in ("weights", "kv") if state.get(name))
+    return Finding("daemon", "ok", found + quantised)

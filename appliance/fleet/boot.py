@@ -26,7 +26,7 @@ from appliance.fleet.placement import (
     placement_lines,
 )
 from appliance.fleet.placing import Placing, this_inventory
-from appliance.fleet.weights_plan import WeightsPlan, plan_weights
+from appliance.fleet.weights_plan import WeightsPlan, kv_text, plan_weights
 from appliance.models import cache
 from appliance.models.names import HubName
 from appliance.request import ModelInfo
@@ -73,6 +73,8 @@ class BootPlan:
     """What matrices are quantised to at start; `stored`: nothing."""
     weights_words: str = ""
     """What the weights are in memory, where that is not what the files have."""
+    kv_dtype: str = "auto"
+    """Of the pools, as the settings say."""
 
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
@@ -130,7 +132,13 @@ def make_plan(config: ServeConfig) -> BootPlan:
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
     arena, num_staging = _arena(config, placement)
     workers, fds = _setups(
-        checkpoint, dtype, placement, weights, arena, has_graphs=not config.eager
+        checkpoint,
+        dtype,
+        placement,
+        weights,
+        arena,
+        has_graphs=not config.eager,
+        kv_dtype=config.kv_dtype,
     )
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
@@ -161,6 +169,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
         others=tuple(config.models),
         weights=config.weights,
         weights_words=weights.words,
+        kv_dtype=config.kv_dtype,
     )
 
 
@@ -177,7 +186,8 @@ def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
         attention = f"; attention on {gpu.name} by {choice.title}"
     num_arena_blocks = _num_arena_blocks(config, placement)
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
-    about = f"; {weights.words}" if weights.words else ""
+    words = (weights.words, kv_text(dtype, config.kv_dtype))
+    about = "".join(f"; {each}" for each in words if each)
     if num_arena_blocks:
         size = size_text(num_arena_blocks * placement.block_bytes)
         about += f"; below the pools a DRAM cache of {size}"
@@ -278,6 +288,7 @@ def _setups(
     arena: PoolSpec | None,
     *,
     has_graphs: bool,
+    kv_dtype: str,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     places = placement.places
@@ -309,6 +320,8 @@ def _setups(
                 *(specs[name] for name in places.copied_by(plan.name)),
                 *(() if arena is None else (arena,)),
             ],
+            kv_dtype=kv_dtype,
+            measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
         )
         workers.append((plan, setup))
     return workers, fds

@@ -232,7 +232,7 @@ def available_memory_bytes() -> int:
 def place(
     checkpoint: Checkpoint,
     *,
-    dtype: str,
+    kv_dtype: str,
     roles: str,
     transport: str,
     wanted: WantedWorkers,
@@ -244,13 +244,13 @@ def place(
     """Choose workers, cores, pools and the model length.
 
     Workers on several NUMA nodes have a pool and weights each, and blocks are copied between
-    them (`peer`), unless another transport is asked for.
+    them (`peer`), unless another transport is asked for. kv_dtype is that of the pools.
 
     Raises:
         ConfigError: the KV memory does not hold a single useful sequence.
     """
     config = checkpoint.config
-    block_bytes = config.kv_block_bytes(BLOCK_SIZE, dtype)
+    block_bytes = config.kv_block_bytes(BLOCK_SIZE, kv_dtype)
     wanted_len = min(
         max_model_len or config.max_position_embeddings, config.max_position_embeddings
     )

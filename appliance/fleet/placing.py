@@ -90,6 +90,7 @@ class Placing:
         found, version = list(self._inventory.gpus), self._torch_version
         if wanted.gpu_names:
             gpus = name_gpus(wanted.gpu_names, found, version, where="place")
+            self._check_kv(gpus)
             dtype = self._dtype(gpus, dtype)
             return Placed(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
         gpus, about = choose_gpus(config.devices, found, version)
@@ -102,6 +103,7 @@ class Placing:
                 also = f", and {others} no more" if others else ""
                 notes.append(f"not used: {too_small(small[0], shape)}{also}")
             gpus = [gpu for gpu in gpus if gpu not in small]
+        self._check_kv(gpus)
         dtype = self._dtype(gpus, dtype)
         if not gpus:
             placement = self._on_cores(dtype)
@@ -113,6 +115,15 @@ class Placing:
             placement, about = self._on_several(gpus, self._shape(gpus, dtype), dtype)
             notes.append(about)
         return Placed(dtype, placement, "; ".join(filter(None, notes)) or None)
+
+    def _check_kv(self, gpus: list[Gpu]) -> None:
+        if gpus and self._config.kv_dtype != "auto":
+            raise ConfigError(
+                f"KV is kept as {self._config.kv_dtype} on CPUs only, and {gpus[0].name} would "
+                "serve",
+                where="kv_dtype",
+                hint="leave it out, or serve with --devices cpu",
+            )
 
     def _dtype(self, gpus: list[Gpu], given: str | None) -> str:
         """The same for all: the oldest GPU decides."""
@@ -141,7 +152,7 @@ class Placing:
         config, inventory = self._config, self._inventory
         return place(
             self._checkpoint,
-            dtype=dtype,
+            kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
             roles=config.roles,
             transport=config.transport,
             wanted=config.place,

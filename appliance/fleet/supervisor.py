@@ -34,6 +34,7 @@ from engine.wire.messages import (
     Failed,
     Go,
     LoadingProgress,
+    LogitsLoss,
     PoolMade,
     Ready,
     Report,
@@ -41,7 +42,6 @@ from engine.wire.messages import (
     SharedMemory,
     Unmapped,
     WeightsLoaded,
-    WeightsLoss,
 )
 
 # What the daemon knows of one worker and its process.
@@ -72,8 +72,9 @@ class WorkerState:
     """In a row, failed starts among them."""
     pause_s: float = 0.0
     """Before it is started again, the last time that it was."""
-    weights_loss: WeightsLoss | None = None
+    weights_loss: LogitsLoss | None = None
     """Measured at its first start; None: not by it, or there is none."""
+    kv_loss: LogitsLoss | None = None
     ready_at_s: float | None = None
     """Monotonic; None: its process was not ready yet."""
     num_reports: int = 0
@@ -375,7 +376,9 @@ class Supervisor:
         weights = worker.setup.weights
         if weights is not None and self.is_started:
             weights = msgspec.structs.replace(weights, is_filled=True)
-        channel.send(msgspec.structs.replace(worker.setup, weights=weights))
+        measures_kv = worker.setup.measures_kv and not self.is_started
+        setup = msgspec.structs.replace(worker.setup, weights=weights, measures_kv=measures_kv)
+        channel.send(setup)
         worker.ready_at_s = None
         try:
             while True:
@@ -393,6 +396,7 @@ class Supervisor:
                     case Ready():
                         worker.state, worker.ready = "ready", report
                         worker.weights_loss = report.weights_loss or worker.weights_loss
+                        worker.kv_loss = report.kv_loss or worker.kv_loss
                         worker.num_failed_starts = 0
                         worker.ready_at_s = time.monotonic()
                         self._ready(worker)

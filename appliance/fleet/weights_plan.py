@@ -22,7 +22,7 @@ from engine.folder.checkpoint import (
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
 from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels
 from engine.units import size_text
-from engine.wire.messages import WeightsLoss, WeightsSpec
+from engine.wire.messages import LogitsLoss, WeightsSpec
 
 log = logging.getLogger("penstock")
 
@@ -95,12 +95,30 @@ def plan_weights(
     return WeightsPlan(layout, ways, weights, words)
 
 
-def weights_text(words: str, loss: WeightsLoss | None) -> str | None:
+def weights_text(words: str, loss: LogitsLoss | None) -> str | None:
     """What the weights are in memory, and what that has cost; None: they are as stored."""
     if loss is None:
         return words or None
+    return f"{words}; against the weights as stored, {_loss_text(loss)}"
+
+
+def kv_text(dtype: str, kv_dtype: str, loss: LogitsLoss | None = None) -> str | None:
+    """What keys and values are in the pools, and what that costs; None: as they are computed.
+
+    Args:
+        dtype: that is served.
+        kv_dtype: of the pools, as the settings have it.
+        loss: None: it is not measured yet.
+    """
+    if kv_dtype == "auto":
+        return None
+    words = f"KV is {kv_dtype}, with a scale for each token and head"
+    return words if loss is None else f"{words}; against KV in {dtype}, {_loss_text(loss)}"
+
+
+def _loss_text(loss: LogitsLoss) -> str:
     return (
-        f"{words}; against the weights as stored, over {loss.num_tokens} tokens of fixed texts: "
+        f"over {loss.num_tokens} tokens of fixed texts: "
         f"divergence of the logits {loss.kl_nats:.4f} nats (KL), likeliest next token the same "
         f"after {loss.same_top_ratio:.0%}"
     )

@@ -539,6 +539,7 @@ class Frame(msgspec.Struct):
     dram: TierFrame | None = None
     ssd: TierFrame | None = None
     weights: str | None = None  # what became of them, at what loss; None: served as stored
+    kv: str | None = None  # what the pools keep, at what loss; None: the dtype that is served
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

@@ -72,7 +72,7 @@ def is_quantised_as(file_name: str, quantisation: str) -> bool:
 
 
 MODELS = "models"
-MODEL_SETTINGS = ("model", "dtype", "weights", "max_model_len", "kv_memory")
+MODEL_SETTINGS = ("model", "dtype", "weights", "kv_dtype", "max_model_len", "kv_memory")
 """The rest is everybody's."""
 
 

@@ -27,7 +27,7 @@ from appliance.fleet.placement import Placement, num_machine_cores
 from appliance.fleet.roles_change import roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swaps
-from appliance.fleet.weights_plan import weights_text
+from appliance.fleet.weights_plan import kv_text, weights_text
 from appliance.frame.latency import stages
 from appliance.frame.protocol import (
     FRAME_VERSION,
@@ -301,6 +301,11 @@ class Frames:
             weights=weights_text(
                 plan.weights_words,
                 next((w.weights_loss for w in states if w.weights_loss is not None), None),
+            ),
+            kv=kv_text(
+                plan.dtype,
+                plan.kv_dtype,
+                next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
             **self._parts(standing, workers, now_ns),
         )

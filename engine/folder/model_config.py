@@ -128,6 +128,9 @@ def sampling_defaults(generation: JsonKeys) -> Mapping[str, float]:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT8_KV = "int8"
+"""A pool's dtype: codes of a byte, with a scale for each token and head."""
+SCALE_BYTES = 4
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
@@ -279,9 +282,21 @@ class ModelConfig:
         )
 
     def kv_block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block of all layers: [num_layers, 2, block_size, num_kv_heads, head_dim]."""
-        num_values = self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim
-        return num_values * DTYPE_BYTES[dtype]
+        """Bytes of one block of all layers, each with a plane of keys and one of values."""
+        return self.num_layers * 2 * self.kv_plane_bytes(block_size, dtype)
+
+    def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
+        """Bytes of a layer's keys in one block, and of its values: as many as the widest layer has.
+
+        Args:
+            block_size: tokens of a block.
+            dtype: of the pool: [block_size, num_kv_heads, head_dim] of it; behind those of INT8_KV
+                their scales, float32 [num_kv_heads, block_size].
+        """
+        if dtype == INT8_KV:
+            widths = [each.num_kv_heads * (each.head_dim + SCALE_BYTES) for each in self.heads]
+            return block_size * max(widths)
+        return block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The mixture in a layer; None if its feed-forward is dense."""

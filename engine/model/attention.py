@@ -2,7 +2,9 @@
 
 Owns: how a step's keys and values reach the pool and how its queries read it back.
 Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
-contiguous; a sequence's query i sees the keys at positions j <= i, in a window i - j < window.
+contiguous, or, of int8, kv[num_blocks, num_layers, 2, block_size, bytes], of which planes() knows
+where codes and scales lie; a sequence's query i sees the keys at positions j <= i, in a window
+i - j < window.
 Never: chooses blocks, keeps anything after the step.
 """
 
@@ -14,11 +16,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
+from engine.folder.model_config import SCALE_BYTES
 from engine.model.layers import bend
 
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
 
+MAX_CODE = 127
+"""Of the largest value of a head, where a pool is int8; the kernels do the same."""
 _OVERFLOWN = 6e4
 """The largest key or value: far from any sound one, and finite when multiplied and summed."""
 
@@ -71,14 +76,18 @@ class AttentionPlan:
     def __init__(self, batch: StepBatch, kv: torch.Tensor) -> None:
         num_layers, _, block_size = kv.shape[1:4]
         blocks = torch.div(batch.token_slots, block_size, rounding_mode="floor")
-        first_rows = blocks * (num_layers * 2 * block_size) + batch.token_slots % block_size
+        offsets = batch.token_slots % block_size
+        first_rows = blocks * (num_layers * 2 * block_size) + offsets
         planes = torch.arange(num_layers * 2, device=kv.device).view(num_layers, 2, 1)
         self.write_rows = planes * block_size + first_rows
         """[num_layers, 2, num_tokens]: rows of the pool that the new keys and values go to."""
+        self.blocks, self.offsets = blocks, offsets
+        """The same as blocks and places in them, [num_tokens] each."""
         self._batch = batch
         self._block_size = block_size
         self._num_layers = num_layers
-        self._dtype, self._device = kv.dtype, kv.device
+        self._dtype = kv.dtype if kv.is_floating_point() else torch.float32
+        self._device = kv.device
         self._groups: dict[int | None, list[Group]] = {}
 
     def groups(self, window: int | None) -> list[Group]:
@@ -201,6 +210,36 @@ def _rows(
     return torch.tensor([starts[i] for i in members], device=device)
 
 
+def planes(kv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of an int8 pool as a layer of so many heads has it.
+
+    Returns:
+        codes, int8 [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], and what each
+        head's are multiplied by, float32 [num_blocks, num_layers, 2, num_kv_heads, block_size].
+    """
+    block_size = kv.shape[3]
+    size, num_scales = block_size * num_kv_heads * head_dim, num_kv_heads * block_size
+    flat = kv.flatten(3)
+    scales = flat[..., size : size + num_scales * SCALE_BYTES].view(torch.float32)
+    shape = kv.shape[:3]
+    codes = flat[..., :size].view(*shape, block_size, num_kv_heads, head_dim)
+    return codes, scales.view(*shape, num_kv_heads, block_size)
+
+
+def _write_codes(
+    kv: torch.Tensor, layer: int, half: int, new: torch.Tensor, plan: AttentionPlan
+) -> None:
+    """Store keys or values as codes; `new` becomes what will be read back."""
+    codes, scales = planes(kv, *new.shape[1:])
+    values = new.float().nan_to_num_(nan=0.0).clamp_(-_OVERFLOWN, _OVERFLOWN)
+    scale = values.abs().amax(-1) / MAX_CODE
+    divisor = torch.where(scale > 0, scale, 1.0)[..., None]
+    code = (values / divisor).round_().clamp_(-MAX_CODE, MAX_CODE)
+    codes[plan.blocks, layer, half, plan.offsets] = code.to(torch.int8)
+    scales[plan.blocks, layer, half, :, plan.offsets] = scale
+    new.copy_(code.mul_(scale[..., None]))
+
+
 def write_kv(
     kv: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan
 ) -> None:
@@ -209,6 +248,10 @@ def write_kv(
     What has overflowed is cut to size, here and for the caller. Others read these positions when
     the block is theirs, masked, and no mask hides a NaN or the infinity of a score.
     """
+    if kv.dtype == torch.int8:
+        for half, new in enumerate((k, v)):
+            _write_codes(kv, layer, half, new, plan)
+        return
     for new in (k, v):
         new.nan_to_num_(nan=0.0).clamp_(-_OVERFLOWN, _OVERFLOWN)
     rows = kv.view(-1, *kv.shape[4:])
@@ -260,28 +303,38 @@ def _attend(
     if group.block_halves is None:
         keys, values = k[None], v[None]
     else:
-        block_size, num_kv_heads, head_dim = kv.shape[3:]
-        halves = kv.view(-1, block_size * num_kv_heads * head_dim)
-        gathered = halves.index_select(0, group.block_halves[layer])
-        gathered = gathered.view(2, num_sequences, -1, num_kv_heads, head_dim)
+        gathered = _gathered(kv, group.block_halves[layer], k)
+        gathered = gathered.view(2, num_sequences, -1, *k.shape[1:])
         keys, values = gathered[:, :, group.keys].unbind()
     q_heads = q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     is_causal = group.block_halves is None and group.mask is None
+    mask = None if group.mask is None else group.mask.to(q.dtype)
     if softcap is not None or sinks is not None:
-        mask = _causal_mask(q_heads) if is_causal else group.mask
+        mask = _causal_mask(q_heads) if is_causal else mask
         output = _plain_attention(q_heads, keys, values, mask, scale, softcap, sinks)
     else:
         output = F.scaled_dot_product_attention(
             q_heads,
             keys,
             values,
-            attn_mask=group.mask,
+            attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
             enable_gqa=True,
         )
     return output.transpose(1, 2).reshape(q.shape)
+
+
+def _gathered(kv: torch.Tensor, halves: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[len(halves), block_size, num_kv_heads, head_dim]: halves of blocks, in the dtype of `like`.
+
+    `like` is [num_tokens, num_kv_heads, head_dim].
+    """
+    if kv.dtype != torch.int8:
+        return kv.flatten(0, 2).flatten(1).index_select(0, halves)
+    codes, scales = (each.flatten(0, 2)[halves] for each in planes(kv, *like.shape[1:]))
+    return (codes * scales.transpose(1, 2)[..., None]).to(like.dtype)
 
 
 def _causal_mask(q: torch.Tensor) -> torch.Tensor:

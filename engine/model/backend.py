@@ -149,7 +149,8 @@ class TorchBackend:
         plan: _TorchPlan,
     ) -> None:
         """Rotate queries and keys in place, and write keys and values to the pool."""
-        qk, num_kv_heads = qkv[:, : -kv.shape[4]], kv.shape[4]
+        num_kv_heads = (qkv.shape[1] - num_heads) // 2
+        qk = qkv[:, :-num_kv_heads]
         if rope_index is not None:
             qk.copy_(rotate(qk, *plan.angles[rope_index]))
         write_kv(kv, layer, qk[:, num_heads:], qkv[:, -num_kv_heads:], plan.attention)
@@ -167,7 +168,7 @@ class TorchBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The step's queries over their sequences."""
-        end_of_keys = num_heads + kv.shape[4]
+        end_of_keys = (num_heads + qkv.shape[1]) // 2
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads:end_of_keys], qkv[:, end_of_keys:]
         return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap, sinks)
 

@@ -215,7 +215,8 @@ class Transformer:
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """One step; returns float32 logits [len(batch.logit_rows), vocab_size].
 
-        kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+        kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or of int8,
+        as engine.model.attention has it.
         """
         config = self.config
         self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
@@ -252,6 +253,8 @@ class Transformer:
 
     def _pools(self, kv: torch.Tensor, plan: Any) -> dict[LayerHeads, _Pool]:
         """The pool as each kind of layer sees it; plan is the step's, for the pool as it is."""
+        if kv.dtype == torch.int8:  # planes of bytes, which every kind finds its way in
+            return {heads: _Pool(kv, plan, 1) for heads in self._kinds_of_heads}
         num_blocks, num_layers, _, block_size, *widest = kv.shape
         pools = {}
         for heads in self._kinds_of_heads:

@@ -114,12 +114,12 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     """What matrices are quantised to at start, `q8` or `q4`; `stored`: they are as in the files."""
 
 
-class WeightsLoss(msgspec.Struct, frozen=True):
-    """What quantising at start has done to the logits of fixed prompts."""
+class LogitsLoss(msgspec.Struct, frozen=True):
+    """What quantising has done to the logits of fixed prompts."""
 
     num_tokens: int
     kl_nats: float
-    """Mean divergence of the next token's distribution from that of the weights as stored."""
+    """Mean divergence of the next token's distribution from what it is without."""
     same_top_ratio: float
     """Share of tokens after which the likeliest next one is the same."""
 
@@ -174,6 +174,15 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The NUMA node that its pool and its weights are to be on; None: wherever they are touched."""
     other_pools: list[PoolSpec] = []
     """That it copies blocks to or from: other workers', or the ring."""
+    kv_dtype: str = "auto"
+    """Of all pools: `int8`, or `auto`, which is `dtype`."""
+    measures_kv: bool = False
+    """It is to say in Ready what that does to the logits."""
+
+    @property
+    def pool_dtype(self) -> str:
+        """What a pool's elements are."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
@@ -333,7 +342,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     probes: dict[str, float] = {}
     """By other pool that it copies to or from: bytes a second of blocks that went there and back,
     and were found unchanged."""
-    weights_loss: WeightsLoss | None = None
+    weights_loss: LogitsLoss | None = None
+    kv_loss: LogitsLoss | None = None
     """Of the worker that measured it; None: it was not its to measure."""
 
 

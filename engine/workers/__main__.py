@@ -80,10 +80,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.text.tokenizer import Tokenizer
     from engine.workers.affinity import Near, use_cores
     from engine.workers.copying import map_pool, probe
+    from engine.workers.logits_loss import kv_loss, weights_loss
     from engine.workers.loop import StepLoop
     from engine.workers.runner import Runner
     from engine.workers.running import Grammars
-    from engine.workers.weights_loss import weights_loss
 
     use_cores(setup.cpus)
     checkpoint = Checkpoint.open(Path(setup.model_dir))
@@ -99,10 +99,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     weights, ways, is_measurer = _loaded(checkpoint, setup, near, _Progress(channel))
     channel.send(WeightsLoaded())
     channel.expect(Go)
-    pool = map_pool(setup.pool, config, setup.block_size, setup.dtype)
+    pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
     near.prefer(pool)
     specs = setup.other_pools
-    others = {s.name: map_pool(s, config, setup.block_size, setup.dtype) for s in specs}
+    others = {s.name: map_pool(s, config, setup.block_size, setup.pool_dtype) for s in specs}
     probes = {name: probe(pool, other) for name, other in others.items()}
     transformer = Transformer(
         config, weights, setup.dtype, setup.max_model_len, setup.block_size, ways
@@ -118,8 +118,9 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         own_cores=setup.cpus,
     )
     loss = weights_loss(transformer, checkpoint, setup.dtype) if is_measurer else None
+    of_kv = kv_loss(transformer, checkpoint, setup.kv_dtype) if setup.measures_kv else None
     attention, notes = transformer.attention_backend, near.notes(pool)
-    channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss))
+    channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
 
 

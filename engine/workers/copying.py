@@ -32,14 +32,15 @@ from threading import Thread
 import torch
 
 from engine.errors import ChannelClosed, WorkerFailed
-from engine.folder.model_config import ModelConfig
+from engine.folder.model_config import INT8_KV, ModelConfig
 from engine.wire.messages import Copied, Copy, PoolSpec, Unmapped
 from engine.workers.device import Device
 from engine.workers.running import Running
 
 # The worker's view of a KV pool: one tensor over the memfd that the daemon made.
 # kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], block-major, so that one
-# block of all layers is one contiguous run and a handoff, a store or a load is one large copy.
+# block of all layers is one contiguous run and a handoff, a store or a load is one large copy. Of
+# int8 the last two are bytes: codes, and behind those of all tokens their scales.
 # Invariant: never grows, never moves. Never: chooses a block id.
 
 
@@ -47,21 +48,28 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    INT8_KV: torch.int8,
 }
+
+
+def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, ...]:
+    """Of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
+    if dtype == INT8_KV:
+        num_bytes = config.kv_plane_bytes(block_size, dtype) // block_size
+        return (config.num_layers, 2, block_size, num_bytes)
+    return (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
 
 
 def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:
     """Map a pool.
 
-    Shapes: returns [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+    Shapes: returns [num_blocks, *block_shape()].
     """
     assert spec.fd is not None, "a pool on a GPU is not mapped but made"
     num_bytes = spec.num_blocks * config.kv_block_bytes(block_size, dtype)
     memory = mmap.mmap(spec.fd, num_bytes, mmap.MAP_SHARED)
     flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
-    return flat.view(
-        spec.num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim
-    )
+    return flat.view(spec.num_blocks, *block_shape(config, block_size, dtype))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ def copy_blocks(
 ) -> int:
     """Copy blocks, in order, and wait until they are there.
 
-    Shapes: source and target [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+    Shapes: source and target [num_blocks, num_layers, 2, ...], as pools are.
 
     Args:
         source: a pool.
@@ -328,7 +336,7 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
     Raises:
         WorkerFailed: what came back is not what was sent.
     """
-    values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(251)
+    values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(127)
     sent = values.view(1, *pool.shape[1:]).to(pool.dtype).to(pool.device)
     back = torch.empty_like(sent)
     rates: list[float] = []

@@ -25,7 +25,7 @@ CASES = ((1, 512, 1, 24), (1, 2048, 1, 24), (8, 128, 1, 24), (1, 0, 512, 3), (1,
 """Sequences, tokens that they have, new ones of each, repetitions."""
 
 
-def transformer_of(path: Path, dtype: str, scheme: str) -> Transformer:
+def transformer_of(path: Path, dtype: str, scheme: str, max_model_len: int = 4096) -> Transformer:
     checkpoint = Checkpoint.open(path)
     layout = panels_layout(checkpoint, dtype, scheme)
     is_packed = layout is not None
@@ -47,7 +47,7 @@ def transformer_of(path: Path, dtype: str, scheme: str) -> Transformer:
     print(
         f"{path.name}, {scheme}: {size / 1e6:.0f} MB of weights in {dtype}, {took_s:.1f} s to load"
     )
-    return Transformer(checkpoint.config, weights, dtype, 4096, BLOCK)
+    return Transformer(checkpoint.config, weights, dtype, max_model_len, BLOCK)
 
 
 def batch_of(config, num_sequences: int, before: int, new: int) -> StepBatch:

@@ -32,6 +32,7 @@ INTERNAL = {
     "dram.reuse_distances": "as of the other",
     "dram.reason": "as of the other",
     "weights": "what became of them at start; the status page, doctor and the log say it",
+    "kv": "likewise of the pools",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""

@@ -31,7 +31,7 @@ def checkpoint(tiny_llama):
 
 def plan(checkpoint, cores=(0, 1, 2), nodes=(), **changes):
     options = {
-        "dtype": "float32",
+        "kv_dtype": "float32",
         "roles": "static",
         "transport": "alias",
         "wanted": ONE_OF_EACH,

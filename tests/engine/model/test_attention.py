@@ -11,6 +11,7 @@ from engine.kernels.cpu import load_kernels
 from engine.model.attention import (
     AttentionPlan,
     StepBatch,
+    planes,
     reference_attention,
     torch_attention,
 )
@@ -30,7 +31,7 @@ def backend_of(level):
         pytest.skip(str(error))
 
 
-LEVELS = ["torch", "portable", "avx2", "avx512"]
+LEVELS = ["torch", "portable", "avx2", "avx512", "avx512bf16"]
 TOLERANCES = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -141,6 +142,113 @@ def assert_right(level, step):
         for queries, keys, values, (context, _) in zip(q, k, v, sequences, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected), **TOLERANCES[dtype])
+
+
+def int8_pool(num_blocks, block_size, num_kv_heads, head_dim, spare=0):
+    """Zeros; other layers may have more bytes for a token."""
+    num_bytes = num_kv_heads * (head_dim + 4) + spare
+    return torch.zeros(num_blocks, NUM_LAYERS, 2, block_size, num_bytes, dtype=torch.int8)
+
+
+def dequantised(kv, num_kv_heads, head_dim):
+    codes, scales = planes(kv, num_kv_heads, head_dim)
+    return codes * scales.transpose(3, 4)[..., None]
+
+
+def quantised(new):
+    """[num_tokens, num_kv_heads, head_dim] as a pool gives them back: the slow, plain reference."""
+    scales = new.double().abs().amax(-1, keepdim=True) / 127
+    return (new.double() / scales.clamp(min=1e-300)).round() * scales
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(deadline=None, max_examples=25)
+@given(step=steps())
+def test_codes_of_a_byte_are_attended_to_as_the_values_that_they_stand_for(level, step):
+    backend = backend_of(level)
+    generator = torch.Generator().manual_seed(step["seed"])
+    (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
+    block_size, dtype = max(step["block_size"], 4), step["dtype"]
+    lengths = [context + new for context, new in step["sequences"]]
+    counts = [-(-length // block_size) for length in lengths]
+    ids = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
+    tables = [table.tolist() for table in ids]
+    kv = int8_pool(1 + sum(counts), block_size, num_kv_heads, head_dim, step["seed"] % 2 * 8)
+    q, k, v = (
+        [torch.randn(n, heads, head_dim, generator=generator).to(dtype) for n in lengths]
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    how = (0.3, step["window"], step["softcap"], None)
+    qkv = [torch.cat(heads, 1) for heads in zip(q, k, v, strict=True)]
+    before = [(0, context) for context, _ in step["sequences"] if context]
+    steps_of = [(before, [i for i, (c, _) in enumerate(step["sequences"]) if c], False)]
+    steps_of += [(step["sequences"], range(len(lengths)), True)]
+    for sequences, members, is_last in steps_of:
+        if not sequences:
+            continue
+        rows = torch.cat(
+            [qkv[i][c : c + new] for i, (c, new) in zip(members, sequences, strict=True)]
+        )
+        batch = batch_of(sequences, [tables[i] for i in members], block_size)
+        plan = backend.plan(batch, kv, [])
+        if level != "torch":
+            plan = dataclasses.replace(plan, num_threads=step["num_threads"])
+        backend.place(rows, num_heads, None, kv, 1, plan)
+        if is_last:
+            output = backend.attend(rows, num_heads, kv, 1, plan, *how)
+    kept = dequantised(kv, num_kv_heads, head_dim)[:, 1]
+    for table, keys, values in zip(tables, k, v, strict=True):
+        positions = torch.arange(len(keys))
+        blocks = torch.tensor(table)[positions // block_size]
+        for half, meant in enumerate((keys, values)):
+            found = kept[blocks, half, positions % block_size]
+            # a value in the middle between two codes may be rounded either way
+            step_size = meant.float().abs().amax(-1, keepdim=True) / 127
+            assert ((found - quantised(meant)).abs() <= step_size * 1.01).all()
+            assert ((found - meant.float()).abs() <= step_size * 0.51).all()
+    expected = []
+    for i, (context, _) in enumerate(step["sequences"]):
+        positions = torch.arange(lengths[i])
+        blocks = torch.tensor(tables[i])[positions // block_size]
+        keys, values = kept[blocks, :, positions % block_size].unbind(1)
+        expected.append(reference_attention(q[i][context:].float(), keys, values, *how))
+    torch.testing.assert_close(output, torch.cat(expected).to(dtype), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    head_dim=st.sampled_from([2, 8, 10, 64]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    magnitude=st.sampled_from([1.0, 1e-30, 1e-44, 1e30, 0.0]),
+)
+def test_every_level_writes_the_codes_that_torch_writes(level, seed, head_dim, dtype, magnitude):
+    new = torch.randn(9, 6, head_dim, generator=torch.Generator().manual_seed(seed)) * magnitude
+    new[3, 4, 0], new[4, 5, 1] = torch.nan, -torch.inf
+    pools = []
+    for backend in (backend_of(level), TorchBackend()):
+        kv = int8_pool(4, 4, 2, head_dim)
+        plan = backend.plan(batch_of([(2, 9)], [[3, 1, 2]], 4), kv, [])
+        backend.place(new.to(dtype), 2, None, kv, 1, plan)
+        pools.append(kv)
+    if magnitude > 1e-40:
+        assert torch.equal(*pools)
+    assert all(dequantised(kv, 2, head_dim).isfinite().all() for kv in pools)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_a_layer_of_few_heads_keeps_codes_where_a_wider_one_has_room(level):
+    backend = backend_of(level)
+    kv = int8_pool(2, 16, 2, 32)
+    kv[:, 0] = 99
+    plan = backend.plan(batch_of([(0, 9)], [[1]], 16), kv, [])
+    qkv = torch.randn(9, 4 + 2, 16, generator=torch.Generator().manual_seed(1))
+    backend.place(qkv, 4, None, kv, 1, plan)
+    output = backend.attend(qkv, 4, kv, 1, plan, 0.3, None, None)
+    expected = reference_attention(qkv[:, :4], qkv[:, 4:5], qkv[:, 5:], 0.3, None, None)
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
+    assert (kv[:, 0] == 99).all()
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])

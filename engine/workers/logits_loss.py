@@ -1,8 +1,8 @@
-"""What quantising at start does to a model's answers: logits of fixed texts, before and after.
+"""What quantising weights or KV does to a model's answers: logits of fixed texts, with and without.
 
-A small error of a matrix says little of what comes out at the end, so the end is looked at: the
-same tokens pass through the weights as stored and as served, and the distributions of the next
-token are compared, as llama.cpp does for its files.
+A small error of a matrix, or of a key, says little of what comes out at the end, so the end is
+looked at: the same tokens pass through the weights as stored and as served, or over a pool of
+either kind, and the distributions of the next token are compared, as llama.cpp does for its files.
 Owns: the texts and the comparison.
 Invariant: the pool that serves is not touched.
 Never: chooses a form, or refuses to serve because of what it finds.
@@ -17,7 +17,8 @@ from engine.model.transformer import StepBatch, Transformer
 from engine.model.weight import Weight
 from engine.model.weights import convert_weights, layout_views, load_weights
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import WeightsLoss
+from engine.wire.messages import LogitsLoss
+from engine.workers.copying import TORCH_DTYPES, block_shape
 
 TEXTS = (
     "The river rises in the hills above the town and runs for ninety miles to the sea. In spring "
@@ -33,7 +34,7 @@ MAX_TOKENS = 128
 
 
 @torch.inference_mode()
-def weights_loss(served: Transformer, checkpoint: Checkpoint, dtype: str) -> WeightsLoss:
+def weights_loss(served: Transformer, checkpoint: Checkpoint, dtype: str) -> LogitsLoss:
     """Compare a model whose weights were quantised at start with the same as it is stored.
 
     Args:
@@ -41,22 +42,45 @@ def weights_loss(served: Transformer, checkpoint: Checkpoint, dtype: str) -> Wei
         checkpoint: that it was made of.
         dtype: that it is served in.
     """
+    stored = Transformer(checkpoint.config, _as_stored(checkpoint, dtype), dtype)
+    texts = _texts(checkpoint)
+    return _loss([(_logits(stored, text), _logits(served, text)) for text in texts])
+
+
+@torch.inference_mode()
+def kv_loss(served: Transformer, checkpoint: Checkpoint, kv_dtype: str) -> LogitsLoss:
+    """Compare a model over a pool of another dtype with the same over one of its own.
+
+    All texts are one, whose later tokens see the keys of the earlier ones as a pool keeps them.
+
+    Args:
+        served: the model as it is served.
+        checkpoint: that it was made of.
+        kv_dtype: of the pool that serves.
+    """
+    text = [token for each in _texts(checkpoint) for token in each]
+    text = text[: checkpoint.config.max_position_embeddings]
+    return _loss([(_logits(served, text), _logits(served, text, kv_dtype))])
+
+
+def _texts(checkpoint: Checkpoint) -> list[list[int]]:
     tokenizer = Tokenizer.from_folder(checkpoint.folder)
     vocab_size = checkpoint.config.vocab_size
     texts = [tokenizer.encode(text)[: MAX_TOKENS // len(TEXTS)] for text in TEXTS]
     # a tokenizer may know more tokens than the model has rows for
-    texts = [[token for token in text if token < vocab_size] or [0] for text in texts]
-    stored = Transformer(checkpoint.config, _as_stored(checkpoint, dtype), dtype)
+    return [[token for token in text if token < vocab_size] or [0] for text in texts]
+
+
+def _loss(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitsLoss:
+    """Of logits that should be and that are, float32 [num_tokens, vocab_size] each."""
     divergences, same = [], []
-    for text in texts:
-        expected, found = (
-            torch.log_softmax(_logits(model, text), -1) for model in (stored, served)
-        )
+    for pair in pairs:
+        expected, found = (torch.log_softmax(logits, -1) for logits in pair)
         divergences.append((expected.exp() * (expected - found)).sum(-1))
         same.append(expected.argmax(-1) == found.argmax(-1))
     kl = torch.cat(divergences)
     ratio = torch.cat(same).double().mean().item()
-    return WeightsLoss(len(kl), max(kl.double().mean().item(), 0.0), ratio)
+    return LogitsLoss(len(kl), max(kl.double().mean().item(), 0.0), ratio)
 
 
 def _as_stored(checkpoint: Checkpoint, dtype: str) -> dict[str, Weight]:
@@ -69,15 +93,22 @@ def _as_stored(checkpoint: Checkpoint, dtype: str) -> dict[str, Weight]:
     return {name: Weight.plain(view) for name, view in views.items()}
 
 
-def _logits(model: Transformer, token_ids: list[int]) -> torch.Tensor:
-    """Of all tokens of one text, float32 [num_tokens, vocab_size]."""
-    config, count = model.config, len(token_ids)
-    shape = (1, config.num_layers, 2, count, config.num_kv_heads, config.head_dim)
+def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = None) -> torch.Tensor:
+    """Of all tokens of one text, float32 [num_tokens, vocab_size].
+
+    Args:
+        model: that computes them.
+        token_ids: of the text.
+        kv_dtype: of the pool; None: the model's.
+    """
+    count = len(token_ids)
+    dtype = kv_dtype or str(model.dtype).removeprefix("torch.")
+    shape = (1, *block_shape(model.config, -(-count // 64) * 64, dtype))
     places = torch.arange(count)
     batch = StepBatch(
         torch.tensor(token_ids), places, places, [count], [count], [[0]], list(range(count))
     )
-    return model.forward(batch, torch.zeros(shape, dtype=model.dtype)).clone()
+    return model.forward(batch, torch.zeros(shape, dtype=TORCH_DTYPES[dtype])).clone()
 
 
 def _ignore(_done: int, _total: int) -> None:
