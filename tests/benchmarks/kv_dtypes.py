@@ -1,6 +1,9 @@
 """Steps over pools of both dtypes by turns in one process: what int8 KV takes, and what it costs.
 
-usage: python -m tests.benchmarks.kv_dtypes MODEL [--threads 2] [--rounds 12] [--loss-only]
+usage: GOMP_SPINCOUNT=10000 python -m tests.benchmarks.kv_dtypes MODEL [--threads 2] [--rounds 12]
+    [--longest 8192] [--loss-only]
+
+The variable is what workers have: without it torch's threads spin where the kernels' want to run.
 
 MODEL is a folder or a GGUF file. Prints the divergence of the logits; then, for one sequence after
 each context, milliseconds of a step over a pool in bfloat16 twice (the second against the first is
@@ -59,7 +62,7 @@ def main() -> None:
             continue
         batch = batch_of(model.config, 1, before, new)
         times_ms: dict[str, list[float]] = {name: [] for name, _ in ARMS}
-        for number in range(options.rounds + 1):
+        for number in range(options.rounds * (5 if new == 1 else 1) + 1):
             for name, dtype in ARMS[:: 1 if number % 2 else -1]:
                 started_s = time.perf_counter()
                 model.forward(batch, made[dtype])
