@@ -120,6 +120,7 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
     other_size = dataclasses.replace(plan.placement, block_size=plan.placement.block_size * 2)
     others = [
         identity(dataclasses.replace(plan, dtype="other"), tmp_path),
+        identity(dataclasses.replace(plan, kv_dtype="int8"), tmp_path),
         identity(dataclasses.replace(plan, placement=other_size), tmp_path),
     ]
     data = bytearray(weights.read_bytes())

@@ -93,6 +93,17 @@ def test_the_model_length_is_lowered_to_what_the_pools_hold(checkpoint):
     assert placement.max_model_len == 3 * BLOCK_SIZE
 
 
+def test_twice_the_tokens_fit_the_same_memory_as_codes_of_a_byte(checkpoint):
+    wide, narrow = (
+        plan(checkpoint, kv_dtype=dtype, kv_memory_bytes=20 << 20) for dtype in ("bfloat16", "int8")
+    )
+    head_dim = checkpoint.config.head_dim
+    ratio = 2 * head_dim / (head_dim + 4)
+    assert wide.block_bytes == pytest.approx(ratio * narrow.block_bytes)
+    of_wide, of_narrow = (sum(p.num_blocks for p in each.places.pools) for each in (wide, narrow))
+    assert of_narrow == pytest.approx(ratio * of_wide, rel=0.05)
+
+
 def test_a_model_length_can_be_asked_for(checkpoint):
     assert plan(checkpoint, max_model_len=100).max_model_len == 100
     assert plan(checkpoint, max_model_len=10**9).max_model_len == 2048

@@ -308,6 +308,18 @@ def test_what_cannot_be_says_why_and_what_could(
     assert hint in refused.value.hint
 
 
+@pytest.mark.parametrize("place", ["auto", "prefill=cuda:0 decode=cuda:1"])
+def test_kv_as_codes_of_a_byte_is_refused_on_gpus_and_placed_on_cores_beside_them(
+    place: str, models: dict[str, Checkpoint], inventory_of: Any
+) -> None:
+    machine = inventory_of("2xh100-nvlink")
+    with pytest.raises(ConfigError, match="KV is kept as int8 on CPUs only") as refused:
+        placed(models["1b"], machine, kv_dtype="int8", place=place)
+    assert "--devices cpu" in refused.value.hint
+    on_cores = placed(models["1b"], machine, kv_dtype="int8", devices="cpu").placement
+    assert on_cores.block_bytes == models["1b"].config.kv_block_bytes(64, "int8")
+
+
 def test_a_dtype_that_cores_have_no_kernels_for_is_not_mixed(
     models: dict[str, Checkpoint], inventory_of: Any
 ) -> None:

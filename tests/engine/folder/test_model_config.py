@@ -199,6 +199,7 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         "head_dim": 128,
     }
     assert read(tmp_path, keys).kv_block_bytes(64, "bfloat16") == 8 << 20
+    assert read(tmp_path, keys).kv_block_bytes(64, "int8") == (4 << 20) * 132 // 128
 
 
 @pytest.mark.parametrize(
