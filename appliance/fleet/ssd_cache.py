@@ -29,7 +29,7 @@ from engine.tiers.arena import WorkerCopies
 from engine.tiers.disk import Disk, probe
 from engine.tiers.files import BusyError, Contents
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import Context, Job
+from engine.tiers.jobs import Context, Job, Patience
 from engine.tiers.loads import Costs
 from engine.tiers.slabs import Reclaimed, Slabs
 from engine.tiers.staging import StagedDisk
@@ -40,6 +40,8 @@ SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
 CLOSE_S = 2.0
 _DAY_S = 86_400
+STAGED_PATIENCE = Patience(load_ms=1000, store_s=30)
+"""Where workers copy, which may be behind a step; a disk that hangs is found out later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,7 @@ class SsdCache:
             now_s=lambda: int(time.time()),
             later=loop.call_later,
             tell=self._tell,
+            patience=Patience() if self._staged is None else STAGED_PATIENCE,
             numbers=router.prefixes.tiers.numbers,
         )
         self.tier = Tier(
