@@ -150,6 +150,20 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def _rounding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """W8A8, with what is said of inputs."""
+    config = _compressed("int-quantized", num_bits=8, strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    return config
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Inputs as a token's scale times integers of eight bits; [..., depth]."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    return ((x.float() / scales).round() * scales).to(x.dtype)
+
+
+_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
@@ -161,6 +175,9 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "fp8-one": (fp8_one, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-rows": (fp8_rows, _compressed("float-quantized", num_bits=8, strategy="channel")),
     "int8-rows": (int8_rows, _compressed("int-quantized", num_bits=8, strategy="channel")),
+    "fp8-tokens": (fp8_rows, _rounding(_TOKENS | {"type": "float"})),
+    "int8-tokens": (int8_rows, _rounding(_TOKENS)),
+    "int8-static": (int8_rows, _rounding(_TOKENS | {"strategy": "tensor", "dynamic": False})),
     "int4-32": (
         lambda values: packed(values, 32),
         _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
@@ -188,6 +205,8 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "awq-64": (lambda values: awq(values, 64), _AWQ | {"group_size": 64}),
 }  # fmt: skip
 """By a name: what becomes of each matrix of a layer, and what config.json says of it."""
+ROUNDED = ("int8-tokens",)
+"""Those whose inputs are rounded token by token."""
 WIDENED = ("fp8-small-blocks", "gptq-order", "gptq-8")
 """Those that the kernels have no form for."""
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -57,9 +57,9 @@ SETTINGS: Mapping[str, Setting] = {
         "dtype to serve in: auto, float32, bfloat16 or float16",
     ),
     "weights": Setting(
-        one_of("stored", "q8", "q4"),
-        "matrices in memory: stored, as the checkpoint has them, or quantised at start to 8 or 4 "
-        "bits each, q8 or q4",
+        one_of("stored", "q8", "q4", "int8"),
+        "matrices in memory: stored, as the checkpoint has them, or quantised at start: q8 and "
+        "q4 to 8 or 4 bits each, int8 to 8 bits with inputs rounded to 8 bits, too",
     ),
     "kv_dtype": Setting(
         one_of("auto", INT8_KV),

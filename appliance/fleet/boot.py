@@ -32,7 +32,8 @@ from appliance.models.names import HubName
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError
-from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.folder.checkpoint import Checkpoint
+from engine.folder.panels_layout import gpu_layout
 from engine.kernels.attention_backends import this_machine
 from engine.tiers.staging import num_slots_for
 from engine.units import size_text
@@ -300,7 +301,9 @@ def _setups(
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
             fds.append(fd)
         specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
-    specs_by_worker = _arenas(weights, placement) | _staged(checkpoint, dtype, placement)
+    specs_by_worker = _arenas(weights, placement) | _staged(
+        checkpoint, dtype, placement, packing=weights.packing
+    )
     fds += {spec.fd for spec in specs_by_worker.values()}
     workers = []
     for plan in placement.workers:
@@ -314,7 +317,7 @@ def _setups(
             cpus=list(plan.cpus),
             max_step_tokens=placement.max_step_tokens,
             max_model_len=placement.max_model_len,
-            gpu=_gpu_spec(plan, placement, has_graphs=has_graphs),
+            gpu=_gpu_spec(plan, placement, has_graphs=has_graphs, packing=weights.packing),
             node=plan.node,
             other_pools=[
                 *(specs[name] for name in places.copied_by(plan.name)),
@@ -380,14 +383,17 @@ def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec
     return found
 
 
-def _staged(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[str, WeightsSpec]:
+def _staged(
+    checkpoint: Checkpoint, dtype: str, placement: Placement, *, packing: str
+) -> dict[str, WeightsSpec]:
     """Memory of the host through which several devices get weights that are read from disk once.
 
     It stays, so that a worker that starts again reads nothing either. None: one device alone, or
     the host has no room for it, and each worker reads all files.
     """
     names = [p.name for p in placement.workers if p.gpu is not None and p.shares != "maps"]
-    num_bytes, room_bytes = arena_layout(checkpoint, dtype).num_bytes, available_memory_bytes() // 2
+    num_bytes = gpu_layout(checkpoint, dtype, packing).num_bytes
+    room_bytes = available_memory_bytes() // 2
     if len(names) < 2:
         return {}
     if num_bytes > room_bytes:
@@ -405,13 +411,17 @@ def _staged(checkpoint: Checkpoint, dtype: str, placement: Placement) -> dict[st
     }
 
 
-def _gpu_spec(plan: WorkerPlan, placement: Placement, *, has_graphs: bool) -> GpuSpec | None:
+def _gpu_spec(
+    plan: WorkerPlan, placement: Placement, *, has_graphs: bool, packing: str
+) -> GpuSpec | None:
     if plan.gpu is None:
         return None
     is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
     hops = [hop for link in placement.places.links for hop in link.hops]
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
-    return GpuSpec(plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool)
+    return GpuSpec(
+        plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool, packing
+    )
 
 
 def _memfd(name: str, num_bytes: int) -> int:

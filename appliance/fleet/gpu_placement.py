@@ -10,7 +10,7 @@ Never: asks a driver (devices does), allocates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 from appliance.devices.inventory import Gpu
@@ -27,7 +27,13 @@ from appliance.models.fits import GPU_OVERHEAD_BYTES
 from engine.cache.places import COLOCATED, DECODE, PREFILL, Places, make_places
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
-from engine.kernels.attention_backends import AttentionChoice, Machine, Needs, choose_attention
+from engine.kernels.attention_backends import (
+    AttentionChoice,
+    Machine,
+    Needs,
+    choose_attention,
+    triton_fault,
+)
 
 PREFILL_PERCENT = 70
 """Of a GPU's processors for the worker that prefills, where MPS lets two compute at once: its
@@ -120,6 +126,25 @@ def installed_torch() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
+
+
+def packing_on(gpus: Iterable[Gpu]) -> tuple[str, str | None]:
+    """What becomes of quantised matrices on these GPUs, as gpu_layout() has it; why not better.
+
+    Triton's kernels read them from compute capability 8.0 on, and 8.9 multiplies FP8 by FP8. All
+    GPUs have one layout, for weights may be read once for all of them.
+    """
+    fault = triton_fault()
+    if fault is not None:
+        return "widened", fault
+    has_fp8 = True
+    for gpu in gpus:
+        if gpu.capability is not None and gpu.capability < (8, 0):
+            found = ".".join(map(str, gpu.capability))
+            what = f"the kernels want compute capability 8.0, {gpu.name} has {found}"
+            return "widened", what
+        has_fp8 = has_fp8 and gpu.capability is not None and gpu.capability >= (8, 9)
+    return "fp8" if has_fp8 else "panels", None
 
 
 def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> AttentionChoice:

@@ -28,12 +28,14 @@ from appliance.fleet.gpu_placement import (
     attention_for,
     choose_gpus,
     name_gpus,
+    packing_on,
     place_on_gpu,
 )
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
 from appliance.fleet.spread import ModelShape, Spot, check_weights, spread, too_small
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint, arena_layout, choose_dtype
+from engine.folder.checkpoint import Checkpoint, choose_dtype
+from engine.folder.panels_layout import gpu_layout
 from engine.kernels.attention_backends import Machine
 
 
@@ -141,7 +143,8 @@ class Placing:
             attention_for(checkpoint, dtype, self._machine_with(gpu)).backend.default_block_size
             for gpu in gpus
         ]
-        weights_bytes = arena_layout(checkpoint, dtype).num_bytes
+        packing, _ = packing_on(gpus)
+        weights_bytes = gpu_layout(checkpoint, dtype, packing).num_bytes
         wanted_len = self._config.max_model_len
         return ModelShape.of(checkpoint.config, weights_bytes, dtype, max(sizes), wanted_len)
 

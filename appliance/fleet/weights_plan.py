@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
 from engine.errors import ConfigError
 from engine.folder.checkpoint import (
@@ -19,7 +20,8 @@ from engine.folder.checkpoint import (
     packed_layout,
     weights_layout,
 )
-from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
+from engine.folder.panels import FP8_ROWS
+from engine.folder.panels_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
 from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
@@ -37,6 +39,8 @@ class WeightsPlan:
     """How matrices that are packed in pairs are multiplied; None: none is."""
     weights: str
     """As the setting says."""
+    packing: str
+    """What becomes of quantised matrices on GPUs."""
     words: str
     """What they are in memory, beside the serving dtype; empty: what the files have."""
 
@@ -89,10 +93,14 @@ def plan_weights(
         layout = layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
         if layout is None and len({plan.node for plan in placement.workers}) > 1:
             layout = arena_layout(checkpoint, dtype)  # of files that are mapped there is one copy
+    gpus = [plan.gpu for plan in placement.workers if plan.gpu is not None]
+    packing, fault = packing_on(gpus) if gpus and not checkpoint.is_plain else ("widened", None)
     words = ""
     if not checkpoint.is_plain or weights != AS_STORED:  # a GPU's worker makes its own arena
-        words = _words(checkpoint, layout or arena_layout(checkpoint, dtype), dtype, weights)
-    return WeightsPlan(layout, ways, weights, words)
+        there = layout or gpu_layout(checkpoint, dtype, packing)
+        words = _words(checkpoint, there, dtype, weights)
+        words += f": {fault}" if fault else ""
+    return WeightsPlan(layout, ways, weights, packing, words)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:
@@ -158,6 +166,8 @@ def _words(
         return f"{file}{size_text(layout.num_bytes)} in memory, widened to {dtype} at start"
     how = "quantised as they are" if weights == AS_STORED else f"quantised to {weights} at start"
     packed = f"{file}{size_text(layout.num_bytes)} in memory, {how}"
+    if any(panels.form in ("int8_row", FP8_ROWS) for panels in layout.panels.values()):
+        packed += ", inputs rounded to 8 bits token by token"
     widened = checkpoint.tensors.keys() & layout.rest.shape_by_name.keys()
     if weights == AS_STORED:
         widened = {name for name in widened if checkpoint.tensors[name].is_quantised}

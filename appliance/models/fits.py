@@ -24,19 +24,22 @@ CPU_OVERHEAD_BYTES = 1 << 30
 LENGTHS = (4096, 32768, 131072)
 LEAST_TOKENS = 2048
 """Fewer are of no use to anybody."""
-BITS_PER_WEIGHT: Mapping[str, tuple[float, float]] = {
-    "Q8_0": (8.5, 8.5),
-    "Q6_K": (6.56, 8.57),
-    "Q5_K_M": (5.69, 8.63),
-    "Q5_K_S": (5.54, 8.63),
-    "Q5_0": (5.5, 8.5),
-    "Q4_K_M": (4.85, 5.4),
-    "Q4_K_S": (4.58, 4.9),
-    "Q4_0": (4.55, 4.6),
-    "MXFP4": (4.65, 4.7),
+BITS_PER_WEIGHT: Mapping[str, float] = {
+    "Q8_0": 8.5,
+    "Q6_K": 6.56,
+    "Q5_K_M": 5.69,
+    "Q5_K_S": 5.54,
+    "Q5_0": 5.5,
+    "Q4_K_M": 4.85,
+    "Q4_K_S": 4.58,
+    "Q4_0": 4.55,
+    "MXFP4": 4.65,
 }
-"""Of GGUF quantisations, in a file and in the memory of a CPU's workers, whose kernels have a byte
-for five and six bits; the best first."""
+"""Of GGUF quantisations; the best first."""
+_PACKED_GROWTH = 1.02
+"""What is quantised in a file takes as much in memory; norms and biases are widened."""
+_EMBEDDING_SHARE = 0.25
+"""Of a small model's values. On a GPU an embedding is widened."""
 _USUAL = ("Q8_0", "Q6_K", "Q4_K_M")
 _WIDENED_BITS = 16
 _QUANTISED_SHARE = 0.8
@@ -65,13 +68,20 @@ class Need:
     """None: not known before the file is here."""
     max_model_len: int | None
     packed_bytes: int | None = None
-    """On a CPU, whose kernels read quantised matrices as they are; None: nothing is quantised."""
+    """Where kernels read quantised matrices as they are; None: nothing is quantised."""
+    embedding_bytes: int | None = None
+    """In the dtype that is served; None: not known."""
 
     def bytes_at(self, place: PlaceToServe) -> int:
-        """Of the weights there."""
-        if place.is_gpu or self.packed_bytes is None:
+        """Of the weights there; a GPU is one that Triton's kernels run on."""
+        if self.packed_bytes is None:
             return self.weights_bytes
-        return self.packed_bytes
+        if not place.is_gpu:
+            return self.packed_bytes
+        embedding_bytes = self.embedding_bytes
+        if embedding_bytes is None:
+            embedding_bytes = int(self.weights_bytes * _EMBEDDING_SHARE)
+        return min(self.weights_bytes, self.packed_bytes + embedding_bytes)
 
 
 def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
@@ -79,7 +89,7 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
 
     Args:
         config: of the model.
-        packed_bytes: what a CPU's workers hold of a quantised checkpoint.
+        packed_bytes: what workers hold of a quantised checkpoint, without its embedding.
     """
     dtype = config.stored_dtype or "bfloat16"
     num_parameters = sum(math.prod(shape) for _, shape in expected_shapes(config))
@@ -89,13 +99,14 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
         config.kv_block_bytes(1, dtype),
         config.max_position_embeddings,
         packed_bytes,
+        config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype],
     )
 
 
 def need_of_files(config: ModelConfig, size_bytes: int) -> Need:
     """Of a folder whose files nobody has opened: much smaller than its weights, they are quantised.
 
-    On a CPU they take there what they take in the files (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
+    They take in memory what they take in the files (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
     """
     need = need_of(config)
     is_quantised = size_bytes < _QUANTISED_SHARE * need.weights_bytes
@@ -104,14 +115,14 @@ def need_of_files(config: ModelConfig, size_bytes: int) -> Need:
 
 def need_of_file(name: str, size_bytes: int) -> Need:
     """Of a GGUF file that nobody has opened, by what its name says of its quantisation."""
-    file_bits, memory_bits = next(
-        (bits for kind, bits in BITS_PER_WEIGHT.items() if is_quantised_as(name, kind)), (5.5, 8.63)
-    )  # of a kind that is not known, the one that grows most
+    bits = next(
+        (bits for kind, bits in BITS_PER_WEIGHT.items() if is_quantised_as(name, kind)),
+        min(BITS_PER_WEIGHT.values()),  # of a kind that is not known, the one that has most values
+    )
     if any(is_quantised_as(name, kind) for kind in ("F16", "BF16", "F32")):
         return Need(None, size_bytes, None, None)
-    widened = int(size_bytes / file_bits * _WIDENED_BITS)
-    packed = int(size_bytes / file_bits * memory_bits)
-    return Need(None, widened, None, None, packed)
+    widened = int(size_bytes / bits * _WIDENED_BITS)
+    return Need(None, widened, None, None, int(size_bytes * _PACKED_GROWTH))
 
 
 def kv_rows(need: Need) -> dict[str, int]:
@@ -168,23 +179,17 @@ def _verdict(need: Need, place: PlaceToServe, spare: int, tokens: int | None) ->
 
 
 def smaller(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> str | None:
-    """The best quantised file that leaves room for a useful request; None: none does.
-
-    On a GPU none is smaller: there all are widened.
-    """
-    if place.is_gpu:
-        return None
+    """The best quantised file that leaves room for a useful request; None: none does."""
     known = [
-        (name, need_of_file(name, size).bytes_at(place))
-        for name, size in sorted(files, key=lambda each: -each[1])
+        (name, need_of_file(name, size)) for name, size in sorted(files, key=lambda each: -each[1])
     ]
     if not known and need.num_parameters is not None:
         for kind in _USUAL:
-            in_file, in_memory = (bits * need.num_parameters / 8 for bits in BITS_PER_WEIGHT[kind])
-            known.append((f"about {size_text(in_file)} as {kind}", int(in_memory)))
+            in_file = int(BITS_PER_WEIGHT[kind] * need.num_parameters / 8)
+            known.append((f"about {size_text(in_file)} as {kind}", need_of_file(kind, in_file)))
     least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
-    for name, size in known:
-        one = Need(None, size, need.kv_bytes_per_token, need.max_model_len)
-        if size < need.bytes_at(place) and spare_bytes(one, place) >= least:
+    for name, one in known:
+        one = replace(one, embedding_bytes=need.embedding_bytes)
+        if one.bytes_at(place) < need.bytes_at(place) and spare_bytes(one, place) >= least:
             return name
     return None

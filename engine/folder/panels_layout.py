@@ -10,13 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.folder.checkpoint import ALIGNMENT_BYTES, Checkpoint, WeightsLayout, layout_of
+from engine.folder.checkpoint import (
+    ALIGNMENT_BYTES,
+    Checkpoint,
+    WeightsLayout,
+    arena_layout,
+    layout_of,
+)
 from engine.folder.model_config import DTYPE_BYTES
-from engine.folder.panels import FORMS, form_of, panels_shape
+from engine.folder.panels import FORMS, FP8_ROWS, form_of, panels_shape
 from engine.folder.tensor_info import TensorInfo
 
 AS_STORED = "stored"
-AT_START = {"q8": ("q8_0", "q8_0"), "q4": ("q4_1", "q8_0")}
+AT_START = {"q8": ("q8_0", "q8_0"), "q4": ("q4_1", "q8_0"), "int8": ("int8_row", "q8_0")}
 """What matrices that are not quantised can be quantised to, by the setting's word: the form of the
 layers', then of the output projection, whose errors are in every logit."""
 
@@ -45,8 +51,29 @@ class PanelsLayout:
     """Tensors that stay in the file, for rows of them are looked up."""
 
 
+def gpu_layout(checkpoint: Checkpoint, dtype: str, packing: str) -> PanelsLayout | WeightsLayout:
+    """The arena of a checkpoint on a GPU, which holds all of its weights.
+
+    Args:
+        checkpoint: whose.
+        dtype: to serve in.
+        packing: `widened`; `panels`: quantised matrices stay so, where they have a form; `fp8`: and
+            those whose products are of FP8 with FP8 are laid out for these.
+    """
+    if packing == "widened":
+        return arena_layout(checkpoint, dtype)
+    has_fp8 = packing == "fp8" and dtype == "bfloat16"
+    panels = panels_layout(checkpoint, dtype, is_on_gpu=True, has_fp8_products=has_fp8)
+    return panels or arena_layout(checkpoint, dtype)
+
+
 def panels_layout(
-    checkpoint: Checkpoint, dtype: str, weights: str = AS_STORED
+    checkpoint: Checkpoint,
+    dtype: str,
+    weights: str = AS_STORED,
+    *,
+    is_on_gpu: bool = False,
+    has_fp8_products: bool = False,
 ) -> PanelsLayout | None:
     """The arena of a checkpoint whose matrices are quantised: panels, then the rest in `dtype`.
 
@@ -59,8 +86,10 @@ def panels_layout(
         dtype: to serve in.
         weights: `stored`: matrices that are quantised in the files; or one of AT_START: all of a
             checkpoint that has none such.
+        is_on_gpu: nothing is read from files, and all dtypes are known.
+        has_fp8_products: FP8 can be multiplied by FP8.
     """
-    if dtype not in ("float32", "bfloat16"):
+    if dtype not in ("float32", "bfloat16") and not is_on_gpu:
         return None
     prefix = checkpoint.config.family.prefix
     embedding, head = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
@@ -73,6 +102,8 @@ def panels_layout(
         form = _form(tensor, weights, is_head=name == head)
         if form is None:
             continue
+        if has_fp8_products and _is_of_fp8_products(tensor):
+            form = FP8_ROWS
         panels[name] = Panels(offset, source, form)
         num_rows, depth = tensor.shape
         offset += math.prod(panels_shape(form, num_rows, depth))
@@ -80,7 +111,7 @@ def panels_layout(
     if not panels:
         return None
     looked_up = {embedding} if _stays_in_file(checkpoint.tensors[embedding]) else set()
-    if head not in checkpoint.tensors and head not in panels:
+    if is_on_gpu or (head not in checkpoint.tensors and head not in panels):
         looked_up = set()  # the product reads it, too
     rest = layout_of(
         (
@@ -102,6 +133,11 @@ def _form(tensor: TensorInfo, weights: str, *, is_head: bool) -> str | None:
         return None
     form = AT_START[weights][is_head]
     return None if tensor.shape[1] % FORMS[form].group else form
+
+
+def _is_of_fp8_products(tensor: TensorInfo) -> bool:
+    is_rounded = tensor.apart is not None and tensor.apart.rounds_inputs
+    return is_rounded and tensor.dtype == "fp8" and all(size % 16 == 0 for size in tensor.shape)
 
 
 def _stays_in_file(tensor: TensorInfo) -> bool:

@@ -37,6 +37,9 @@ class Quantisation:
     """What is added to stored zeros."""
     has_order: bool = False
     """A column may be of any group, as a tensor of numbers says."""
+    inputs: str | None = None
+    """What inputs are rounded to, with a scale for each token, found when it comes: `int8` or
+    `fp8`; None: they are not."""
 
     @classmethod
     def from_keys(cls, keys: JsonKeys) -> Quantisation | None:
@@ -92,7 +95,11 @@ class Quantisation:
             _check_shape(parts.add("zeros", "weight_zero_point", ("I8",)), scales.shape)
         is_known = "zeros" not in parts.parts and (group == depth or group % 128 == 0)
         form = f"{kind}_128" if is_known else None
-        return parts.matrix(kind, shape, Apart(kind, 8, group, scale_rows, parts.parts, form))
+        is_rounded = is_known and group == depth and self.inputs == kind
+        if is_rounded and kind == "int8":
+            form = "int8_row"
+        apart = Apart(kind, 8, group, scale_rows, parts.parts, form, rounds_inputs=is_rounded)
+        return parts.matrix(kind, shape, apart)
 
     def _of_words(self, parts: _Parts, shape: _Shape) -> TensorInfo:
         """A matrix on its side: GPTQ packs a row's codes into words, AWQ those of eight rows."""
@@ -177,7 +184,9 @@ def _of_section(keys: JsonKeys) -> Quantisation:
         hint = "serve another quantisation of the model, or an unquantized checkpoint"
         raise CheckpointError(error.what, where=error.where, hint=hint)
     if method == "fp8":
-        return Quantisation(method, block=_block(keys, "weight_block_size"))
+        is_dynamic = keys.get("activation_scheme", None) == "dynamic"
+        inputs = "fp8" if is_dynamic else None
+        return Quantisation(method, block=_block(keys, "weight_block_size"), inputs=inputs)
     if method == "compressed-tensors":
         return _of_compressed(keys)
     if method == "awq":
@@ -206,7 +215,18 @@ def _of_compressed(keys: JsonKeys) -> Quantisation:
     block, groups = None, keys.section("config_groups")
     for name in groups.values:
         block = _block(groups.section(name).section("weights"), "block_structure") or block
-    return Quantisation("compressed-tensors", block=block)
+    found = {_inputs_of(groups.section(name)) for name in groups.values}
+    inputs = found.pop() if len(found) == 1 else None
+    return Quantisation("compressed-tensors", block=block, inputs=inputs)
+
+
+def _inputs_of(group: JsonKeys) -> str | None:
+    """What inputs of a group of matrices are rounded to, token by token; None: nothing."""
+    inputs = {"symmetric": True} | group.section("input_activations").values
+    asked = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    if any(inputs.get(key) != value for key, value in asked.items()):
+        return None
+    return {"int": "int8", "float": "fp8"}.get(str(inputs.get("type")))
 
 
 def _block(keys: JsonKeys, key: str) -> tuple[int, int] | None:

@@ -52,6 +52,8 @@ class Apart:
     """That the kernels read without a value being changed; None: there is none."""
     zero: int = 0
     """Of codes where none are stored; and what is added to those that are."""
+    rounds_inputs: bool = False
+    """Inputs are to be rounded to what codes are, with a scale for each token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@
  * than a 64th of its unit's largest; what is smaller is rounded by at most 2^-14 of that, a 128th of
  * what the last bit of the largest is worth. Sums of a unit are exact, and added as float32.
  *
+ * Where a form's products are those of inputs of one byte (rounds_inputs), a row and an input have one
+ * scale each: sums stay integers to the end of the row, and are exact whatever the order.
+ *
  * What is always taken from codes is taken from the sums before they begin; minimums and zeros, which
  * differ by row, are multiplied by the sum of the inputs. Codes of 16 rows and 32 values stay in
  * registers while all inputs pass by.
@@ -29,7 +32,7 @@ enum {
     AT_ONCE = 32, /* inputs, whose sums stay in the first cache */
 };
 
-int has_dots(int form)
+int has_dots(int form, int64_t type)
 {
     static int is_known, is_there; /* the same whoever writes it */
     if (!__atomic_load_n(&is_known, __ATOMIC_ACQUIRE)) {
@@ -39,7 +42,9 @@ int has_dots(int form)
         __atomic_store_n(&is_there, found, __ATOMIC_RELAXED);
         __atomic_store_n(&is_known, 1, __ATOMIC_RELEASE);
     }
-    return __atomic_load_n(&is_there, __ATOMIC_RELAXED) && form >= Q4_0 && form != FP8_128;
+    if (!__atomic_load_n(&is_there, __ATOMIC_RELAXED))
+        return 0;
+    return rounds_inputs(form) || (type == BFLOAT16 && is_quantised(form) && form != FP8_128);
 }
 
 INLINE int values_of_unit(int form) { return group_of(form) < UNIT ? group_of(form) : UNIT; }
@@ -47,7 +52,7 @@ INLINE int values_of_unit(int form) { return group_of(form) < UNIT ? group_of(fo
 /* By how much bytes are larger than codes, which may be negative: dots want one of two without sign. */
 INLINE int excess_of(int form)
 {
-    return form == Q4_0 ? 8 : form == MXFP4 ? 12 : code_bits(form) == 8 && !stores_minimum(form) ? 128 : 0;
+    return form == MXFP4 ? 12 : code_bits(form) == 8 ? 128 : zero_of(form);
 }
 
 INLINE int64_t units_of(int form, int64_t depth)
@@ -83,7 +88,7 @@ INLINE void fill_unit(struct unit *unit, const char *x, int64_t count, int form)
     memcpy(&factor, &up, sizeof factor);
     memcpy(&unit->scale, is_finite ? &down : (const uint32_t[]){0x7fc00000}, sizeof unit->scale);
     /* even codes of eight, then odd ones, as a mask finds them */
-    const __m128i order = code_bits(form) == 4
+    const __m128i order = code_bits(form) < 8
                               ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
                               : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     int sum = 0;
@@ -101,15 +106,47 @@ INLINE void fill_unit(struct unit *unit, const char *x, int64_t count, int form)
     unit->excess = -excess_of(form) * sum;
 }
 
-void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input)
+/* Up to 32 values of an input as one byte each; `scale` is the whole input's. */
+INLINE void fill_bytes(struct unit *unit, const char *x, int64_t count, int type, float scale)
+{
+    int sum = 0;
+    for (int i = 0; i < 2; i++, count -= LANES, x += LANES * size_of(type)) {
+        const vec values = count >= LANES ? load(x, type) : load_part(x, count < 0 ? 0 : count, type);
+        __m512i integers = _mm512_cvtps_epi32((__m512)token_codes(values, scale));
+        if (isnan(scale))
+            integers = _mm512_setzero_si512();
+        sum += _mm512_reduce_add_epi32(integers);
+        _mm_storeu_si128((__m128i *)(unit->high + 4 * i), _mm512_cvtepi32_epi8(integers));
+    }
+    unit->scale = scale;
+    unit->excess = -excess_of(INT8_ROW) * sum;
+}
+
+void fill_units(struct unit *units, const struct product *p, const char *x, int type, int64_t input)
 {
     const int form = p->type, num_values = values_of_unit(form);
     const int64_t num_units = units_of(form, p->depth);
+    if (rounds_inputs(form)) {
+        const float scale = token_scale(x, p->depth, type);
+        for (int64_t u = 0; u < num_units; u++)
+            fill_bytes(units + u * p->num_inputs + input, x + u * UNIT * size_of(type),
+                       p->depth - u * UNIT < UNIT ? p->depth - u * UNIT : UNIT, type, scale);
+        return;
+    }
     for (int64_t u = 0; u < num_units; u++) {
         const int64_t first = u * num_values, left = p->depth - first;
         fill_unit(units + u * p->num_inputs + input, x + first * 2,
                   left < num_values ? left : num_values, form);
     }
+}
+
+/* Of vector number w of a unit's codes, what is above four bits, where it belongs. */
+INLINE __m512i fourth_bit(__m512i high, int w, int form)
+{
+    const int more = code_bits(form) - 4, shift = 4 - more * w;
+    const vec_bits bits = (vec_bits)high;
+    const vec_bits there = shift >= 0 ? bits << shift : bits >> -shift;
+    return _mm512_and_si512((__m512i)there, _mm512_set1_epi8((char)(((1 << more) - 1) << 4)));
 }
 
 /* Codes of 16 rows and a unit as bytes. */
@@ -131,8 +168,11 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
     const __m512i mask = _mm512_set1_epi8(15);
     const __m512i doubled = _mm512_broadcast_i32x4( /* of MXFP4, and 12 more */
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    __m512i high = _mm512_setzero_si512();
+    if (code_bits(form) > 4)
+        high = _mm512_loadu_si512(high_bits(from, form));
 #pragma GCC unroll 4
-    for (int i = 0; i < UNIT / 8; i++) {
+    for (int i = 0; i < values_of_unit(form) / 8; i++) {
         const __m512i packed = _mm512_loadu_si512(from + i * 64);
         codes[2 * i] = _mm512_and_si512(packed, mask);
         codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
@@ -140,6 +180,31 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
             codes[2 * i] = _mm512_shuffle_epi8(doubled, codes[2 * i]);
             codes[2 * i + 1] = _mm512_shuffle_epi8(doubled, codes[2 * i + 1]);
         }
+        if (code_bits(form) > 4) {
+            codes[2 * i] = _mm512_or_si512(codes[2 * i], fourth_bit(high, 2 * i, form));
+            codes[2 * i + 1] = _mm512_or_si512(codes[2 * i + 1], fourth_bit(high, 2 * i + 1, form));
+        }
+    }
+}
+
+/* sums[i * STREAMS + n], which are integers, += a unit of 16 rows of panel n times that of each input. */
+INLINE void add_bytes(vec *sums, __m512i (*codes)[UNIT / 4], int num_panels,
+                      const struct unit *units, int64_t num_inputs)
+{
+    for (int64_t i = 0; i < num_inputs; i++) {
+        const struct unit *x = units + i;
+        __m512i total[TOGETHER];
+#pragma GCC unroll 2
+        for (int n = 0; n < num_panels; n++)
+            total[n] = _mm512_add_epi32((__m512i)sums[i * STREAMS + n], _mm512_set1_epi32(x->excess));
+#pragma GCC unroll 8
+        for (int w = 0; w < UNIT / 4; w++)
+#pragma GCC unroll 2
+            for (int n = 0; n < num_panels; n++)
+                total[n] = _mm512_dpbusd_epi32(total[n], codes[n][w], _mm512_set1_epi32(x->high[w]));
+#pragma GCC unroll 2
+        for (int n = 0; n < num_panels; n++)
+            sums[i * STREAMS + n] = (vec)total[n];
     }
 }
 
@@ -177,7 +242,7 @@ INLINE void add_units(vec *sums, __m512i (*codes)[UNIT / 4], const struct scales
 
 /* Group number g of TOGETHER panels, or of one; `at` goes on behind it. */
 INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char **at,
-                      struct scales *heads, int num_panels, int64_t first, int64_t num_inputs,
+                      const char **heads, int num_panels, int64_t first, int64_t num_inputs,
                       int form)
 {
     const int per_group = group_of(form) / values_of_unit(form);
@@ -185,13 +250,12 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
     struct scales by[TOGETHER];
 #pragma GCC unroll 2
     for (int n = 0; n < num_panels; n++) {
-        if (has_head(form) && g * group_of(form) % BLOCK_VALUES == 0) {
-            heads[n].scale = widened_half(at[n]);
-            if (stores_minimum(form))
-                heads[n].minimum = widened_half(at[n] + CODE_ROWS * HALF_BYTES);
+        if (begins_block(form, g)) {
+            heads[n] = at[n];
             at[n] += head_bytes(form);
         }
-        by[n] = scales_at(at[n] + code_bytes(form), form, heads[n].scale, heads[n].minimum, 0);
+        if (!rounds_inputs(form))
+            by[n] = scales_at(at[n] + code_bytes(form), form, heads[n], g, 0);
         if (form == MXFP4)
             by[n].scale *= 0.5f;
     }
@@ -201,7 +265,10 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
         for (int n = 0; n < num_panels; n++)
             unpack_unit(codes[n], at[n] + j * unit_bytes, form);
         const struct unit *units = p->units + (g * per_group + j) * p->num_inputs + first;
-        add_units(sums, codes, by, num_panels, units, num_inputs, form);
+        if (rounds_inputs(form))
+            add_bytes(sums, codes, num_panels, units, num_inputs);
+        else
+            add_units(sums, codes, by, num_panels, units, num_inputs, form);
     }
 #pragma GCC unroll 2
     for (int n = 0; n < num_panels; n++) {
@@ -213,16 +280,14 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
 }
 
 /* Inputs [first, first + num_inputs) by some panels, to [inputs, STREAMS]. */
-INLINE void multiply_panels_of(vec *sums, const struct product *p, const char *const *panels,
+INLINE void multiply_streams(vec *sums, const struct product *p, const char *const *panels,
                                int num_panels, int64_t first, int64_t num_inputs, int form)
 {
     const int64_t num_groups = groups_of(form, p->depth);
     const char *at[STREAMS];
-    struct scales heads[STREAMS];
-    for (int n = 0; n < num_panels; n++) {
+    const char *heads[STREAMS] = {NULL};
+    for (int n = 0; n < num_panels; n++)
         at[n] = panels[n];
-        heads[n] = (struct scales){all(0), all(0)};
-    }
     for (int64_t i = 0; i < num_inputs * STREAMS; i++)
         sums[i] = all(0);
     for (int64_t g = 0; g < num_groups; g++)
@@ -232,40 +297,45 @@ INLINE void multiply_panels_of(vec *sums, const struct product *p, const char *c
             else
                 add_group(sums + n, p, g, at + n, heads + n, 1, first, num_inputs, form);
         }
+    for (int64_t i = 0; rounds_inputs(form) && i < num_inputs; i++)
+        for (int n = 0; n < num_panels; n++) {
+            const vec sum = (vec)_mm512_cvtepi32_ps((__m512i)sums[i * STREAMS + n]);
+            const vec scale = load(heads[n], FLOAT32) * all(p->units[first + i].scale);
+            sums[i * STREAMS + n] = sum * scale;
+        }
 }
 
 #define FORM(form)                                                                                 \
     case form:                                                                                     \
-        multiply_panels_of(sums, p, panels, num_panels, first, num_inputs, form);                  \
+        multiply_streams(sums, p, panels, num_panels, first, num_inputs, form);                  \
         return;
 
 static void multiply_some(vec *sums, const struct product *p, const char *const *panels,
                           int num_panels, int64_t first, int64_t num_inputs)
 {
     switch (p->type) {
-        FORM(Q4_0) FORM(Q4_1) FORM(Q4_K) FORM(Q8_0) FORM(Q5_1) FORM(Q5_K) FORM(Q6_K)
-        FORM(MXFP4) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128)
+        FORM(Q4_0) FORM(Q4_1) FORM(Q4_K) FORM(Q5_0) FORM(Q5_1) FORM(Q5_K) FORM(Q6_K) FORM(Q8_0)
+        FORM(MXFP4) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128) FORM(INT8_ROW)
     }
 }
 
-/* All inputs by panels [first, end) of one part, whose rows begin at `column` of the output. */
-static void multiply_part(const struct product *p, const struct part *part, int64_t column,
-                          int64_t first, int64_t end)
+/* All inputs by some panels. */
+static void multiply_part(const void *product, const struct panels *part)
 {
-    const char *base = (const char *)(uintptr_t)part->address;
-    const int64_t bytes = panel_bytes(p->type, p->depth), apart = (end - first + STREAMS - 1) / STREAMS;
+    const struct product *p = product;
+    const int64_t apart = (part->end - part->first + STREAMS - 1) / STREAMS;
     vec sums[AT_ONCE * STREAMS];
-    for (int64_t i = first; i < first + apart; i++) {
+    for (int64_t i = part->first; i < part->first + apart; i++) {
         const char *panels[STREAMS];
         int num_panels = 0;
-        for (int64_t number = i; number < end; number += apart)
-            panels[num_panels++] = base + number * bytes;
+        for (int64_t number = i; number < part->end; number += apart)
+            panels[num_panels++] = part->base + number * part->bytes;
         for (int64_t input = 0; input < p->num_inputs; input += AT_ONCE) {
             const int64_t left = p->num_inputs - input, count = left < AT_ONCE ? left : AT_ONCE;
             multiply_some(sums, p, panels, num_panels, input, count);
             for (int64_t j = 0; j < count; j++)
                 for (int n = 0; n < num_panels; n++)
-                    write_rows(p, part, input + j, column, (i + n * apart) * CODE_ROWS,
+                    write_rows(p, part, input + j, (i + n * apart) * CODE_ROWS,
                                sums[j * STREAMS + n]);
         }
     }
@@ -273,7 +343,9 @@ static void multiply_part(const struct product *p, const struct part *part, int6
 
 void multiply_dots(void *context, int64_t item)
 {
-    for_panels_of_item(context, item, multiply_part);
+    const struct product *p = context;
+    for_panels(p, p->parts, p->num_parts, panel_bytes(p->type, p->depth), item, p->num_items,
+               multiply_part);
 }
 
 #if defined(__clang__)
@@ -284,10 +356,10 @@ void multiply_dots(void *context, int64_t item)
 
 #else
 
-int has_dots(int form) { return (void)form, 0; }
-void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input)
+int has_dots(int form, int64_t type) { return (void)form, (void)type, 0; }
+void fill_units(struct unit *units, const struct product *p, const char *x, int type, int64_t input)
 {
-    (void)units, (void)p, (void)x, (void)input;
+    (void)units, (void)p, (void)x, (void)type, (void)input;
 }
 void multiply_dots(void *context, int64_t item) { (void)context, (void)item; }
 

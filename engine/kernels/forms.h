@@ -4,31 +4,43 @@
 
 #include "quantised.h"
 
-enum { VECS = CODE_ROWS / LANES, HALF_BYTES = 2 };
+enum { VECS = CODE_ROWS / LANES, HALF_BYTES = 2, WORD_BYTES = 4 };
 
 typedef uint8_t vec_u8 __attribute__((vector_size(LANES)));
 typedef int8_t vec_s8 __attribute__((vector_size(LANES)));
 
 INLINE int code_bits(int form)
 {
-    return form <= Q4_K || form == MXFP4 || form == INT4_32 || form == INT4_128 ? 4 : 8;
+    return form == Q5_0 || form == Q5_1 || form == Q5_K                           ? 5
+           : form == Q6_K                                                         ? 6
+           : form <= Q4_K || form == MXFP4 || form == INT4_32 || form == INT4_128 ? 4
+                                                                                  : 8;
 }
-INLINE int group_of(int form) { return form == Q6_K ? 16 : form >= INT4_128 ? 128 : 32; }
+INLINE int group_of(int form)
+{
+    return form == Q6_K ? 16 : form >= INT4_128 && form != INT8_ROW ? 128 : 32;
+}
 INLINE int64_t groups_of(int form, int64_t depth)
 {
     return (depth + group_of(form) - 1) / group_of(form);
 }
-INLINE int has_head(int form) { return form == Q4_K || form == Q5_K || form == Q6_K; }
-INLINE int stores_minimum(int form)
-{
-    return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
-}
+/* Forms whose scales and minimums are six bits each, all of a block in its head. */
+INLINE int has_sixes(int form) { return form == Q4_K || form == Q5_K; }
+INLINE int has_head(int form) { return has_sixes(form) || form == Q6_K || form == INT8_ROW; }
+INLINE int stores_minimum(int form) { return form == Q4_1 || form == Q5_1 || has_sixes(form); }
 INLINE int stores_zero(int form) { return form == INT4_32 || form == INT4_128; }
-/* Q4_0 has codes from 0 on, and all of them 8 too large. */
-INLINE int has_minimum(int form) { return form == Q4_0 || stores_minimum(form) || stores_zero(form); }
+/* What all codes of a form are too large by, which has them from 0 on. */
+INLINE int zero_of(int form) { return form == Q4_0 ? 8 : form == Q5_0 ? 16 : form == Q6_K ? 32 : 0; }
+INLINE int has_minimum(int form)
+{
+    return zero_of(form) || stores_minimum(form) || stores_zero(form);
+}
 INLINE int scale_size(int form)
 {
-    return has_head(form) || form == MXFP4 ? 1 : form >= INT4_32 ? (int)sizeof(float) : HALF_BYTES;
+    return has_sixes(form) || form == INT8_ROW ? 0
+           : form == Q6_K || form == MXFP4     ? 1
+           : form >= INT4_32                   ? (int)sizeof(float)
+                                               : HALF_BYTES;
 }
 INLINE int minimum_size(int form)
 {
@@ -36,7 +48,19 @@ INLINE int minimum_size(int form)
 }
 INLINE int64_t head_bytes(int form)
 {
-    return has_head(form) ? CODE_ROWS * HALF_BYTES * (1 + stores_minimum(form)) : 0;
+    return form == INT8_ROW ? CODE_ROWS * (int64_t)sizeof(float)
+           : has_sixes(form) ? CODE_ROWS * (2 * HALF_BYTES + 3 * WORD_BYTES)
+           : has_head(form)  ? CODE_ROWS * HALF_BYTES
+                             : 0;
+}
+/* Heads of a row up to group number g, that of its own block among them. */
+INLINE int64_t heads_up_to(int form, int64_t g)
+{
+    return !has_head(form) ? 0 : form == INT8_ROW ? 1 : g * group_of(form) / BLOCK_VALUES + 1;
+}
+INLINE int begins_block(int form, int64_t g)
+{
+    return has_head(form) && (g == 0 || heads_up_to(form, g) > heads_up_to(form, g - 1));
 }
 INLINE int64_t code_bytes(int form) { return CODE_ROWS * group_of(form) * code_bits(form) / 8; }
 INLINE int64_t group_bytes(int form)
@@ -45,7 +69,8 @@ INLINE int64_t group_bytes(int form)
 }
 INLINE int64_t panel_bytes(int form, int64_t depth)
 {
-    return groups_of(form, depth) * group_bytes(form) + depth / BLOCK_VALUES * head_bytes(form);
+    const int64_t num_groups = groups_of(form, depth);
+    return num_groups * group_bytes(form) + heads_up_to(form, num_groups - 1) * head_bytes(form);
 }
 
 /* LANES bytes as integers of 32 bits. Written out: gcc takes them apart byte by byte. */
@@ -85,18 +110,43 @@ struct scales {
     vec scale, minimum;
 };
 INLINE const char *scale_zero(const char *at, int form) { return at + CODE_ROWS * scale_size(form); }
-INLINE struct scales scales_at(const char *at, int form, vec head, vec head_minimum, int v)
+
+/* Of group number i of a block's eight, whose numbers of six bits lie in 12 bytes of a row as GGUF has
+ * them: the first four groups' lowest in a byte each, the others' in a byte's halves and in what is left
+ * above the first four. A word of four bytes of all rows, then the next. */
+INLINE struct scales sixes_at(const char *words, int i, int v)
+{
+    vec_bits low, middle, high;
+    memcpy(&low, words + v * LANES * WORD_BYTES, sizeof low);
+    memcpy(&middle, words + (CODE_ROWS + v * LANES) * WORD_BYTES, sizeof middle);
+    memcpy(&high, words + (2 * CODE_ROWS + v * LANES) * WORD_BYTES, sizeof high);
+    const int shift = i % 4 * 8;
+    vec_bits scale = low >> shift & 63, minimum = middle >> shift & 63;
+    if (i >= 4) {
+        scale = (high >> shift & 15) | (low >> (shift + 2) & 48);
+        minimum = (high >> (shift + 4) & 15) | (middle >> (shift + 2) & 48);
+    }
+    return (struct scales){__builtin_convertvector((vec_int)scale, vec),
+                           __builtin_convertvector((vec_int)minimum, vec)};
+}
+
+/* Of group number g; `head` is its block's. */
+INLINE struct scales scales_at(const char *at, int form, const char *head, int64_t g, int v)
 {
     struct scales s = {.minimum = all(0)};
     const int size = scale_size(form);
     const char *scale = at + v * LANES * size, *minimum = scale + CODE_ROWS * size;
-    if (has_head(form)) {
-        s.scale = head * integers(scale, form == Q6_K);
-        if (stores_minimum(form))
-            s.minimum = all(0) - head_minimum * integers(minimum, 0);
+    if (has_sixes(form)) {
+        s = sixes_at(head + 2 * CODE_ROWS * HALF_BYTES, (int)(g % 8), v);
+        s.scale *= widened_half(head + v * LANES * HALF_BYTES);
+        s.minimum *= all(0) - widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES);
         return s;
     }
-    if (form == MXFP4)
+    if (form == INT8_ROW)
+        s.scale = load(head + v * LANES * sizeof(float), FLOAT32);
+    else if (form == Q6_K)
+        s.scale = widened_half(head + v * LANES * HALF_BYTES) * integers(scale, 1);
+    else if (form == MXFP4)
         s.scale = powers_of_two(scale);
     else if (form >= INT4_32)
         s.scale = load(scale, FLOAT32) * all(form == FP8_128 ? 256.0f : 1.0f);
@@ -104,11 +154,42 @@ INLINE struct scales scales_at(const char *at, int form, vec head, vec head_mini
         s.scale = widened_half(scale);
     if (stores_zero(form))
         s.minimum = all(0) - s.scale * integers(scale_zero(at, form) + v * LANES, 0);
-    else if (form == Q4_0)
-        s.minimum = s.scale * all(-8.0f);
+    else if (zero_of(form))
+        s.minimum = s.scale * all((float)-zero_of(form));
     else if (stores_minimum(form))
         s.minimum = widened_half(minimum);
     return s;
+}
+
+/* Of codes of more than four bits what is above them, in a lane for each row behind the others: bits
+ * 8 * b + n * w and so on, n of them, belong to value 8 * (w / 2) + 2 * b + w % 2 of the group, so that
+ * those of four values that lie in one vector of bytes are found by one shift. */
+INLINE const char *high_bits(const char *codes, int form) { return codes + CODE_ROWS * group_of(form) / 2; }
+
+/* What an input is divided by, so that its values are integers from -127 to 127: its largest over 127;
+ * 0 if that is too small; NaN if a value is no number. */
+INLINE float token_scale(const char *x, int64_t depth, int type)
+{
+    vec_bits largest = {0};
+    for (int64_t k = 0; k < depth; k += LANES) {
+        const vec values = depth - k < LANES ? load_part(x + k * size_of(type), depth - k, type)
+                                             : load(x + k * size_of(type), type);
+        const vec_bits magnitude = (vec_bits)values & 0x7fffffff;
+        const vec_bits is_larger = (vec_bits)(magnitude > largest);
+        largest = (is_larger & magnitude) | (~is_larger & largest);
+    }
+    uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        bits = largest[lane] > bits ? largest[lane] : bits;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return bits >= 0x7f800000 ? NAN : value / 127 < 0x1p-126f ? 0 : value / 127;
+}
+
+/* Those integers, to the nearest, ties to even. */
+INLINE vec token_codes(vec x, float scale)
+{
+    return x / all(scale == 0 ? 1 : scale) + 12582912.0f - 12582912.0f;
 }
 
 /* Values in group number g of a row: fewer than in the others where the row ends in it, which rows in
@@ -120,39 +201,16 @@ INLINE int values_of(int form, int64_t depth, int64_t g)
 }
 
 /* Sums of an input and LANES rows of a part, from number `row` on, to the output. */
-INLINE void write_rows(const struct product *p, const struct part *part, int64_t input,
-                       int64_t column, int64_t row, vec sums)
+INLINE void write_rows(const struct product *p, const struct panels *panels, int64_t input,
+                       int64_t row, vec sums)
 {
-    const int64_t left = part->num_rows - row;
-    float *to = p->out + input * p->out_stride + column + row;
-    const float *bias = p->bias == NULL ? NULL : p->bias + column + row;
+    const int64_t left = panels->num_rows - row, column = panels->column + row;
+    float *to = p->out + input * p->out_stride + column;
+    const float *bias = p->bias == NULL ? NULL : p->bias + column;
     if (left >= LANES)
         store(to, bias == NULL ? sums : sums + load(bias, FLOAT32), FLOAT32);
     else if (left > 0)
         store_part(to, bias == NULL ? sums : sums + load_part(bias, left, FLOAT32), left, FLOAT32);
-}
-
-/* Calls multiply() for the panels [first, end) of each part that are item number `item`, which is
- * one of equal shares of them all; the part's rows begin at `column` of the output. */
-typedef void (*multiply_part_of)(const struct product *p, const struct part *part, int64_t column,
-                                 int64_t first, int64_t end);
-INLINE void for_panels_of_item(const struct product *p, int64_t item, multiply_part_of multiply)
-{
-    int64_t num_panels = 0, before = 0, column = 0;
-    for (int64_t i = 0; i < p->num_parts; i++)
-        num_panels += (p->parts[i].num_rows + CODE_ROWS - 1) / CODE_ROWS;
-    const int64_t first = num_panels * item / p->num_items;
-    const int64_t end = num_panels * (item + 1) / p->num_items;
-    for (int64_t i = 0; i < p->num_parts; i++) {
-        const struct part *part = &p->parts[i];
-        const int64_t count = (part->num_rows + CODE_ROWS - 1) / CODE_ROWS;
-        const int64_t from = first > before ? first - before : 0;
-        const int64_t to = end < before + count ? end - before : count;
-        if (from < to)
-            multiply(p, part, column, from, to);
-        before += count;
-        column += part->num_rows;
-    }
 }
 
 #endif

@@ -343,8 +343,12 @@ static void arrange_item(void *context, int64_t item)
     const struct conversion *c = context;
     const struct product *p = c->product;
     FOR_ROWS(item, p->num_inputs)
-        arrange(c->arranged + row * p->x_stride, at(c->x, row * p->depth, (int)c->type), p->depth,
-                (int)c->type, c->is_split);
+    {
+        float *to = c->arranged + row * p->x_stride;
+        arrange(to, at(c->x, row * p->depth, (int)c->type), p->depth, (int)c->type, c->is_split);
+        if (rounds_inputs(p->type))
+            round_input(to, p->depth);
+    }
 }
 
 static void fill_item(void *context, int64_t item)
@@ -352,7 +356,7 @@ static void fill_item(void *context, int64_t item)
     const struct conversion *c = context;
     const struct product *p = c->product;
     FOR_ROWS(item, p->num_inputs)
-        fill_units(c->units, p, at(c->x, row * p->depth, BFLOAT16), row);
+        fill_units(c->units, p, at(c->x, row * p->depth, (int)c->type), (int)c->type, row);
 }
 
 static void round_item(void *context, int64_t item)
@@ -372,10 +376,11 @@ static void convert(const struct conversion *c, int64_t num_threads, parallel_bo
 }
 
 /* Room for an input as float32, or as units. */
-static int64_t floats_of_input(const struct product *p, int64_t type)
+static int64_t floats_of_input(const struct product *p, int64_t type, int is_rounded)
 {
     const int64_t unit_floats = (int64_t)(sizeof(struct unit) / sizeof(float));
-    const int64_t in_units = type == BFLOAT16 ? (p->depth / MIN_GROUP + 1) * unit_floats : 0;
+    const int has_units = type == BFLOAT16 || is_rounded;
+    const int64_t in_units = has_units ? (p->depth / MIN_GROUP + 1) * unit_floats : 0;
     return in_units > p->x_stride ? in_units : p->x_stride;
 }
 
@@ -392,7 +397,10 @@ KERNEL(linear, "ppiiipipi")
                        &num_parts, &bias, &num_threads);
     const struct part *first_part = parts;
     const int has_many = num_inputs >= (is_quantised(first_part->scheme) ? MANY_UNPACKED : MANY_INPUTS);
-    const int is_read_in_place = has_many && type == FLOAT32;
+    int is_rounded = 0;
+    for (int64_t i = 0; i < num_parts; i++)
+        is_rounded |= rounds_inputs((int)first_part[i].scheme);
+    const int is_read_in_place = has_many && type == FLOAT32 && !is_rounded;
     struct product whole = {
         .parts = parts,
         .bias = bias,
@@ -405,7 +413,7 @@ KERNEL(linear, "ppiiipipi")
     };
     for (int64_t i = 0; i < num_parts; i++)
         whole.out_stride += whole.parts[i].num_rows;
-    const int64_t num_x = is_read_in_place ? 0 : num_inputs * floats_of_input(&whole, type);
+    const int64_t num_x = is_read_in_place ? 0 : num_inputs * floats_of_input(&whole, type, is_rounded);
     const int64_t num_out = num_inputs * whole.out_stride;
     const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP + 1);
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out) + num_sums;
@@ -425,12 +433,11 @@ KERNEL(linear, "ppiiipipi")
     };
     for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
         struct product p = of_one_scheme(&whole, &part, column, &num_columns);
-        if (type == BFLOAT16 && has_dots(p.type)) {
+        c.product = &p;
+        if (has_dots(p.type, type)) {
             p.units = c.units = (struct unit *)memory;
-            c.product = &p;
             convert(&c, num_threads, fill_item);
             parallel_for(num_threads, p.num_items, multiply_dots, &p);
-            c.product = &whole;
             continue;
         }
         c.is_split = !has_many && p.type == BFLOAT16;
@@ -443,6 +450,7 @@ KERNEL(linear, "ppiiipipi")
         const parallel_body few = is_quantised(p.type) ? multiply_quantised : multiply_item;
         parallel_for(num_threads, p.num_items, has_many ? multiply_panels : few, &p);
     }
+    c.product = &whole;
     if (type != FLOAT32)
         convert(&c, num_threads, round_item);
     return 0;

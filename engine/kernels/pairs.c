@@ -180,8 +180,9 @@ static void multiply_some(const struct pairs_product *p, const struct panels *pa
             }
 }
 
-static void multiply_streams(const struct pairs_product *p, const struct panels *panels)
+static void multiply_streams(const void *product, const struct panels *panels)
 {
+    const struct pairs_product *p = product;
     const int64_t count = panels->end - panels->first;
     const int64_t quarter = (count + STREAMS - 1) / STREAMS;
     /* equal shares: 3 + 3 + 2 inputs, not 3 + 3 + 1 + 1 */
@@ -198,8 +199,9 @@ static void multiply_streams(const struct pairs_product *p, const struct panels 
     }
 }
 
-static void multiply_groups(const struct pairs_product *p, const struct panels *panels)
+static void multiply_groups(const void *product, const struct panels *panels)
 {
+    const struct pairs_product *p = product;
     int64_t group = GROUP_BYTES / panels->bytes / 2 * 2;
     group = group < 2 ? 2 : group;
     const int64_t num_shares = (p->num_inputs + MANY_INPUTS - 1) / MANY_INPUTS;
@@ -217,7 +219,7 @@ static void multiply_groups(const struct pairs_product *p, const struct panels *
 static void multiply_pairs(void *context, int64_t item)
 {
     const struct pairs_product *p = context;
-    for_panels(p, item, p->num_inputs <= STREAMED_INPUTS ? multiply_streams : multiply_groups);
+    for_pairs(p, item, p->num_inputs <= STREAMED_INPUTS ? multiply_streams : multiply_groups);
 }
 
 /* ROWS_PER_ITEM inputs as float32. */

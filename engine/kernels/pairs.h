@@ -8,27 +8,20 @@
 #ifndef PENSTOCK_PAIRS_H
 #define PENSTOCK_PAIRS_H
 
-#include "simd.h"
+#include "product.h"
 
 /* Ways to multiply, as in cpu.py. */
 enum { WIDENED = 0, DOTS = 1, TILES = 2 };
 
 enum {
-    PANEL_ROWS = 16,
+    PANEL_ROWS = CODE_ROWS,
     TILE_DEPTH = 32, /* values of a row in a tile: a packed row is a multiple of them */
     PANEL_VECS = PANEL_ROWS / LANES,
     PAIR_BYTES = 4,
 };
 
-/* A packed matrix that shares the inputs with others. */
-struct packed_part {
-    int64_t address;
-    int64_t num_rows;
-    int64_t scheme;
-};
-
 struct pairs_product {
-    const struct packed_part *parts;
+    const struct part *parts; /* of matrices that are packed */
     const char *x;     /* bfloat16 [num_inputs, x_stride] */
     const float *wide; /* the same as float32, where that is what is multiplied */
     char *out;     /* bfloat16 [num_inputs, out_stride] */
@@ -36,39 +29,13 @@ struct pairs_product {
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
 };
 
-/* Consecutive panels of one part, [first, end), and where the rows of panel 0 lie in the output. */
-struct panels {
-    const char *base;
-    int64_t first, end, num_rows, column, bytes; /* of a panel */
-};
-
 INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-INLINE int64_t panels_of(int64_t num_rows) { return (num_rows + PANEL_ROWS - 1) / PANEL_ROWS; }
 
-/* Calls multiply() for the panels of item number `item`, part after part; a share of them all. */
-typedef void (*multiply_panels_of)(const struct pairs_product *p, const struct panels *panels);
-INLINE void for_panels(const struct pairs_product *p, int64_t item, multiply_panels_of multiply)
+/* Calls multiply() for the panels of item number `item`. */
+INLINE void for_pairs(const struct pairs_product *p, int64_t item, multiply_panels_of multiply)
 {
-    int64_t num_panels = 0, before = 0, column = 0;
-    for (int64_t i = 0; i < p->num_parts; i++)
-        num_panels += panels_of(p->parts[i].num_rows);
-    const int64_t first = num_panels * item / p->num_items;
-    const int64_t end = num_panels * (item + 1) / p->num_items;
-    for (int64_t i = 0; i < p->num_parts; i++) {
-        const int64_t count = panels_of(p->parts[i].num_rows);
-        struct panels panels = {
-            .base = (const char *)(uintptr_t)p->parts[i].address,
-            .first = first > before ? first - before : 0,
-            .end = end < before + count ? end - before : count,
-            .num_rows = p->parts[i].num_rows,
-            .column = column,
-            .bytes = p->depth / 2 * PANEL_ROWS * PAIR_BYTES,
-        };
-        if (panels.first < panels.end)
-            multiply(p, &panels);
-        before += count;
-        column += p->parts[i].num_rows;
-    }
+    for_panels(p, p->parts, p->num_parts, p->depth / 2 * PANEL_ROWS * PAIR_BYTES, item, p->num_items,
+               multiply);
 }
 
 /* Sums of one input and LANES rows of a panel to the output. */

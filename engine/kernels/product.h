@@ -4,6 +4,8 @@
 
 #include "simd.h"
 
+enum { CODE_ROWS = 16 }; /* rows of a matrix that is packed in panels lie in one of them */
+
 /* A matrix that shares the inputs with others: [num_rows, depth]. */
 struct part {
     int64_t address;
@@ -23,6 +25,44 @@ struct product {
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
     int type; /* of the weights, which is one for all parts */
 };
+
+/* Consecutive panels of one part, [first, end), and where the rows of panel 0 lie in the output. */
+struct panels {
+    const char *base;
+    int64_t first, end, num_rows, column, bytes; /* of a panel */
+    int scheme;
+};
+
+INLINE int64_t panels_of(int64_t num_rows) { return (num_rows + CODE_ROWS - 1) / CODE_ROWS; }
+
+/* Calls multiply() for the panels of item number `item` of num_items, part after part; all items have
+ * an equal share of them. `bytes` are a panel's, one number for all parts. */
+typedef void (*multiply_panels_of)(const void *product, const struct panels *panels);
+INLINE void for_panels(const void *product, const struct part *parts, int64_t num_parts, int64_t bytes,
+                       int64_t item, int64_t num_items, multiply_panels_of multiply)
+{
+    int64_t num_panels = 0, before = 0, column = 0;
+    for (int64_t i = 0; i < num_parts; i++)
+        num_panels += panels_of(parts[i].num_rows);
+    const int64_t first = num_panels * item / num_items;
+    const int64_t end = num_panels * (item + 1) / num_items;
+    for (int64_t i = 0; i < num_parts; i++) {
+        const int64_t count = panels_of(parts[i].num_rows);
+        const struct panels panels = {
+            .base = (const char *)(uintptr_t)parts[i].address,
+            .first = first > before ? first - before : 0,
+            .end = end < before + count ? end - before : count,
+            .num_rows = parts[i].num_rows,
+            .column = column,
+            .bytes = bytes,
+            .scheme = (int)parts[i].scheme,
+        };
+        if (panels.first < panels.end)
+            multiply(product, &panels);
+        before += count;
+        column += parts[i].num_rows;
+    }
+}
 
 /* The product as a body of parallel_for, for many inputs, as they are. */
 void multiply_panels(void *context, int64_t item);

@@ -11,7 +11,7 @@
 #include "forms.h"
 
 #if LANES == 16
-enum { STREAMS = 4, MAX_INPUTS = 4 };
+enum { STREAMS = 4, MAX_INPUTS = 4, AHEAD_BYTES = 4096 /* fetched while others are multiplied */ };
 #elif LANES == 8
 enum { STREAMS = 2, MAX_INPUTS = 2 };
 #else
@@ -73,6 +73,20 @@ INLINE vec nibbles(vec_bits packed, int j, int form)
 #endif
 }
 
+/* Code number j of eight in each lane as a number; they are number `eight` of the group, and have more
+ * than four bits. */
+INLINE vec long_codes(vec_bits packed, vec_bits high, int eight, int j, int form)
+{
+    const int more = code_bits(form) - 4, at = j / 2 * 8 + more * (2 * eight + j % 2);
+    const vec_bits code = (packed >> (4 * j) & 15) | (high >> at & ((1u << more) - 1)) << 4;
+    return __builtin_convertvector((vec_int)code, vec);
+}
+
+INLINE vec codes_at(vec_bits packed, vec_bits high, int eight, int j, int form)
+{
+    return code_bits(form) == 4 ? nibbles(packed, j, form) : long_codes(packed, high, eight, j, form);
+}
+
 /* Some panels by some inputs. */
 struct block {
     const char *panels[STREAMS];
@@ -84,8 +98,8 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
 {
     const int group = group_of(form);
     const int64_t num_groups = groups_of(form, b->depth);
-    vec sums[MAX_INPUTS][STREAMS][VECS], heads[STREAMS][VECS], head_minimums[STREAMS][VECS];
-    const char *at[STREAMS];
+    vec sums[MAX_INPUTS][STREAMS][VECS];
+    const char *at[STREAMS], *heads[STREAMS] = {NULL};
     for (int n = 0; n < STREAMS; n++)
         at[n] = b->panels[n];
 #pragma GCC unroll 4
@@ -94,21 +108,15 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
         for (int n = 0; n < STREAMS; n++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++)
-                sums[i][n][v] = heads[n][v] = head_minimums[n][v] = all(0);
+                sums[i][n][v] = all(0);
     for (int64_t g = 0; g < num_groups; g++) {
         const float *x = b->x + g * group;
         const int count = values_of(form, b->depth, g);
         vec part[MAX_INPUTS][STREAMS][VECS];
-        if (has_head(form) && g * group % BLOCK_VALUES == 0)
+        if (begins_block(form, g))
 #pragma GCC unroll 4
             for (int n = 0; n < STREAMS; n++) {
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; v++) {
-                    heads[n][v] = widened_half(at[n] + v * LANES * HALF_BYTES);
-                    if (stores_minimum(form))
-                        head_minimums[n][v] =
-                            widened_half(at[n] + (CODE_ROWS + v * LANES) * HALF_BYTES);
-                }
+                heads[n] = at[n];
                 at[n] += head_bytes(form);
             }
 #pragma GCC unroll 4
@@ -118,19 +126,22 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
 #pragma GCC unroll 4
                 for (int v = 0; v < VECS; v++)
                     part[i][n][v] = all(0);
-        if (code_bits(form) == 4) {
+        if (code_bits(form) < 8) {
             for (int k = 0; k < count; k += 8) {
-                vec_bits packed[STREAMS][VECS];
+                vec_bits packed[STREAMS][VECS], high[STREAMS][VECS];
 #pragma GCC unroll 4
-                for (int n = 0; n < STREAMS; n++)
+                for (int n = 0; n < STREAMS; n++) {
                     memcpy(packed[n], at[n] + k * CODE_ROWS / 2, sizeof packed[n]);
+                    if (code_bits(form) > 4)
+                        memcpy(high[n], high_bits(at[n], form), sizeof high[n]);
+                }
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; j++)
 #pragma GCC unroll 4
                     for (int n = 0; n < STREAMS; n++)
 #pragma GCC unroll 4
                         for (int v = 0; v < VECS; v++) {
-                            const vec w = nibbles(packed[n][v], j, form);
+                            const vec w = codes_at(packed[n][v], high[n][v], k / 8, j, form);
 #pragma GCC unroll 4
                             for (int i = 0; i < num_inputs; i++)
                                 part[i][n][v] = plus_product(part[i][n][v], w,
@@ -155,8 +166,8 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
         for (int n = 0; n < STREAMS; n++) {
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) {
-                const struct scales s = scales_at(at[n] + code_bytes(form), form, heads[n][v],
-                                                  head_minimums[n][v], v);
+                const struct scales s =
+                    scales_at(at[n] + code_bytes(form), form, heads[n], g, v);
 #pragma GCC unroll 4
                 for (int i = 0; i < num_inputs; i++) {
                     sums[i][n][v] = plus_product(sums[i][n][v], part[i][n][v], s.scale);
@@ -165,6 +176,10 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                                                      all(b->x_sums[i * num_groups + g]));
                 }
             }
+#if LANES == 16
+            for (int64_t ahead = 0; ahead < group_bytes(form); ahead += 64)
+                _mm_prefetch(at[n] + AHEAD_BYTES + ahead, _MM_HINT_T0);
+#endif
             at[n] += group_bytes(form);
         }
     }
@@ -207,6 +222,7 @@ static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int 
         FOR_INPUTS(Q4_1)
         FOR_INPUTS(Q4_K)
         FOR_INPUTS(Q8_0)
+        FOR_INPUTS(Q5_0)
         FOR_INPUTS(Q5_1)
         FOR_INPUTS(Q5_K)
         FOR_INPUTS(Q6_K)
@@ -214,26 +230,26 @@ static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int 
         FOR_INPUTS(INT4_32)
         FOR_INPUTS(INT4_128)
         FOR_INPUTS(INT8_128)
+        FOR_INPUTS(INT8_ROW)
         FOR_INPUTS(FP8_128)
     }
 }
 
-/* All inputs by panels [first, end) of one part, whose rows begin at `column` of the output. */
-static void multiply_part(const struct product *p, const struct part *part, int64_t column,
-                          int64_t first, int64_t end)
+/* All inputs by some panels. */
+static void multiply_some_panels(const void *product, const struct panels *panels)
 {
-    const int form = (int)part->scheme;
-    const char *base = (const char *)(uintptr_t)part->address;
-    const int64_t bytes = panel_bytes(form, p->depth), num_groups = groups_of(form, p->depth);
-    const int64_t count = end - first, apart = (count + STREAMS - 1) / STREAMS;
+    const struct product *p = product;
+    const int form = panels->scheme;
+    const int64_t num_groups = groups_of(form, p->depth), count = panels->end - panels->first;
+    const int64_t apart = (count + STREAMS - 1) / STREAMS;
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
     for (int64_t i = 0; i < apart; i++) {
         int64_t numbers[STREAMS];
         struct block b = {.x_stride = p->x_stride, .depth = p->depth};
         for (int n = 0; n < STREAMS; n++) {
             const int64_t number = i + n * apart;
-            numbers[n] = first + (number < count ? number : i); /* one is written twice */
-            b.panels[n] = base + numbers[n] * bytes;
+            numbers[n] = panels->first + (number < count ? number : i); /* one is written twice */
+            b.panels[n] = panels->base + numbers[n] * panels->bytes;
         }
         for (int64_t share = 0; share < num_shares; share++) {
             const int64_t input = p->num_inputs * share / num_shares;
@@ -245,7 +261,7 @@ static void multiply_part(const struct product *p, const struct part *part, int6
             for (int64_t j = input; j < next; j++)
                 for (int n = 0; n < STREAMS; n++)
                     for (int v = 0; v < VECS; v++)
-                        write_rows(p, part, j, column, numbers[n] * CODE_ROWS + v * LANES,
+                        write_rows(p, panels, j, numbers[n] * CODE_ROWS + v * LANES,
                                    sums[j - input][n][v]);
         }
     }
@@ -269,33 +285,41 @@ void sum_inputs(float *sums, const struct product *p)
 
 void multiply_quantised(void *context, int64_t item)
 {
-    for_panels_of_item(context, item, multiply_part);
+    const struct product *p = context;
+    for_panels(p, p->parts, p->num_parts, panel_bytes(p->type, p->depth), item, p->num_items,
+               multiply_some_panels);
+}
+
+void round_input(float *x, int64_t depth)
+{
+    const float scale = token_scale((const char *)x, depth, FLOAT32);
+    for (int64_t k = 0; k < depth; k += LANES) {
+        const int64_t count = depth - k < LANES ? depth - k : LANES;
+        const vec values = load_part(x + k, count, FLOAT32);
+        store_part(x + k, token_codes(values, scale) * all(scale), count, FLOAT32);
+    }
 }
 
 INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v, int64_t first,
                    int64_t end)
 {
     const int group = group_of(form);
-    vec head = all(0), head_minimum = all(0);
     for (int64_t k = first; k < end; k += group) {
-        const char *at = panel + k / group * group_bytes(form);
-        if (has_head(form)) {
-            at += k / BLOCK_VALUES * head_bytes(form);
-            const char *heads = panel + k / BLOCK_VALUES *
-                                            (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
-            head = widened_half(heads + v * LANES * HALF_BYTES);
-            if (stores_minimum(form))
-                head_minimum = widened_half(heads + (CODE_ROWS + v * LANES) * HALF_BYTES);
-            at += head_bytes(form);
-        }
-        const struct scales s = scales_at(at + code_bytes(form), form, head, head_minimum, v);
+        const int64_t g = k / group, num_heads = heads_up_to(form, g);
+        const char *at = panel + g * group_bytes(form) + num_heads * head_bytes(form), *head = panel;
+        if (has_head(form) && form != INT8_ROW)
+            head += k / BLOCK_VALUES *
+                    (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
+        const struct scales s = scales_at(at + code_bytes(form), form, head, g, v);
         const int count = end - k < group ? (int)(end - k) : group;
         for (int j = 0; j < count; j++) {
             vec code;
-            if (code_bits(form) == 4) {
-                vec_bits packed;
+            if (code_bits(form) < 8) {
+                vec_bits packed, high;
                 memcpy(&packed, at + (j / 8 * CODE_ROWS + v * LANES) * 4, sizeof packed);
-                code = nibbles(packed, j % 8, form);
+                if (code_bits(form) > 4)
+                    memcpy(&high, high_bits(at, form) + v * LANES * 4, sizeof high);
+                code = codes_at(packed, high, j / 8, j % 8, form);
             } else {
                 code = bytes_at(at + j * CODE_ROWS + v * LANES, form);
             }
@@ -321,6 +345,7 @@ void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t dep
         return;
     switch (form) {
         UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)
-        UNPACK(MXFP4) UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128) UNPACK(FP8_128)
+        UNPACK(Q5_0) UNPACK(MXFP4) UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128)
+        UNPACK(INT8_ROW) UNPACK(FP8_128)
     }
 }

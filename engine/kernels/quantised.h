@@ -1,21 +1,26 @@
 /* Matrices of codes and scales, packed for the kernels, as engine/folder/panels.py has it.
  *
- * A panel is 16 rows. Along them lie groups of 16 or 32 values: first the codes of all 16 rows, then
+ * A panel is 16 rows. Along them lie groups of 16 or more values: first the codes of all 16 rows, then
  * their scales, then, where there are, their minimums: a value is scale * code + minimum. Codes of 4
- * bits are eight of a row in each 32-bit lane, the first lowest; codes of 8 bits lie value by value,
- * 16 rows side by side. Where scales are small integers, a head before every 256 values has what they
- * are multiplied by. Some forms have zeros in place of minimums: a value is scale * (code - zero). The
- * last group of a row may be cut short by the matrix; its place is as large as the others'.
+ * bits are eight of a row in each 32-bit lane, the first lowest; of 5 or 6 bits what is above four lies
+ * behind them (high_bits in forms.h); codes of 8 bits lie value by value, 16 rows side by side. Where
+ * scales are small integers, a head before every 256 values has what they are multiplied by, and where
+ * they are six bits, themselves. INT8_ROW has one scale a row, before all codes. Some forms have zeros
+ * in place of minimums: a value is scale * (code - zero). The last group of a row may be cut short by
+ * the matrix; its place is as large as the others'.
  */
 #ifndef PENSTOCK_QUANTISED_H
 #define PENSTOCK_QUANTISED_H
 
 #include "product.h"
 
-enum { BLOCK_VALUES = 256, CODE_ROWS = 16, MIN_GROUP = 16, MAX_GROUP = 128 };
+enum { BLOCK_VALUES = 256, MIN_GROUP = 16, MAX_GROUP = 128 };
 
 /* Forms, as in cpu.py, behind the types and the scheme of packed pairs. */
-enum { Q4_0 = 4, Q4_1, Q4_K, Q8_0, Q5_1, Q5_K, Q6_K, MXFP4, INT4_32, INT4_128, INT8_128, FP8_128 };
+enum {
+    Q4_0 = 4, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, MXFP4,
+    INT4_32, INT4_128, INT8_128, INT8_ROW, FP8_128
+};
 
 INLINE int is_quantised(int64_t type) { return type >= Q4_0; }
 
@@ -27,12 +32,19 @@ void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t dep
 /* Sums of each group of each input, [num_inputs, groups of a row], where weights have minimums. */
 void sum_inputs(float *sums, const struct product *p);
 
+/* True of a form whose products are those of inputs that are one scale times integers of one byte. */
+INLINE int rounds_inputs(int form) { return form == INT8_ROW; }
+
+/* An input, float32 [depth], rounded to such. */
+void round_input(float *x, int64_t depth);
+
 /* The product as a body of parallel_for, for few inputs, whose sums are there. */
 void multiply_quantised(void *context, int64_t item);
 
 enum { UNIT = 32 };
 
-/* Up to UNIT values of an input as integers of two bytes, times one scale. */
+/* Up to UNIT values of an input as integers of two bytes, times one scale; where the form says so, of
+ * one byte, the higher one, times a scale of the whole input. */
 struct unit {
     int32_t high[UNIT / 4], low[UNIT / 4]; /* four bytes each, in the order in which codes are unpacked */
     float scale, sum;                      /* sum: of the values */
@@ -40,11 +52,11 @@ struct unit {
     int32_t unused;
 };
 
-/* True if this processor multiplies a form with inputs in bfloat16 by dots of bytes. */
-int has_dots(int form);
+/* True if this processor multiplies a form with inputs of a type by dots of bytes. */
+int has_dots(int form, int64_t type);
 
-/* Of one input, bfloat16 at x, all units; they are [units, inputs], of MIN_GROUP values at least. */
-void fill_units(struct unit *units, const struct product *p, const char *x, int64_t input);
+/* Of one input at x, all units; they are [units, inputs], of MIN_GROUP values at least. */
+void fill_units(struct unit *units, const struct product *p, const char *x, int type, int64_t input);
 
 /* The product as a body of parallel_for, whose units are there. */
 void multiply_dots(void *context, int64_t item);

@@ -101,8 +101,9 @@ static void multiply_square(const struct pairs_product *p, const struct panels *
         }
 }
 
-static void multiply_tiled(const struct pairs_product *p, const struct panels *panels)
+static void multiply_tiled(const void *product, const struct panels *panels)
 {
+    const struct pairs_product *p = product;
     int64_t group = GROUP_BYTES / panels->bytes / 2 * 2;
     group = group < 2 ? 2 : group;
     const int64_t row_bytes = p->depth * 2;
@@ -132,6 +133,6 @@ static void multiply_tiled(const struct pairs_product *p, const struct panels *p
 void multiply_tiles(void *context, int64_t item)
 {
     begin_tiles();
-    for_panels(context, item, multiply_tiled);
+    for_pairs(context, item, multiply_tiled);
     end_tiles();
 }

@@ -27,7 +27,7 @@ from engine.kernels.cpu import (
     ProductWays,
 )
 from engine.model.compiled import ELEMENT_TYPES, Take, find_kernels, fresh
-from engine.model.weight import Weight
+from engine.model.weight import PLAIN, Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
@@ -70,6 +70,11 @@ class Linears:
         """
         matrices = [weights[f"{name}.weight"] for name in names]
         biases = [weights[f"{name}.bias"].values for name in names] if has_bias else []
+        if self.kernels is None and any(matrix.scheme not in PLAIN for matrix in matrices):
+            # only here is Triton known to be there
+            from engine.model.triton_linear import TritonLinear
+
+            return TritonLinear(matrices, biases)
         if self.kernels is None:
             return TorchLinear(matrices, biases)
         take = fresh if is_kept else self.take

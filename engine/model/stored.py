@@ -118,7 +118,7 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 def _q5_0(b: torch.Tensor) -> Parts:
     codes = _nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])
-    return Parts(_rows(codes.to(torch.int8) - 16), b[..., :2])
+    return Parts(_rows(codes), b[..., :2], zero=16)
 
 
 def _q5_1(b: torch.Tensor) -> Parts:
@@ -154,9 +154,9 @@ def _q6_k(b: torch.Tensor) -> Parts:
     low = _cut(_nibbles(_cut(b[..., :128], 2, 64)), 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=b.device)[:, None]
     high = (_cut(b[..., 128:192], 2, 1, 32) >> shifts) & 3
-    codes = (low | (high << 4)).to(torch.int8) - 32
+    codes = low | (high << 4)
     scales = b[..., 192:208].flatten(1)[..., None]
-    return Parts(_rows(codes.flatten(-3)), scales, heads=b[..., 208:])
+    return Parts(_rows(codes.flatten(-3)), scales, heads=b[..., 208:], zero=32)
 
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -357,14 +357,22 @@ _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
 
 
 def quantised(values: torch.Tensor, form: str) -> Parts:
-    """The nearest codes and scales of a form, `q8_0` or `q4_1`.
+    """The nearest codes and scales of a form, `q8_0`, `q4_1` or `int8_row`.
 
     Args:
         values: float32 [num_rows, depth], in whole groups.
-        form: of engine.folder.panels.
+        form: of engine.folder.panels; `int8_row` has a scale for the row.
     """
+    if form == "int8_row":
+        return _int8(values)
     groups = values.view(len(values), -1, GROUP)
     return _q8(groups) if form == "q8_0" else _q4(groups)
+
+
+def _int8(rows: torch.Tensor) -> Parts:
+    scales = rows.abs().amax(-1, keepdim=True) / 127
+    codes = (rows / torch.where(scales == 0, 1, scales)).round_()
+    return Parts(codes.to(torch.int8), scales[..., None].view(torch.uint8))
 
 
 def _q8(groups: torch.Tensor) -> Parts:
@@ -439,9 +447,12 @@ class Stored:
             values = self._stored_rows(first, end).view(getattr(torch, self.info.dtype))
         return values.float() + self.info.shift if self.info.shift else values
 
-    def parts(self, first: int, end: int, form: str) -> Parts:
-        """The same rows as codes and scales of a form: those that are stored, or the nearest."""
-        if self.info.is_quantised:
+    def parts(self, first: int, end: int, form: str | None) -> Parts:
+        """The same rows as codes and scales of a form: those that are stored, or the nearest.
+
+        form: None: as they are stored, which they have to be.
+        """
+        if self.info.is_quantised or form is None:
             return self._parts(first, end, form)
         return quantised(self.rows(first, end).float(), form)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import CheckpointError
-from engine.folder.panels import FORMS
+from engine.folder.panels import FORMS, FP8_ROWS
 from engine.folder.tensor_info import BLOCKS
 
 SCHEMES = {
@@ -22,11 +22,13 @@ SCHEMES = {
     "bfloat16_pairs": torch.bfloat16,
     **{f"{form}_panels": torch.uint8 for form in FORMS},
     **{f"{kind}_rows": torch.uint8 for kind in BLOCKS},
+    FP8_ROWS: torch.uint8,
 }
 """Names to the dtype of data. The first three are plain: data are the values. Pairs are packed for
 the kernels, [panels, pairs of a row, rows of a panel, 2]. Quantised matrices have their scales
 among their data: panels for the kernels, [panels, bytes of a panel], or blocks as the file has
-them, [rows, bytes of a row]. Nothing else scales any of them."""
+them, [rows, bytes of a row]; FP8 for products with FP8 has both in each row. Nothing else scales
+any of them."""
 PLAIN = ("float32", "bfloat16", "float16")
 
 

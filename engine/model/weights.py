@@ -21,7 +21,7 @@ from engine.errors import CheckpointError
 from engine.folder.checkpoint import Checkpoint, WeightsLayout, arena_layout, packed_layout
 from engine.folder.model_config import DTYPE_BYTES
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
-from engine.model.packing import pack_weights
+from engine.model.packing import memory_of, pack_weights
 from engine.model.quantised import packed_weights
 from engine.model.stored import Stored
 from engine.model.weight import Weight
@@ -59,7 +59,10 @@ def load_weights(
         return _mapped(checkpoint, dtype, progress)
     if is_packed and (weights != AS_STORED or not checkpoint.is_plain):
         layout = panels_layout(checkpoint, dtype, weights)
-        return _quantised(checkpoint, dtype, layout, arena, share, progress)
+        if layout is None:
+            raise ValueError("this checkpoint has nothing that goes into panels")
+        memory = memory_of(arena, layout.num_bytes)
+        return quantised_weights(checkpoint, dtype, layout, memory, share, progress)
     if is_packed:
         pairs = packed_layout(checkpoint, dtype)
         if pairs is None:
@@ -74,20 +77,26 @@ def load_weights(
     return {name: Weight.plain(view) for name, view in views.items()}
 
 
-def _quantised(
+def quantised_weights(
     checkpoint: Checkpoint,
     dtype: str,
-    layout: PanelsLayout | None,
-    arena: mmap.mmap,
+    layout: PanelsLayout,
+    memory: torch.Tensor,
     share: tuple[int, int] | None,
     progress: Progress,
 ) -> dict[str, Weight]:
-    """Matrices in panels, the embedding's rows as the file has them, the rest in `dtype`."""
-    if layout is None:
-        raise ValueError("this checkpoint has nothing that goes into panels")
+    """Matrices in panels, rows that are looked up as the file has them, the rest in `dtype`.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        dtype: to serve in.
+        layout: of panels_layout() or gpu_layout().
+        memory: of the arena, uint8 [num_bytes], on any device.
+        share: (index, count) of the part to fill; None if it is filled.
+        progress: called with (bytes done, bytes to do).
+    """
     stored = _map_files(checkpoint, _ignore)
-    memory = torch.frombuffer(arena, dtype=torch.uint8)[layout.rest_offset :]
-    rest = layout_views(layout.rest, dtype, memory)
+    rest = layout_views(layout.rest, dtype, memory[layout.rest_offset :])
     if share is not None:
         convert_weights(checkpoint, rest, _ignore, share)
     weights = {name: Weight.plain(view) for name, view in rest.items()}
@@ -97,7 +106,7 @@ def _quantised(
             weights[name] = Weight.plain(stored[name].values)
         else:
             weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
-    return weights | packed_weights(stored, layout, arena, share, progress)
+    return weights | packed_weights(stored, layout, memory, share, progress)
 
 
 def layout_views(

@@ -111,7 +111,7 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     ways: list[int] = []
     """...products are done in these ways."""
     weights: str = "stored"
-    """What matrices are quantised to at start, `q8` or `q4`; `stored`: they are as in the files."""
+    """What matrices are quantised to at start, `q8`, `q4` or `int8`; `stored`: not."""
 
 
 class LogitsLoss(msgspec.Struct, frozen=True):
@@ -139,6 +139,8 @@ class GpuSpec(msgspec.Struct, frozen=True):
     """Another worker computes on it, too."""
     exports_pool: bool = False
     """Workers on other GPUs write blocks into its pool."""
+    packing: str = "widened"
+    """What becomes of quantised matrices, as gpu_layout() has it."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):

@@ -23,11 +23,12 @@ from functools import partial
 import torch
 
 from engine.errors import WorkerFailed
-from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import DTYPE_BYTES, ModelConfig
+from engine.folder.panels_layout import PanelsLayout, gpu_layout
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
-from engine.model.weights import convert_weights
+from engine.model.weights import convert_weights, quantised_weights
 from engine.units import size_text
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
@@ -162,8 +163,7 @@ def start(
     """
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
-    views = arena_views(arena_layout(checkpoint, setup.dtype), setup.dtype, arena)
-    weights = {name: Weight.plain(view) for name, view in views.items()}
+    weights = _views(checkpoint, setup, gpu, arena)
     transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, block_size)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
@@ -203,6 +203,17 @@ def start(
         probes=dict.fromkeys(unmapped, 0.0) | _probes(pool, others, setup, device),
     )
     return Started(runner, {setup.pool.name: pool, **others}, map_exported, ready)
+
+
+def _views(
+    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor
+) -> dict[str, Weight]:
+    """The weights by name, in an arena that is filled."""
+    layout = gpu_layout(checkpoint, setup.dtype, gpu.packing)
+    if isinstance(layout, PanelsLayout):
+        return quantised_weights(checkpoint, setup.dtype, layout, arena, None, lambda *_: None)
+    views = arena_views(layout, setup.dtype, arena)
+    return {name: Weight.plain(view) for name, view in views.items()}
 
 
 def _other_pools(
@@ -276,22 +287,23 @@ def _weights(
         shared = channel.expect(MapShared).memory
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
         return shared, device.map(shared.weights)
-    layout = arena_layout(checkpoint, setup.dtype)
+    layout = gpu_layout(checkpoint, setup.dtype, gpu.packing)
     arena = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device.torch_device)
     spec = setup.weights
     if spec is not None:  # other devices need them, too
         if not spec.is_filled:
             share = spec.share_index, spec.share_count
-            read_share(checkpoint, setup.dtype, spec.fd, share, progress)
+            read_share(checkpoint, setup.dtype, layout, spec.fd, share, progress)
         channel.send(WeightsLoaded())
         channel.expect(Go)
         stream_arena(spec.fd, arena, device)
         return None, arena
-    views = arena_views(layout, setup.dtype, arena)
-    if checkpoint.is_plain:
-        stream_weights(checkpoint, views, device, progress)
+    if isinstance(layout, PanelsLayout):
+        quantised_weights(checkpoint, setup.dtype, layout, arena, (0, 1), progress)
+    elif checkpoint.is_plain:
+        stream_weights(checkpoint, arena_views(layout, setup.dtype, arena), device, progress)
     else:
-        convert_weights(checkpoint, views, progress)
+        convert_weights(checkpoint, arena_views(layout, setup.dtype, arena), progress)
     channel.send(WeightsLoaded())
     channel.expect(Go)
     return None, arena

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, WeightsLayout, arena_layout
+from engine.folder.checkpoint import Checkpoint, WeightsLayout
 from engine.folder.model_config import DTYPE_BYTES
-from engine.model.weights import convert_weights
+from engine.folder.panels_layout import PanelsLayout
+from engine.model.weights import convert_weights, quantised_weights
 from engine.workers.device import Device
 
 PIECE_BYTES = 16 << 20
@@ -91,13 +92,19 @@ def stream_weights(
 
 @torch.inference_mode()
 def read_share(
-    checkpoint: Checkpoint, dtype: str, fd: int, share: tuple[int, int], progress: Progress
+    checkpoint: Checkpoint,
+    dtype: str,
+    layout: WeightsLayout | PanelsLayout,
+    fd: int,
+    share: tuple[int, int],
+    progress: Progress,
 ) -> None:
-    """Fill a part of an arena in the host's memory, as arena_layout() has it.
+    """Fill a part of an arena in the host's memory.
 
     Args:
         checkpoint: where the stored tensors lie, in whatever form.
         dtype: that they are to be in.
+        layout: of the arena.
         fd: of the memory, which others fill the rest of.
         share: (index, count) of the part.
         progress: called with (bytes done, bytes to do), of the part.
@@ -105,8 +112,10 @@ def read_share(
     Raises:
         CheckpointError: a file cannot be read, or is shorter than it was.
     """
-    layout = arena_layout(checkpoint, dtype)
     memory = torch.frombuffer(mmap.mmap(fd, layout.num_bytes), dtype=torch.uint8)
+    if isinstance(layout, PanelsLayout):
+        quantised_weights(checkpoint, dtype, layout, memory, share, progress)
+        return
     views = arena_views(layout, dtype, memory)
     if any(tensor.dtype != dtype for tensor in checkpoint.tensors.values()):
         convert_weights(checkpoint, views, progress, share)

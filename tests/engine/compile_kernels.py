@@ -16,11 +16,13 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
-from engine.model import triton_attention, triton_ops, triton_sampler
+from engine.folder.panels import FORMS, panels_shape
+from engine.model import triton_attention, triton_linear, triton_ops, triton_sampler
 from engine.model.paged import PagedStep, several_queries_tiling, single_query_tiling
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampler import sample_rows
+from engine.model.weight import Weight
 from tests.triton_driver import SHARED_BYTES, FakeDriver
 
 NUM_KV_HEADS, NUM_PARTS = 2, 4
@@ -68,6 +70,10 @@ SUITE = [
     Variant(90, "several", 64, "float16", has_extras=True),
     Variant(86, "several", group_size=8, block_size=16),
     Variant(90, "sample"),
+    Variant(80, "q4_1 few"),
+    Variant(90, "q6_k many"),
+    Variant(89, "int8_row many"),
+    Variant(120, "q5_k few"),
     Variant(89, "several", 256),
 ]
 
@@ -119,7 +125,24 @@ def _place(dtype):
     triton_ops.place(qkv, 8, angles, kv, 0, positions, positions)
 
 
-OPERATIONS = {
+def _product(form, num_tokens):
+    """A product with a matrix in panels, of few tokens or of many."""
+
+    def launch(dtype):
+        panels = torch.zeros(panels_shape(form, 4096, 4096), dtype=torch.uint8)
+        weight = Weight(panels, None, f"{form}_panels", (4096, 4096))
+        out = torch.zeros(num_tokens, 4096, dtype=dtype)
+        triton_linear.multiply(out, out.clone(), weight, None, 0)
+
+    return launch
+
+
+PRODUCTS = {
+    f"{form} {words}": _product(form, num_tokens)
+    for form in FORMS
+    for words, num_tokens in (("few", 3), ("many", 300))
+}
+OPERATIONS = PRODUCTS | {
     "norm": _norm,
     "gated": lambda dtype: triton_ops.gated(torch.zeros(3, 28672, dtype=dtype), "silu"),
     "place": _place,
@@ -140,6 +163,9 @@ FUNCTIONS = {
     "place": triton_ops._place_kernel,
     "sample": triton_sampler._sample_kernel,
     "greedy": triton_sampler._sample_kernel,
+} | {
+    name: getattr(triton_linear, "_bytes_kernel" if "int8_row" in name else "_panels_kernel")
+    for name in PRODUCTS
 }
 
 

@@ -88,6 +88,21 @@ def test_shards_open_through_their_index(folder, shapes):
     assert (error.where, error.what) == (str(folder / "b.safetensors"), "the file is missing")
 
 
+def test_the_stored_dtype_is_that_of_most_values_not_tensors_or_bytes(folder):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 100}))
+    shapes = dict(expected_shapes(ModelConfig.from_folder(folder)))
+    embedding = {"model.embed_tokens.weight": shapes.pop("model.embed_tokens.weight")}
+    num_others = sum(math.prod(shape) for shape in shapes.values())
+    assert num_others < 600 < 2 * num_others  # and they are 19 tensors to one
+    weight_map = {}
+    for file, members, code in (("a", embedding, "BF16"), ("b", shapes, "F32")):
+        shard(folder / f"{file}.safetensors", members, code)
+        weight_map |= dict.fromkeys(members, f"{file}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert Checkpoint.open(folder).stored_dtype == "bfloat16"
+
+
 def test_an_index_cannot_point_out_of_the_folder(folder):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))

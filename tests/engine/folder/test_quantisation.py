@@ -19,7 +19,14 @@ from engine.model.quantised import embedded
 from engine.model.weight import PLAIN
 from engine.model.weights import convert_weights, layout_views, load_weights
 from tests.checkpoints import make_checkpoint
-from tests.quantised_checkpoints import KINDS, SHAPE, WIDENED, write_quantised
+from tests.quantised_checkpoints import (
+    KINDS,
+    ROUNDED,
+    SHAPE,
+    WIDENED,
+    rounded,
+    write_quantised,
+)
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="no compiled kernels")
 MATRIX = "model.layers.1.self_attn.k_proj."
@@ -77,7 +84,9 @@ def test_products_with_panels_are_those_with_the_values(made):
             continue
         packed += 1
         x = torch.randn(3, values.shape[1])
-        expected = x.double() @ values.double().T
+        assert (weight.scheme == "int8_row_panels") == (kind in ROUNDED)
+        inputs = rounded(x) if kind in ROUNDED else x
+        expected = inputs.double() @ values.double().T
         found = CompiledLinear(kernels, [weight], [])(x).double()
         assert torch.allclose(found, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
     assert packed == 7 * 3

@@ -15,11 +15,12 @@ from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.quantised import embedded, pack_panels, panels_of
-from engine.model.stored import Parts, Stored, dequantised
+from engine.model.stored import Parts, Stored, dequantised, quantised
 from engine.model.weight import Weight
 
 LEVELS = load_kernels("portable")[0].supported()
 KINDS = tuple(FORM_BY_KIND)
+HAS_DOTS = {"avx512_vnni", "avx512vbmi"} <= set(Path("/proc/cpuinfo").read_text().split())
 
 
 def blocks_of(kind, num_rows, depth, seed=0):
@@ -99,6 +100,47 @@ def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
                 limit = 2e-5 if dtype == torch.float32 else 2**-8
                 atol = limit * expected.abs().max().item()
                 assert torch.allclose(linear(x).double(), expected, rtol=limit, atol=atol)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dtype):
+    """Integers, then one product of two scales and one with it; dots are exact to the last bit."""
+    kernels, _ = load_kernels(level)
+    for depth in (8, 40, 128, 576, 1288):
+        parts = quantised(torch.randn(37, depth), "int8_row")
+        panels = panels_of(parts, FORMS["int8_row"])
+        assert panels.shape == panels_shape("int8_row", 37, depth)
+        weight = Weight(panels, None, "int8_row_panels", (37, depth))
+        row_scales = parts.scales.contiguous().view(torch.float32).view(-1)
+        assert torch.equal(parts.codes.float() * row_scales[:, None], parts.values())
+        for num_inputs in (1, 4, 33):
+            x = torch.randn(num_inputs, depth).to(dtype)
+            x[0] = 0
+            scales = x.float().abs().amax(-1, keepdim=True) / 127
+            codes = x.float() / torch.where(scales > 0, scales, 1)
+            sums = (codes.round().long() @ parts.codes.long().T).float()
+            expected = sums * (row_scales * scales)
+            found = CompiledLinear(kernels, [weight], [])(x)
+            if level.startswith(("avx512", "amx")) and HAS_DOTS:
+                assert torch.equal(found, expected.to(dtype))
+            limit = 2e-6 if dtype == torch.float32 else 2**-8
+            atol = limit * expected.abs().max().item()
+            assert torch.allclose(found.float(), expected, rtol=limit, atol=atol)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_that_is_no_number_or_too_small_spoils_nobody_else(level):
+    kernels, _ = load_kernels(level)
+    parts = quantised(torch.randn(16, 64), "int8_row")
+    weight = Weight(panels_of(parts, FORMS["int8_row"]), None, "int8_row_panels", (16, 64))
+    x = torch.randn(4, 64)
+    x[1, 40], x[2, 3] = float("nan"), float("inf")
+    x[3] = 1e-40
+    found = CompiledLinear(kernels, [weight], [])(x)
+    assert found[0].isfinite().all()
+    assert not found[1:3].isfinite().any()
+    assert (found[3] == 0).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -109,7 +109,8 @@ def test_a_worker_that_starts_again_reads_no_file(checkpoint):
     num_bytes = arena_layout(checkpoint, "float32").num_bytes
     fd = os.memfd_create("weights")
     os.ftruncate(fd, num_bytes)
-    streaming.read_share(checkpoint, "float32", fd, (0, 1), lambda *_: None)
+    layout = arena_layout(checkpoint, "float32")
+    streaming.read_share(checkpoint, "float32", layout, fd, (0, 1), lambda *_: None)
     spec = WeightsSpec(fd, num_bytes, 0, 2, is_filled=True)
     with contextlib.closing(start_alone(checkpoint, FakeDevice(), weights=spec)) as worker:
         worker.report(PoolMade)
