@@ -77,14 +77,17 @@ def start_daemon(tmp_path):
         daemon.http.close()
 
 
-@pytest.fixture(scope="module", params=list(ARMS))
+@pytest.fixture(scope="module", params=["shm", "colocated", "elastic"])
 def arm(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def daemon(arm, tiny_llama, tmp_path_factory):
-    """A ready daemon on the tiny model, in each of the three arms; drained at the end."""
+    """A ready daemon on the tiny model; drained at the end.
+
+    The one with elastic roles has one pool: switched to static ones it is the arm `alias`.
+    """
     daemon = Daemon(tmp_path_factory.mktemp(arm), *ARMS[arm], model=tiny_llama).wait_ready()
     yield daemon
     daemon.assert_all_free()

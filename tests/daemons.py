@@ -156,15 +156,21 @@ class Daemon:
             pools = self.state()["pools"]
             return all(pool["num_blocks"] == pool["free"] + pool["cached"] for pool in pools)
 
-        self.wait_for(is_free, 20)
+        self.wait_for(is_free, 60)
         self.fresh_state()
         # a worker that was killed may still be loading: ready is what comes next, never a violation
-        self.wait_for(lambda: self.get_status("/ready") == 200, 20)
+        self.wait_for(lambda: self.get_status("/ready") == 200, 60)
         assert "invariant.violated" not in self.stderr
 
     def requests(self) -> list[dict]:
         """Live ones, then those that have ended lately."""
         return self.http.get("/v1/requests").json()["data"]
+
+    def num_live(self) -> int:
+        return sum(row["phase"] != "finished" for row in self.requests())
+
+    def wait_live(self, count: int = 1) -> None:
+        self.wait_for(lambda: self.num_live() >= count)
 
     def log_rows(self, limit: int = 1000) -> list[dict]:
         return self.http.get(f"/v1/penstock/log?limit={limit}").json()["data"]

@@ -1,9 +1,10 @@
-"""Workers die by SIGKILL in every phase; no client notices."""
+"""Clients leave and workers die by SIGKILL in every phase; nobody else notices."""
 
 import contextlib
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,71 @@ def settled_roles(daemon, arm):
         daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
 
 
+LONG = {"max_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(daemon, is_stream):
+    num_rows = len(daemon.log_rows())
+    body = httpx.Request(
+        "POST",
+        "http://localhost/v1/completions",
+        json={"prompt": "hello", "temperature": 0, "stream": is_stream, **LONG},
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body.content)}\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(daemon.socket))
+        client.sendall(head.encode() + body.content)
+        daemon.wait_live()
+    daemon.wait_for(lambda: daemon.num_live() == 0)
+    daemon.assert_all_free()
+    daemon.wait_for(lambda: len(daemon.log_rows()) > num_rows)
+    row = daemon.log_rows(1)[0]
+    assert row["finish_reason"] == "abort"
+    assert row["cancelled_by"] == "client"
+    assert row["completion_tokens"] < 1500
+
+
+def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
+    """200 requests; some finish, some are cancelled by api, some leave."""
+
+    def one(i):
+        prompt = [(i * 13 + j) % 280 for j in range(1 + (i * 37) % 300)]
+        body = {"prompt": prompt, "max_tokens": 1 + (i * 7) % 60, "ignore_eos": True}
+        kind = i % 4
+        if kind == 0:
+            return daemon.http.post("/v1/completions", json=body).status_code
+        with daemon.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                return reply.status_code
+            lines = reply.iter_lines()
+            if kind == 1:
+                for _ in range(i % 5):
+                    next(lines, None)
+                return 499
+            if kind == 2:
+                daemon.http.post(f"/v1/requests/{reply.headers['x-request-id']}/cancel")
+            for _ in lines:
+                pass
+        return reply.status_code
+
+    before = daemon.fresh_state()["totals"]
+    with ThreadPoolExecutor(40) as pool:
+        statuses = list(pool.map(one, range(200)))
+    assert set(statuses) <= {200, 429, 499}
+    daemon.wait_for(lambda: daemon.num_live() == 0)
+    daemon.assert_all_free()
+    after = daemon.fresh_state()["totals"]
+    accepted = after["accepted"] - before["accepted"]
+    ended = ("finished", "aborted", "failed")
+    assert accepted == sum(after[name] - before[name] for name in ended)
+    assert accepted + after["refused"] - before["refused"] == 200
+    assert sum(1 for row in daemon.log_rows(1000)) >= accepted
+    assert after["failed"] == before["failed"]
+
+
 PROMPTS = [[(7 * i + j) % 280 for j in range(20 + 90 * i)] for i in range(4)]
 
 
@@ -76,8 +142,7 @@ def undisturbed(daemon):
     return run_streams(daemon, PROMPTS, 60)
 
 
-def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
-    name = role_worker(arm, "decode")
+def assert_survives_the_death_of(daemon, name, undisturbed):
     killed = []
     got = run_streams(
         daemon, PROMPTS, 60, on_started=lambda: killed.append(kill_worker(daemon, name))
@@ -85,6 +150,19 @@ def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
     assert got == undisturbed
     wait_restarted(daemon, name, killed[0])
     daemon.assert_all_free()
+
+
+def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
+    assert_survives_the_death_of(daemon, role_worker(arm, "decode"), undisturbed)
+
+
+@pytest.mark.usefixtures("settled_roles")
+def test_decode_worker_killed_under_four_streams_in_roles_that_have_been_switched(
+    daemon, arm, undisturbed
+):
+    if arm != "elastic":
+        pytest.skip("its roles are as they were")
+    assert_survives_the_death_of(daemon, "decode", undisturbed)
 
 
 @pytest.mark.usefixtures("settled_roles")
@@ -164,7 +242,7 @@ def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama
         live = [r["id"] for r in first.requests() if r["finish_reason"] is None]
         first.process.kill()
         first.process.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while any(is_alive(pid) for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -200,7 +278,7 @@ def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
         os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
         assert len(reply.result()["choices"][0]["token_ids"]) == 1500
     told = "worker decode has died 4 times in a row"
-    daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 60)
+    daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 120)
     ready = daemon.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
     assert ready.json()["reason"].endswith("what comes is served by prefill")
