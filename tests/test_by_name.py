@@ -83,6 +83,6 @@ def test_a_daemon_that_is_told_to_stop_ends_the_download_with_it(hub, start_daem
     daemon.wait_for(daemon.is_listening)
     daemon.wait_for(lambda: "iB at" in daemon.http.get("/ready").text)
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(10) == 0
+    assert daemon.process.wait(60) == 0
     hub.chunk_pause.set()
     assert not daemon.socket.exists()

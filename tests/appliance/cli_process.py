@@ -38,7 +38,7 @@ def penstock(
         env=environ,
         input=stdin,
         capture_output=True,
-        timeout=60,
+        timeout=180,
         check=False,
         cwd=cwd,
     )

@@ -46,7 +46,7 @@ def manager(
     name = str(tmp_path / "notify") if request.param == "path" else f"@penstock-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(name.replace("@", "\0", 1))
-        listening.settimeout(5)
+        listening.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         yield listening
 

@@ -96,7 +96,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
         def of_body(cls, body):
             if len(body) > admission.MAX_INLINE_BYTES:
                 entered.append(len(body))
-                assert gate.wait(10)
+                assert gate.wait(60)
             return super().of_body(body)
 
     monkeypatch.setattr(admission, "Fields", SlowFields)
@@ -171,7 +171,7 @@ class Desk:
     def _work(self, what: str) -> Callable[[], str]:
         def work() -> str:
             self.begun.append(what)
-            assert self._gates[what].wait(10)
+            assert self._gates[what].wait(60)
             return what
 
         return work

@@ -51,7 +51,7 @@ class FakeOpenAI:
 
     def __enter__(self) -> FakeOpenAI:
         self._thread.start()
-        assert self._listening.wait(10)
+        assert self._listening.wait(60)
         return self
 
     def __exit__(

@@ -134,7 +134,7 @@ def connect_with_groups(path, groups):
         accepted, _ = listener.accept()
         with accepted:
             who = credentials_of(accepted)
-    assert client.wait(10) == 0
+    assert client.wait(60) == 0
     assert who.pid == client.pid
     return who
 
