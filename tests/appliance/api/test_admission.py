@@ -15,21 +15,7 @@ from appliance.api.wire import Arrival
 from appliance.json_fields import MAX_MARKS
 from appliance.request import Peer
 from engine.errors import QueueFull, Unavailable
-from engine.text.tokenizer import Tokenizer
-from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance, until
-from tests.tiny_tokenizers import CHATML, byte_level
-
-
-@pytest.fixture
-def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
+from tests.fakes import until
 
 
 async def refusal(served, path, body):

@@ -7,22 +7,8 @@ import pytest
 
 from appliance.fleet.roles_change import RolesChange
 from appliance.request import Peer
-from engine.text.tokenizer import Tokenizer
-from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, BOB, OPERATOR, VIEWER, client_of
-from tests.fakes import FakeAppliance, until
-from tests.tiny_tokenizers import CHATML, byte_level
-
-
-@pytest.fixture
-def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
+from tests.fakes import until
 
 
 async def waiting_request(appliance, peer):

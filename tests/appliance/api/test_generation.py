@@ -7,22 +7,8 @@ import threading
 import pytest
 
 from appliance.api import replies
-from engine.text.tokenizer import Tokenizer
-from tests.appliance.api_server import events, fill, says, serving
-from tests.fakes import FakeAppliance, until
-from tests.tiny_tokenizers import CHATML, byte_level
-
-
-@pytest.fixture
-def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
-
+from tests.appliance.api_server import events, fill, says
+from tests.fakes import until
 
 # Replies
 

@@ -10,15 +10,7 @@ import openai
 import pytest
 
 from engine.errors import Unavailable
-from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, KEY_NAME, fill, says, serving
-from tests.fakes import FakeAppliance
-from tests.tiny_tokenizers import CHATML, byte_level
-
-
-@pytest.fixture
-def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
 
 
 @pytest.fixture(params=DOORS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from tests.appliance.api_server import events, says, serving
+from tests.appliance.api_server import events, says
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
 
@@ -16,12 +16,6 @@ def appliance():
     appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
     appliance.model = appliance.model.__class__("m", 64, 300, (257,), None, 0)
     return appliance
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
 
 
 def sampling_of(appliance):

@@ -58,12 +58,6 @@ def tool_appliance():
 
 
 @pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
-
-
-@pytest.fixture
 async def tool_served(tool_appliance, tmp_path):
     async with serving(tool_appliance, tmp_path / "tools.sock") as served:
         yield served

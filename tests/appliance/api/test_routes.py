@@ -15,19 +15,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, VIEWER, client_of
 from tests.fakes import FakeAppliance
-from tests.tiny_tokenizers import CHATML, byte_level
-
-
-@pytest.fixture
-def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
-
+from tests.tiny_tokenizers import byte_level
 
 # Bad input
 

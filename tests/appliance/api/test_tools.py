@@ -126,12 +126,6 @@ def appliance():
     return appliance
 
 
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
-
-
 @pytest.mark.parametrize("name", FIRST)
 async def test_frameworks_get_their_call(served, appliance, name):
     body = BODIES[name][0]

@@ -25,11 +25,6 @@ def server(tmp_path: Path) -> Iterator[FakeOpenAI]:
         yield fake
 
 
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
-
-
 def test_run_measures_the_daemon_of_the_settings(
     server: FakeOpenAI, environ: dict[str, str]
 ) -> None:

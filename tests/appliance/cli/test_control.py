@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.appliance.cli_data import ENDED, REQUEST
-from tests.appliance.cli_process import ROOT, command, penstock, user_environ
+from tests.appliance.cli_process import ROOT, command, penstock
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        yield fake
 
 
 def test_cancel_takes_a_user_and_leaves_the_others(

@@ -6,17 +6,10 @@ import json
 import sqlite3
 from pathlib import Path
 
-import pytest
-
 from appliance.configuration import config
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks as doctor
-from tests.appliance.cli_process import penstock, user_environ
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
+from tests.appliance.cli_process import penstock
 
 
 def findings(environ: dict[str, str], *options: str, code: int) -> dict[str, dict[str, str]]:

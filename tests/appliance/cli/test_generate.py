@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.appliance.cli_data import REQUEST
-from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
+from tests.appliance.cli_process import penstock, run_on_terminal, start
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
 
 DONE = b"data: [DONE]"
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        yield fake
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
 
 
 def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,6 @@ from tests.appliance import logs
 from tests.appliance.cli_data import ROW
 from tests.appliance.cli_process import penstock, start, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        yield fake
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,8 @@ from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
 from engine.schedule.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
-from tests.appliance.cli_process import ROOT, penstock, run_on_terminal, user_environ
+from tests.appliance.cli_process import ROOT, penstock, run_on_terminal
 from tests.appliance.fake_daemon import FakeDaemon
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        yield fake
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
 
 
 def test_a_terminal_gets_colour_unless_it_is_refused(

@@ -15,14 +15,9 @@ from appliance.models import cache
 from engine.folder.checkpoint import Checkpoint, choose_dtype
 from engine.folder.panels_layout import panels_layout
 from engine.kernels.cpu import has_kernels
-from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
 
 
 def listed(environ: dict[str, str], *arguments: str) -> list[dict[str, Any]]:

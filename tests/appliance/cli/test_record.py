@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.appliance.cli_process import ROOT, penstock, user_environ
+from tests.appliance.cli_process import ROOT, penstock
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.logs import query
 from tests.recordings import at, frame_at, make_recording, request_row, write_log
 
 ASKED = "GET /v1/penstock/recording"
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        yield fake
 
 
 @pytest.fixture

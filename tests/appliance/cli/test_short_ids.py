@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 from appliance.cli.short_ids import AmbiguousId, the_one
 from tests.appliance import logs
 from tests.appliance.cli_data import REQUEST, ROW
-from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.cli_process import penstock
 from tests.appliance.fake_daemon import FakeDaemon
 
 LIVE = [{**REQUEST, "id": rid} for rid in ("cmpl-ab12cd34", "chatcmpl-ab99", "resp-ef56")]
 MISSING = (404, {"error": {"message": "no live request", "code": "request_not_found"}})
 ids = st.builds("{}-{}".format, st.sampled_from(["cmpl", "resp"]), st.text("0123", min_size=6))
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
 
 
 @pytest.fixture

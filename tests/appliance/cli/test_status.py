@@ -23,11 +23,6 @@ ALERT = FRAME["alerts"][1]
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return user_environ(tmp_path)
-
-
-@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
     with FakeDaemon(tmp_path / "p.sock") as fake:
         fake.script.content_type = "application/x-ndjson"

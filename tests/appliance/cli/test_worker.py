@@ -8,14 +8,9 @@ import pytest
 
 from appliance.doctor import checks as doctor
 from appliance.dynamo import plane
-from tests.appliance.cli_process import ROOT, penstock, user_environ
+from tests.appliance.cli_process import ROOT, penstock
 
 FOUND = ("--discovery", "file:found")
-
-
-@pytest.fixture
-def environ(tmp_path):
-    return user_environ(tmp_path)
 
 
 @pytest.mark.parametrize(
