@@ -9,7 +9,7 @@ import pytest
 
 from engine.kernels.cpu import has_kernels
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ARMS
+from tests.daemons import ALONE, ARMS
 from tests.gguf_files import split_gguf, write_gguf
 from tests.hub import Repository, serving
 from tests.test_exactness import assert_all_same, prompts
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 def test_a_file_in_parts_is_served_by_its_path_exactly(start_daemon, tmp_path, folder):
     parts = split_gguf(write_gguf(folder, tmp_path / "tiny.gguf"), 2)
-    daemon = start_daemon("--dtype", "float32", model=parts[0]).wait_ready()
+    daemon = start_daemon(*ALONE, "--dtype", "float32", model=parts[0]).wait_ready()
     cases = [(prompt, 12) for prompt in prompts([3, 64, 130])]
     assert_all_same(daemon, load_oracle(folder), cases)
     assert daemon.http.get("/v1/models").json()["data"][0]["id"] == "tiny-00001-of-00002"
@@ -54,7 +54,7 @@ def test_a_quantised_file_comes_by_its_name(start_daemon, tmp_path, folder):
     with serving(owner__tiny=listed) as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
         env |= {"PENSTOCK_MODEL": "owner/tiny:Q8_0"}
-        daemon = start_daemon(env=env).wait_ready()
+        daemon = start_daemon(*ALONE, env=env).wait_ready()
         assert daemon.complete("the cat", max_tokens=3)["usage"]["completion_tokens"] == 3
         assert "weights are mostly q8_0 in the file" in daemon.stderr
         assert "in memory, quantised as they are" in daemon.stderr or not has_kernels()

@@ -22,7 +22,7 @@ import tokenizers
 
 from appliance.fleet.boot import STARTER_FOLDER
 from tests.checkpoints import load_oracle
-from tests.daemons import DOORS, open_by_both_doors
+from tests.daemons import ALONE, DOORS, open_by_both_doors
 from tests.family_templates import FAMILIES
 
 MODEL = "with-tools"
@@ -344,7 +344,7 @@ def test_free_text_with_tools_at_hand_is_served(client, stream, choice):
 
 
 def test_the_starter_model_takes_tools_and_their_results(start_daemon):
-    daemon = start_daemon().wait_ready()
+    daemon = start_daemon(*ALONE).wait_ready()
     # it was not taught to call: left alone it writes blanks without end
     tokenizer = tokenizers.Tokenizer.from_file(str(STARTER_FOLDER / "tokenizer.json"))
     blanks = (tokenizer.encode(text).ids for text in (" ", "\n", "\t", "\r"))

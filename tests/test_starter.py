@@ -15,7 +15,7 @@ RUNBOOK = SAMPLE.joinpath("runbook.txt").read_text("utf-8").strip()
 QUESTIONS = json.loads(SAMPLE.joinpath("questions.json").read_text("utf-8"))
 
 
-@pytest.fixture(scope="module", params=list(ARMS))
+@pytest.fixture(scope="module", params=["shm", "elastic"])
 def starter(request, tmp_path_factory):
     daemon = Daemon(tmp_path_factory.mktemp(request.param), *ARMS[request.param]).wait_ready()
     yield daemon

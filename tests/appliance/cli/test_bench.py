@@ -14,6 +14,7 @@ import pytest
 from appliance.fleet.boot import STARTER_FOLDER
 from tests.appliance.bench.fake_openai import FakeOpenAI
 from tests.appliance.cli_process import penstock, user_environ
+from tests.daemons import ALONE, Daemon
 
 SHORT = ["--seconds", "0.4", "--input-tokens", "5-9", "--output-tokens", "4"]
 
@@ -66,19 +67,27 @@ def test_compare_prints_the_band_first(server: FakeOpenAI, environ: dict[str, st
     assert judged
 
 
+@pytest.fixture(scope="module")
+def daemon(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path_factory.mktemp("daemon"), *ALONE, model=tiny_llama)
+    yield daemon.wait_ready()
+    assert daemon.stop() == 0
+
+
 @pytest.mark.parametrize("api", ["completions", "chat", "messages", "responses"])
 def test_turns_are_told_one_by_one(
-    tiny_llama: Path, environ: dict[str, str], tmp_path: Path, api: str
+    tiny_llama: Path, environ: dict[str, str], tmp_path: Path, api: str, daemon: Daemon
 ) -> None:
     written = penstock(environ, "bench", "workload", "chat", "--count", "2")
     assert written.returncode == 0, written.stderr
     (tmp_path / "chats.jsonl").write_text(written.stdout)
     options = ["--workload", str(tmp_path / "chats.jsonl"), "--api", api, "--model"]
     options += [str(tiny_llama), "--speed", "1000", "--length-scale", "0.02", "-o", "json"]
-    ended = penstock(environ, "bench", "turns", "colocated", *options)
+    arm = "colocated" if api == "completions" else f"one={daemon.socket}"
+    ended = penstock(environ, "bench", "turns", arm, *options)
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)
-    metrics = {row["metric"] for row in document["data"] if row["arm"] == "colocated"}
+    metrics = {row["metric"] for row in document["data"] if row["arm"] == arm.split("=")[0]}
     assert {"turn_01_ttft_ms", "turn_02_ttft_ms", "infinite_hit_ratio", "failed"} <= metrics
     samples = [sample for turn in document["turns"] for sample in turn["samples"]]
     assert {sample["error"] for sample in samples} == {None}
