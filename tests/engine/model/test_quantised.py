@@ -108,6 +108,7 @@ def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dty
     """Integers, then one product of two scales and one with it; dots are exact to the last bit."""
     kernels, _ = load_kernels(level)
     for depth in (8, 40, 128, 576, 1288):
+        torch.manual_seed(depth)
         parts = quantised(torch.randn(37, depth), "int8_row")
         panels = panels_of(parts, FORMS["int8_row"])
         assert panels.shape == panels_shape("int8_row", 37, depth)
@@ -132,6 +133,7 @@ def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dty
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_token_that_is_no_number_or_too_small_spoils_nobody_else(level):
     kernels, _ = load_kernels(level)
+    torch.manual_seed(0)
     parts = quantised(torch.randn(16, 64), "int8_row")
     weight = Weight(panels_of(parts, FORMS["int8_row"]), None, "int8_row_panels", (16, 64))
     x = torch.randn(4, 64)

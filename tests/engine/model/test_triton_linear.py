@@ -95,6 +95,7 @@ def test_a_gpus_arena_holds_panels_and_all_the_rest_whoever_fills_it(tmp_path):
     assert [weights[f"{name}.weight"].scheme for name in names] == [
         "int4_128_panels", "float32", "int4_128_panels",
     ]  # fmt: skip
+    torch.manual_seed(0)
     x = torch.randn(3, 128)
     found = Linears("torch", None).make(weights, names)(x)
     expected = torch.cat([x @ values[f"{name}.weight"].T for name in names], -1)
@@ -116,6 +117,7 @@ def test_fp8_by_fp8_is_that_of_inputs_rounded_token_by_token(tmp_path):
     assert schemes == [
         [quantised, "bfloat16", quantised] for quantised in ("fp8_128_panels", "fp8_rows")
     ]
+    torch.manual_seed(0)
     x = torch.randn(5, 128).bfloat16()
     x[2] = 0
     codes, scales = rounded_to_fp8(x)
@@ -124,7 +126,9 @@ def test_fp8_by_fp8_is_that_of_inputs_rounded_token_by_token(tmp_path):
     expected = Linears("torch", None).make(weights["panels"], names)(
         (codes.float() * scales).bfloat16()
     )
-    assert torch.allclose(found[:, 128:-64], x @ weights["fp8"]["lm_head.weight"].values.T)
+    assert torch.allclose(
+        found[:, 128:-64], x @ weights["fp8"]["lm_head.weight"].values.T, 2**-6, 2**-6
+    )
     # the reference's inputs are rounded once more, to bfloat16
     sizes = expected.float().abs().amax()
     assert (found.float() - expected.float())[:, :128].abs().max() < 2**-7 * sizes
