@@ -11,7 +11,7 @@
 #include "forms.h"
 
 #if LANES == 16
-enum { STREAMS = 4, MAX_INPUTS = 4, AHEAD_BYTES = 4096 /* fetched while others are multiplied */ };
+enum { STREAMS = 4, MAX_INPUTS = 4 };
 #elif LANES == 8
 enum { STREAMS = 2, MAX_INPUTS = 2 };
 #else
@@ -176,10 +176,6 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                                                      all(b->x_sums[i * num_groups + g]));
                 }
             }
-#if LANES == 16
-            for (int64_t ahead = 0; ahead < group_bytes(form); ahead += 64)
-                _mm_prefetch(at[n] + AHEAD_BYTES + ahead, _MM_HINT_T0);
-#endif
             at[n] += group_bytes(form);
         }
     }

@@ -109,7 +109,7 @@ def multiply(
     form, num_rows = FORMS[name], weight.shape[0]
     is_few = num_tokens <= _FEW_TOKENS
     tokens = _FEW_TOKENS if is_few else _MANY_TOKENS
-    rows = _FEW_ROWS if is_few else _MANY_ROWS
+    rows = _FEW_ROWS if is_few or form.group > 32 else _MANY_ROWS  # a group stays in registers
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     panels, panel_bytes = weight.data, weight.data.shape[1]
     shared = (num_tokens, num_rows, depth, panel_bytes)
