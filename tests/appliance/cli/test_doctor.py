@@ -75,7 +75,7 @@ def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> N
 
 def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     ssd = {"state": "failed", "folder": "/x/kv", "reason": "/x is not a folder"}
-    state = {"ssd": ssd}
+    state = {"ssd": ssd, "workers": []}
     found = doctor._ssd(config.load_asked({}), state)
     assert (found.verdict, "/x is not a folder" in found.found) == ("note", True)
     ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
