@@ -7,8 +7,8 @@ finds them. It waits no longer than a deadline.
 Owns: the rate at which blocks come from the tier, learnt from every load, and the sums of what was
 predicted and of what it took; loads under way.
 Invariants: what is loaded, and what is before it in its chain, is named by an open command until
-who copies is done with it; at most an eighth of a pool is being loaded; each block is loaded once,
-however many wait for it; what is published was read with the right checksums.
+who copies is done with it; at most an eighth of a pool, or a block, is being loaded; each block is
+loaded once, however many wait for it; what is published was read with the right checksums.
 Never: waits; ends or admits a sequence.
 """
 
@@ -116,7 +116,7 @@ class Costs:
 
 
 POOL_SHARE = 8
-"""A pool has at most this part of its blocks waiting for loads."""
+"""A pool has at most this part of its blocks, but one, waiting for loads."""
 JOB_BYTES = 8 << 20
 """A load is cut into jobs of about so much, so that several threads work at it."""
 
@@ -228,7 +228,8 @@ class Loads:
         fresh = [i for i in range(first, end) if (pool, hashes[i]) not in self._jobs]
         num_under_way = sum(name == pool for name, _ in self._jobs)
         # what is here already is not to be evicted for what is loaded
-        room = max(min(books.capacity // POOL_SHARE - num_under_way, books.num_free - first), 0)
+        share = max(books.capacity // POOL_SHARE, 1)
+        room = max(min(share - num_under_way, books.num_free - first), 0)
         is_cut = len(fresh) > room
         if is_cut:
             end, fresh = fresh[room], fresh[:room]

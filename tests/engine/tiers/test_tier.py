@@ -249,6 +249,18 @@ def kept_beside(tier):
     return chain
 
 
+def test_a_pool_of_a_few_blocks_has_one_of_them_waiting():
+    tier = TierHarness(capacity=6)
+    chain = kept(tier, 1, 2, 3)
+    for num_there in (1, 2, 3):
+        assert tier.ask(chain)
+        assert len(tier.disk.jobs) == 1
+        tier.run()
+        assert len(tier.books.index.blocks(chain.hashes)) == num_there
+    assert not tier.ask(chain)
+    tier.check()
+
+
 def test_what_a_load_needs_before_it_is_not_evicted_for_it():
     tier = TierHarness(capacity=16)
     chain = kept(tier, 1, 2, 3)
