@@ -21,6 +21,7 @@ enum {
     ROWS = 4,          /* weight rows of a tile */
     STEP = 2 * LANES,  /* values of a row that one turn of the loop takes */
     MAX_DEPTH = 2048,  /* values of a row that a tile takes: its inputs stay in the first cache */
+    AHEAD_BYTES = 1536, /* fetched while others are multiplied; rows of a stream follow each other */
     FEW_BYTES = 96 << 10,    /* of inputs, that may be read again for each tile */
     BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
@@ -47,7 +48,8 @@ struct tile {
     int64_t out_stride, row_stride; /* between inputs, and between the rows of the tile */
     const float *bias; /* begin with it, or NULL: with 0 */
     int is_added;      /* to what is there, instead */
-    const char *ahead[2]; /* rows to fetch meanwhile */
+    int is_alone;      /* no other tile reads these rows */
+    const char *ahead[2]; /* if one does: rows to fetch meanwhile, which are the next tile's */
 };
 
 /* Weights of one part that follow each other. */
@@ -63,6 +65,7 @@ struct share {
     int64_t input, num_inputs;
     int64_t first, depth;
     int64_t number; /* of the share of the inputs: the first two fetch the next tile's rows */
+    int is_alone;   /* there is no other */
 };
 
 /* Read anew each time: every register is taken, and a sum must not leave its own for a constant. */
@@ -78,6 +81,14 @@ INLINE vec widened(const char *from, int type, int half)
     vec_bits pairs;
     memcpy(&pairs, from, sizeof pairs);
     return (vec)(half ? pairs & *(const volatile vec_bits *)odd_values : pairs << 16);
+}
+
+/* Fetch as much as a turn of the loop takes. */
+INLINE void fetch(const char *from, int type)
+{
+#pragma GCC unroll 2
+    for (int64_t line = 0; line < STEP * size_of(type); line += 64)
+        __builtin_prefetch(from + line);
 }
 
 /* The sums of the lanes of four vectors. */
@@ -117,7 +128,7 @@ INLINE void multiply_step(vec (*sums)[ROWS], const char *const *rows, int64_t of
     }
 }
 
-INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
+INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs, int is_alone)
 {
     const int64_t item_bytes = size_of(type);
     const char *rows[ROWS] = {tile->rows[0], tile->rows[1], tile->rows[2], tile->rows[3]};
@@ -132,10 +143,14 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
         for (int j = 0; j < ROWS; j++)
             sums[i][j] = all(0);
     for (int64_t k = 0; k < tile->depth; k += STEP) {
-        if (num_inputs > 1) { /* one alone waits for memory anyway */
-            __builtin_prefetch(tile->ahead[0] + k * item_bytes);
-            __builtin_prefetch(tile->ahead[1] + k * item_bytes);
-        }
+        if (is_alone)
+#pragma GCC unroll 4
+            for (int j = 0; j < ROWS; j++)
+                fetch(rows[j] + AHEAD_BYTES + k * item_bytes, type);
+        else
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++)
+                fetch(tile->ahead[j] + k * item_bytes, type);
         multiply_step(sums, rows, k * item_bytes, x, k, type, num_inputs);
     }
 #pragma GCC unroll 6
@@ -148,14 +163,17 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs)
     }
 }
 
+#define MULTIPLY(type, num_inputs)                                                                 \
+    (tile->is_alone ? multiply_tile(tile, type, num_inputs, 1)                                     \
+                    : multiply_tile(tile, type, num_inputs, 0))
 #define FOR_EACH_TYPE(num_inputs)                                                                  \
     case num_inputs:                                                                               \
         if (type == BFLOAT16)                                                                      \
-            multiply_tile(tile, BFLOAT16, num_inputs);                                             \
+            MULTIPLY(BFLOAT16, num_inputs);                                                        \
         else if (type == FLOAT16)                                                                  \
-            multiply_tile(tile, FLOAT16, num_inputs);                                              \
+            MULTIPLY(FLOAT16, num_inputs);                                                         \
         else                                                                                       \
-            multiply_tile(tile, FLOAT32, num_inputs);                                              \
+            MULTIPLY(FLOAT32, num_inputs);                                                         \
         return;
 
 static void multiply(const struct tile *tile, int type, int64_t num_inputs)
@@ -201,6 +219,7 @@ static void multiply_quarters(const struct product *p, const struct rows *rows, 
         .row_stride = rows->quarter,
         .bias = p->bias == NULL ? NULL : p->bias + column,
         .is_added = share->first > 0,
+        .is_alone = share->is_alone,
     };
     const char *weights = rows->weights + share->first * size_of(p->type);
     for (int j = 0; j < ROWS; j++) {
@@ -234,7 +253,7 @@ static void multiply_rows(const struct product *p, const struct rows *rows)
     for (int64_t pass = 0; pass < num_passes; pass++)
         for (int64_t k = 0; k < p->depth; k += max_depth)
             for (int64_t i = 0; i < num_shares; i++) {
-                struct share share = {.first = k, .number = i};
+                struct share share = {.first = k, .number = i, .is_alone = num_shares == 1};
                 share.input = p->num_inputs * i / num_shares;
                 share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
                 share.depth = p->depth - k < max_depth ? p->depth - k : max_depth;

@@ -18,6 +18,7 @@ enum { FEW_INPUTS = 1, MANY_INPUTS = 3 };
 enum {
     STREAMS = 4,
     STREAMED_INPUTS = 4 * FEW_INPUTS, /* up to so many, panels are read side by side */
+    AHEAD_BYTES = 1536, /* of panels side by side, fetched while others are multiplied */
     GROUP_BYTES = 512 << 10,          /* of panels, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
     ROWS_PER_ITEM = 16, /* of inputs, that are widened */
@@ -29,6 +30,7 @@ struct block {
     const char *x;
     const float *wide;
     int64_t x_stride, num_pairs; /* between inputs; of a row */
+    int is_first;                /* of the blocks that read these panels */
 };
 
 /* Read anew each time: every register is taken, and a sum must not leave its own for a constant. */
@@ -63,10 +65,20 @@ INLINE vec plus_pairs(vec sum, vec_bits w, uint32_t pair)
 
 typedef vec panel_sums[STREAMS][PANEL_VECS];
 
+/* What streams have a little further on; panels of a stream follow each other. */
+INLINE void fetch(const struct block *b, int64_t k, int num_panels)
+{
+    if (num_panels == STREAMS && b->is_first)
+#pragma GCC unroll 4
+        for (int n = 0; n < STREAMS; n++)
+            __builtin_prefetch(b->panels[n] + k * PANEL_ROWS * PAIR_BYTES + AHEAD_BYTES);
+}
+
 INLINE void add_dots(const struct block *b, panel_sums *sum, int num_panels, int num_inputs)
 {
     for (int64_t k = 0; k < b->num_pairs; k++) {
         panel_sums w;
+        fetch(b, k, num_panels);
 #pragma GCC unroll 4
         for (int n = 0; n < num_panels; n++)
 #pragma GCC unroll 4
@@ -87,7 +99,8 @@ INLINE void add_dots(const struct block *b, panel_sums *sum, int num_panels, int
 
 INLINE void add_widened(const struct block *b, panel_sums *sum, int num_panels, int num_inputs)
 {
-    for (int64_t k = 0; k < b->num_pairs; k++)
+    for (int64_t k = 0; k < b->num_pairs; k++) {
+        fetch(b, k, num_panels);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             panel_sums w;
@@ -107,6 +120,7 @@ INLINE void add_widened(const struct block *b, panel_sums *sum, int num_panels, 
                         sum[i][n][v] = plus_product(sum[i][n][v], value, w[n][v]);
             }
         }
+    }
 }
 
 INLINE void multiply_block(const struct block *b, panel_sums *sums, int num_panels, int num_inputs)
@@ -167,7 +181,8 @@ static void multiply_some(const struct pairs_product *p, const struct panels *pa
     struct block b = {.x = p->x + first * p->x_stride * 2,
                       .wide = p->wide == NULL ? NULL : p->wide + first * p->x_stride,
                       .x_stride = p->x_stride,
-                      .num_pairs = p->depth / 2};
+                      .num_pairs = p->depth / 2,
+                      .is_first = first == 0};
     for (int n = 0; n < num_panels; n++)
         b.panels[n] = panels->base + numbers[n] * panels->bytes;
     (num_panels == STREAMS ? multiply_four : multiply_two)(&b, sums, end - first);
