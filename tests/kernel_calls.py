@@ -138,7 +138,8 @@ def rms_norm(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     if added and r.random() < 0.3:
         out = weight = 0  # nothing but the addition
     shape = (tokens, rows, dim, rows * dim, rows * dim)
-    kernels.rms_norm(out, x, added, weight, kind, weight_kind, *shape, threads, 0.5, 1e-5)
+    by = 0.5, r.choice([1.0, 0.7]), 1e-5
+    kernels.rms_norm(out, x, added, weight, kind, weight_kind, *shape, threads, *by)
 
 
 def gated(kernels: Any, r: Random, m: Memory, threads: int) -> None:
@@ -184,7 +185,47 @@ def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     )  # fmt: skip
 
 
-CALLS = (linear, linear_quantised, linear_pairs, rms_norm, gated, attention)
+def grow(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Rows that lie apart, each times a number of its own."""
+    kind, tokens, width = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 40), r.randint(1, 90)
+    size = (tokens - 1) * (width + 3) + width
+    rows, factors = m.values(size, kind), m.values(tokens, kind)
+    m.outputs.append((rows, size * SIZE[kind]))
+    kernels.grow(rows, factors, kind, tokens, width, width + 3, threads)
+
+
+def mixture(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Experts whose matrices are stored as they are, or packed in pairs."""
+    is_packed, tokens, experts = r.random() < 0.3, r.choice([1, 2, 9, 40]), r.randint(1, 20)
+    kind = BFLOAT16 if is_packed else r.choice([FLOAT32, BFLOAT16])
+    chosen, hidden, width = r.randint(1, min(experts, 4)), r.randint(1, 70), r.randint(1, 70)
+
+    def matrix(rows: int, depth: int) -> list[int]:
+        values = m.values(rows * depth, kind)
+        if not is_packed:
+            return [values, rows, kind]
+        panels = -(-rows // 16)
+        packed = m.output(panels * 16 * (-(-depth // 32) * 32), kind)
+        kernels.pack_pairs(packed, values, rows, depth, 0, panels)
+        return [packed, rows, 3]
+
+    has_bias = r.random() < 0.5
+    ways = m.integers([1, 0, 2, 1, 5, r.randrange(3)]) if is_packed else 0
+    ups = [n for _ in range(experts) for n in matrix(width, hidden) + matrix(width, hidden)]
+    downs = [n for _ in range(experts) for n in matrix(hidden, width)]
+    up_bias = m.values(experts * 2 * width, FLOAT32) if has_bias else 0
+    down_bias = m.values(experts * hidden, FLOAT32) if has_bias else 0
+    table = m.integers(
+        [
+            *(experts, chosen, r.randrange(2), r.randrange(3), hidden, width),
+            *(m.integers(ups), 2, up_bias, m.integers(downs), down_bias, ways, ways, 3),
+        ]
+    )
+    out, x = m.output(tokens * hidden, kind), m.values(tokens * hidden, kind)
+    kernels.mixture(out, x, m.values(tokens * experts, kind), table, kind, tokens, threads)
+
+
+CALLS = (linear, linear_quantised, linear_pairs, rms_norm, gated, attention, grow, mixture)
 
 
 def main() -> None:

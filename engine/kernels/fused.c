@@ -27,16 +27,19 @@ INLINE void store_upto(void *to, vec value, int64_t count, int type)
         store_part(to, value, count, type);
 }
 
-/* x += alpha * added, where something is; then out = x / rms(x) * weight, rounded to the type of x
- * after the product with a float32 weight, and before it too with a weight of the type of x. */
+/* x = factor * (x + alpha * added), where something is added; then out = x / rms(x) * weight, rounded
+ * to the type of x after the product with a float32 weight, and before it too with a weight of the
+ * type of x. */
 INLINE void norm_row(void *out, void *x, const void *added, const void *weight, int64_t dim,
-                     float alpha, float eps, int type, int weight_type)
+                     float alpha, float factor, float eps, int type, int weight_type)
 {
     vec squares = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
         vec value = load_upto(at(x, i, type), dim - i, type);
         if (added != NULL) {
             value = rounded(value + alpha * load_upto(at(added, i, type), dim - i, type), type);
+            if (factor != 1)
+                value = rounded(value * factor, type);
             store_upto(at(x, i, type), value, dim - i, type);
         }
         squares += value * value;
@@ -54,7 +57,7 @@ INLINE void norm_row(void *out, void *x, const void *added, const void *weight, 
 typedef struct {
     void *out, *x, *added, *weight;
     int64_t type, weight_type, num_tokens, num_rows, dim, out_stride, x_stride;
-    float alpha, eps;
+    float alpha, factor, eps;
 } norm;
 
 static void norm_tokens(void *context, int64_t item)
@@ -71,28 +74,31 @@ static void norm_tokens(void *context, int64_t item)
             const void *factors =
                 to == NULL ? NULL : at(n->weight, row * n->dim, weight_type);
             if (type == FLOAT32)
-                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, FLOAT32, FLOAT32);
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->factor, n->eps,
+                         FLOAT32, FLOAT32);
             else if (weight_type == FLOAT32)
-                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, BFLOAT16, FLOAT32);
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->factor, n->eps,
+                         BFLOAT16, FLOAT32);
             else
-                norm_row(to, from, more, factors, n->dim, n->alpha, n->eps, BFLOAT16, BFLOAT16);
+                norm_row(to, from, more, factors, n->dim, n->alpha, n->factor, n->eps,
+                         BFLOAT16, BFLOAT16);
         }
 }
 
 /* rms_norm(out, x, added, weight, type, weight_type, num_tokens, num_rows, dim, out_stride,
- *          x_stride, num_threads, alpha, eps)
+ *          x_stride, num_threads, alpha, factor, eps)
  *
  * x is num_tokens times num_rows rows of dim: tokens x_stride apart, rows adjacent; `added`, or 0, is
  * laid out as x, out likewise with out_stride. weight has one row for each of num_rows. out may be x,
  * or 0: then nothing is done but the addition.
  */
-KERNEL(rms_norm, "ppppiiiiiiiiff")
+KERNEL(rms_norm, "ppppiiiiiiiifff")
 {
     norm n;
     int64_t num_threads;
     read_words(words, rms_norm_format, &n.out, &n.x, &n.added, &n.weight, &n.type, &n.weight_type,
                &n.num_tokens, &n.num_rows, &n.dim, &n.out_stride, &n.x_stride, &num_threads,
-               &n.alpha, &n.eps);
+               &n.alpha, &n.factor, &n.eps);
     parallel_for(num_threads, items_of(n.num_tokens), norm_tokens, &n);
     return 0;
 }
@@ -286,5 +292,46 @@ KERNEL(place, "ppppppiiiiiiiiiiii")
     const parallel_body same = type == FLOAT32 ? place_float32 : place_bfloat16;
     const parallel_body codes = type == FLOAT32 ? place_float32_codes : place_bfloat16_codes;
     parallel_for(num_threads, items_of(p.num_tokens), kv_type == INT8 ? codes : same, &p);
+    return 0;
+}
+
+typedef struct {
+    void *rows;
+    const void *factors;
+    int64_t type, num_tokens, width, stride;
+} growth;
+
+INLINE void grow_item(const growth *g, int64_t item, int type)
+{
+    FOR_TOKENS(item, g->num_tokens) {
+        const float factor = load_part(at(g->factors, token, type), 1, type)[0];
+        char *row = at(g->rows, token * g->stride, type);
+        for (int64_t i = 0; i < g->width; i += LANES) {
+            const vec value = load_upto(at(row, i, type), g->width - i, type);
+            store_upto(at(row, i, type), value * factor, g->width - i, type);
+        }
+    }
+}
+
+static void grow_tokens(void *context, int64_t item)
+{
+    const growth *g = context;
+    if (g->type == FLOAT32)
+        grow_item(g, item, FLOAT32);
+    else
+        grow_item(g, item, BFLOAT16);
+}
+
+/* grow(rows, factors, type, num_tokens, width, stride, num_threads)
+ *
+ * Multiply the first width values of rows, which are stride apart, by their token's of factors
+ * [num_tokens]; in place. */
+KERNEL(grow, "ppiiiii")
+{
+    growth g;
+    int64_t num_threads;
+    read_words(words, grow_format, &g.rows, &g.factors, &g.type, &g.num_tokens, &g.width, &g.stride,
+               &num_threads);
+    parallel_for(num_threads, items_of(g.num_tokens), grow_tokens, &g);
     return 0;
 }

@@ -39,15 +39,25 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
  * thread's next call; NULL if there is no memory. */
 void *scratch(size_t num_bytes);
 
+/* Memory of one thread's that grows: at least num_bytes of it, aligned to 64, uninitialised, the same
+ * again on the next call; NULL if there is none. */
+struct memory {
+    void *address;
+    size_t capacity;
+};
+void *grown(struct memory *memory, size_t num_bytes);
+
 #define DECLARED(name)               \
     extern const char name##_format[]; \
     int name(const word *words);
 DECLARED(attend)
 DECLARED(gated)
+DECLARED(grow)
 DECLARED(place)
 DECLARED(rms_norm)
 DECLARED(linear)
 DECLARED(linear_pairs)
+DECLARED(mixture)
 DECLARED(pack_pairs)
 
 #endif

@@ -28,6 +28,8 @@ static const struct kernel kernels[] = {
     {NAMED(linear), 3},
     {NAMED(linear_pairs), 2},
     {NAMED(pack_pairs), RELEASES_ALWAYS},
+    {NAMED(mixture), 5},
+    {NAMED(grow), 3},
 };
 
 /* The calls since record(): the number of the kernel, then its words; one after the other. */
@@ -122,6 +124,8 @@ CALLED(rms_norm, 3)
 CALLED(linear, 4)
 CALLED(linear_pairs, 5)
 CALLED(pack_pairs, 6)
+CALLED(mixture, 7)
+CALLED(grow, 8)
 
 /* record(): from now on every call is also written down. */
 static PyObject *record(PyObject *module, PyObject *ignored)
@@ -211,6 +215,8 @@ static PyMethodDef functions[] = {
     ROW(linear),
     ROW(linear_pairs),
     ROW(pack_pairs),
+    ROW(mixture),
+    ROW(grow),
     {"record", record, METH_NOARGS, NULL},
     {"recorded", recorded, METH_NOARGS, NULL},
     {"replay", replay, METH_O, NULL},

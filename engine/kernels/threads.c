@@ -114,15 +114,19 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
     }
 }
 
+void *grown(struct memory *memory, size_t num_bytes)
+{
+    if (num_bytes > memory->capacity) {
+        num_bytes = (num_bytes + 4095) / 4096 * 4096;
+        free(memory->address);
+        memory->address = aligned_alloc(64, num_bytes);
+        memory->capacity = memory->address == NULL ? 0 : num_bytes;
+    }
+    return memory->address;
+}
+
 void *scratch(size_t num_bytes)
 {
-    static _Thread_local void *memory;
-    static _Thread_local size_t capacity;
-    if (num_bytes > capacity) {
-        num_bytes = (num_bytes + 4095) / 4096 * 4096;
-        free(memory);
-        memory = aligned_alloc(64, num_bytes);
-        capacity = memory == NULL ? 0 : num_bytes;
-    }
-    return memory;
+    static _Thread_local struct memory memory;
+    return grown(&memory, num_bytes);
 }

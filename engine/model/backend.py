@@ -46,8 +46,11 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
 
-    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
-        """X += scale * added, each [num_tokens, dim]: what norm() does before it norms."""
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
+        """Set x to factor * (x + scale * added), each [num_tokens, dim]; norm() adds, too."""
+
+    def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
+        """Multiply [num_tokens, num_heads, head_dim] in place by growth [num_tokens, 1, 1]."""
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
@@ -127,9 +130,15 @@ class TorchBackend:
             self.add(x, added, scale)
         return rms_norm(x, weight, eps)
 
-    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
-        """X += scale * added."""
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
+        """Set x to factor * (x + scale * added)."""
         x.add_(added, alpha=scale)
+        if factor != 1:
+            x.mul_(factor)
+
+    def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
+        """Multiply in place."""
+        queries.mul_(growth)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row in place."""

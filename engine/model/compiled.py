@@ -184,17 +184,31 @@ class CompiledBackend:
             dim,
             torch.get_num_threads(),
             scale,
+            1.0,
             eps,
         )
         return out
 
-    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
-        """X += scale * added, each [num_tokens, dim]: norm() without the norm."""
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
+        """Set x to factor * (x + scale * added), each [num_tokens, dim]: no norm."""
         num_tokens, dim = x.shape
         kind, threads = ELEMENT_TYPES[x.dtype], torch.get_num_threads()
         address, more = x.data_ptr(), added.data_ptr()
         shape = (num_tokens, 1, dim, dim, dim)
-        self.kernels.rms_norm(0, address, more, 0, kind, kind, *shape, threads, scale, 0.0)
+        self.kernels.rms_norm(0, address, more, 0, kind, kind, *shape, threads, scale, factor, 0.0)
+
+    def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
+        """Multiply rows of [num_tokens, num_heads, head_dim] by their token's, in place."""
+        num_tokens, num_heads, head_dim = queries.shape
+        self.kernels.grow(
+            queries.data_ptr(),
+            growth.data_ptr(),
+            ELEMENT_TYPES[queries.dtype],
+            num_tokens,
+            num_heads * head_dim,
+            queries.stride(0),
+            torch.get_num_threads(),
+        )
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
@@ -213,6 +227,7 @@ class CompiledBackend:
             stride,
             stride,
             torch.get_num_threads(),
+            1.0,
             1.0,
             eps,
         )

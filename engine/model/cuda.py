@@ -254,9 +254,15 @@ class CudaBackend:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
         return triton_ops.norm(x, weight, eps, added, scale)
 
-    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float) -> None:
-        """X += scale * added, each [num_tokens, dim]."""
+    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
+        """Set x to factor * (x + scale * added), each [num_tokens, dim]."""
         x.add_(added, alpha=scale)
+        if factor != 1:
+            x.mul_(factor)
+
+    def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
+        """Multiply [num_tokens, num_heads, head_dim] in place by growth [num_tokens, 1, 1]."""
+        queries.mul_(growth)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
+from engine.folder.model_config import ACTIVATIONS, ExpertsConfig
 from engine.kernels.cpu import (
     BFLOAT16,
     BFLOAT16_PAIRS,
@@ -82,6 +83,26 @@ class Linears:
         ways = (self.ways or EXACT) if is_packed else None
         return CompiledLinear(self.kernels, matrices, biases, take, ways)
 
+    def make_experts(
+        self, experts: ExpertsConfig, gate_ups: list[Linear], downs: list[Linear], activation: str
+    ) -> CompiledExperts | None:
+        """All experts of a layer as one call; None: there is no such kernel, take each linear."""
+        if self.kernels is None:
+            return None
+        ups = [one for one in gate_ups if isinstance(one, CompiledLinear)]
+        of_each = [one for one in downs if isinstance(one, CompiledLinear)]
+        if len(ups) + len(of_each) < len(gate_ups) + len(downs):
+            return None
+        return CompiledExperts(
+            self.kernels,
+            ups,
+            of_each,
+            num_per_token=experts.num_per_token,
+            is_normalized=experts.is_normalized,
+            activation=ACTIVATIONS.index(activation),
+            take=self.take,
+        )
+
 
 def choose_linears(
     device: str,
@@ -122,36 +143,96 @@ class CompiledLinear:
         take: Take = fresh,
         ways: ProductWays | None = None,
     ) -> None:
-        self._take, self._ways = take, ways
+        self._take, self.ways = take, ways
         self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses
-        self._bias = torch.cat(biases).float() if biases else None
-        self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
+        self.bias = torch.cat(biases).float() if biases else None
+        self.num_outputs = sum(matrix.shape[0] for matrix in matrices)
         parts = [
             (data.data_ptr(), matrix.shape[0], _KERNEL_SCHEMES[matrix.scheme])
             for data, matrix in zip(self._data, matrices, strict=True)
         ]
-        self._parts = torch.tensor(parts, dtype=torch.int64)
+        self.parts = torch.tensor(parts, dtype=torch.int64)
         self._linear = kernels.linear if ways is None else kernels.linear_pairs
         self._prepared = (
             matrices[0].shape[1],
-            self._parts.data_ptr(),
+            self.parts.data_ptr(),
             len(parts),
-            0 if self._bias is None else self._bias.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by all matrices in one call, on as many threads as torch would use."""
         x = x.contiguous()
         num_tokens, num_threads = len(x), torch.get_num_threads()
-        out = self._take("linear", num_tokens, self._num_outputs, x.dtype)
+        out = self._take("linear", num_tokens, self.num_outputs, x.dtype)
         places = out.data_ptr(), x.data_ptr()
-        if self._ways is None:
+        if self.ways is None:
             kind = ELEMENT_TYPES[x.dtype]
             self._linear(*places, kind, num_tokens, *self._prepared, num_threads)
         else:
-            way = self._ways.way_of(num_tokens)  # the best one for so many inputs
+            way = self.ways.way_of(num_tokens)  # the best one for so many inputs
             self._linear(*places, num_tokens, *self._prepared, way, num_threads)
         return out
+
+
+class CompiledExperts:
+    """A layer's experts by one kernel, which finds out itself which token goes through which.
+
+    Args:
+        kernels: that multiply.
+        gate_ups: of each expert, gate and up side by side.
+        downs: the other matrix of each.
+        num_per_token: experts that a token goes through.
+        is_normalized: their shares are scaled to add up to 1.
+        activation: its number in ACTIVATIONS.
+        take: where results lie.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        gate_ups: list[CompiledLinear],
+        downs: list[CompiledLinear],
+        *,
+        num_per_token: int,
+        is_normalized: bool,
+        activation: int,
+        take: Take = fresh,
+    ) -> None:
+        self._take, self._mixture = take, kernels.mixture
+        self._linears = gate_ups, downs  # alive with the addresses
+        self._size = downs[0].num_outputs
+        self._tables = [table for each in (gate_ups, downs) for table in _stacked(each)]
+        up, up_bias, up_ways, down, down_bias, down_ways = (
+            0 if table is None else table.data_ptr() for table in self._tables
+        )
+        num_ways = max((len(t) for t in self._tables[2::3] if t is not None), default=0)
+        self._experts = torch.tensor(  # struct experts of engine/kernels/experts.c
+            [
+                *(len(downs), num_per_token, is_normalized, activation),
+                *(self._size, gate_ups[0].num_outputs // 2),
+                *(up, len(gate_ups[0].parts), up_bias, down, down_bias),
+                *(up_ways, down_ways, num_ways),
+            ],
+            dtype=torch.int64,
+        )
+
+    def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """What tokens [num_tokens, hidden_size] become; scores are [num_tokens, num_experts]."""
+        x, scores = x.contiguous(), scores.contiguous()
+        out = self._take("experts", len(x), self._size, x.dtype)
+        addresses = out.data_ptr(), x.data_ptr(), scores.data_ptr(), self._experts.data_ptr()
+        self._mixture(*addresses, ELEMENT_TYPES[x.dtype], len(x), torch.get_num_threads())
+        return out
+
+
+def _stacked(linears: list[CompiledLinear]) -> tuple[torch.Tensor | None, ...]:
+    """Of matrices of one shape: parts, biases and ways, as the kernel of a mixture reads them."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    ways = linears[0].ways
+    steps = None if ways is None else torch.tensor([*zip(ways.starts, ways.ways, strict=True)])
+    parts = torch.stack([linear.parts for linear in linears])
+    return parts, torch.cat(biases) if biases else None, steps
 
 
 class TorchLinear:

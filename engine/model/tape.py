@@ -23,14 +23,18 @@ MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""
 MAX_TAPES = 64
 
-Layers = Callable[[torch.Tensor, torch.Tensor, CompiledPlan], torch.Tensor | None]
-"""Change x [num_tokens, dim] in place, over the pool; what is still to be added comes back."""
+Layers = Callable[
+    [torch.Tensor, torch.Tensor, CompiledPlan, torch.Tensor | None], torch.Tensor | None
+]
+"""Change x [num_tokens, dim] in place, over the pool; what is still to be added comes back. The
+last is what queries are multiplied by, [num_tokens, 1, 1], where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tape:
     x: torch.Tensor
     plan: CompiledPlan
+    growth: torch.Tensor | None
     added: torch.Tensor | None
     calls: bytes
 
@@ -45,32 +49,42 @@ class Tapes:
         self._tapes: dict[tuple[Any, ...], _Tape] = {}
 
     def run(
-        self, x: torch.Tensor, kv: torch.Tensor, plan: CompiledPlan
+        self,
+        x: torch.Tensor,
+        kv: torch.Tensor,
+        plan: CompiledPlan,
+        growth: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layers over x; returns x as they left it, and what is still to be added."""
         key = self._key(kv, plan)
         tape = self._tapes.get(key)
         if tape is None:
-            return self._record(x, kv, plan)
+            return self._record(x, kv, plan, growth)
         tape.x.copy_(x)
         tape.plan.take_inputs(plan)
+        if tape.growth is not None and growth is not None:
+            tape.growth.copy_(growth)
         self._kernels.replay(tape.calls)
         return tape.x, tape.added
 
     def _record(
-        self, x: torch.Tensor, kv: torch.Tensor, plan: CompiledPlan
+        self,
+        x: torch.Tensor,
+        kv: torch.Tensor,
+        plan: CompiledPlan,
+        growth: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layers, and keep their calls unless a buffer moved on the way."""
         generation = self._buffers.generation
         self._kernels.record()
         try:
-            added = self._layers(x, kv, plan)
+            added = self._layers(x, kv, plan, growth)
         finally:
             calls = self._kernels.recorded()
         if self._buffers.generation == generation:
             if len(self._tapes) >= MAX_TAPES:
                 del self._tapes[next(iter(self._tapes))]
-            self._tapes[self._key(kv, plan)] = _Tape(x, plan, added, calls)
+            self._tapes[self._key(kv, plan)] = _Tape(x, plan, growth, added, calls)
         return x, added
 
     def _key(self, kv: torch.Tensor, plan: CompiledPlan) -> tuple[Any, ...]:

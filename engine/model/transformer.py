@@ -83,9 +83,17 @@ class Experts:
             for p in prefixes
         ]
         self._downs = [linears.make(weights, [p + names.down], has_bias=has_bias) for p in prefixes]
+        self._compiled = linears.make_experts(experts, self._gate_ups, self._downs, activation)
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """False: torch has a part in it, and looks at values to know what comes next."""
+        return self._compiled is not None
 
     def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
         """What a step's tokens [num_tokens, hidden_size] become."""
+        if self._compiled is not None:
+            return self._compiled(x, self._router(x))
         scores = self._router(x).float().softmax(-1)
         shares, chosen = scores.topk(self._num_per_token)
         if self._is_normalized:
@@ -189,7 +197,6 @@ class Transformer:
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
         self._growing = _growing_rope(self._ropes, self._max_model_len)
-        is_compiled = is_compiled and self._growing is None  # by torch, too
         if is_compiled and linears.kernels is not None:
             self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
         if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
@@ -224,12 +231,12 @@ class Transformer:
         x = embedded(self._embedding, batch.input_ids, self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
+        growth = None
+        if self._growing is not None:
+            growth = query_growth(self._growing, batch.positions, self.dtype)
         if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:
-            x, added = self._tapes.run(x, kv, plan)
+            x, added = self._tapes.run(x, kv, plan, growth)
         else:
-            growth = None
-            if self._growing is not None:
-                growth = query_growth(self._growing, batch.positions, self.dtype)
             added = self._run_layers(x, kv, plan, growth)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
@@ -300,7 +307,7 @@ class _Branch:
         self._scalar = scalar
         """What the stream is multiplied by behind it; None: nothing."""
         self._before, self._block, self._after = before, block, after
-        self.is_all_kernels = not isinstance(block, Experts) and scalar is None
+        self.is_all_kernels = not isinstance(block, Experts) or block.is_one_kernel
         """False: torch computes a part of it."""
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
@@ -319,8 +326,7 @@ class _Branch:
             self._backend.norm_rows(made[:, None], self._after[None], self._eps)
         if self._scalar is None:
             return made
-        self._backend.add(x, made, self._scale)
-        x.mul_(self._scalar)
+        self._backend.add(x, made, self._scale, self._scalar)
         return None
 
 
@@ -407,7 +413,7 @@ class _Attention:
         layer = self._layer * ratio
         backend.place(qkv, num_q, self._rope_index, kv, layer, plan)
         if step.query_growth is not None:
-            qkv[:, :num_q].mul_(step.query_growth)
+            backend.grow(qkv[:, :num_q], step.query_growth)
         output = backend.attend(
             qkv,
             num_q,

@@ -1,9 +1,10 @@
-"""Where a step's time goes: with torch alone, with the kernels, and with their calls replayed.
+"""Where a step's time goes: with torch, with the kernels, with their calls replayed, in a worker.
 
 usage: python -m tests.benchmarks.profile_step MODEL [--dtype float32] [--threads 2] [--rounds 5]
 
-One process, no daemon, no sampling: the model's forward pass over one pool. The arms take turns
-step by step; figures are medians in ms, the parts of the step with the median total.
+One process, no daemon, one pool; a worker's step has its batch and sampling, too. The arms take
+turns step by step; figures are medians in ms, the parts of the step with the median total.
+`outside` is the share of plan and rest, where no kernel runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine.text.matcher import GrammarTokenizer
 
 from engine.folder.checkpoint import Checkpoint
 from engine.model import transformer
@@ -25,9 +27,12 @@ from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
+from engine.workers.runner import Runner
+from engine.workers.running import Grammars, Running
 from tests.engine.model.test_attention import batch_of
 
 BLOCK_SIZE = 16
+ARMS = "torch", "kernels", "replayed", "worker"
 CASES = {  # name: sequences, tokens before, new tokens of each
     "decode 1 x 512": (1, 512, 1),
     "decode 1 x 2048": (1, 2048, 1),
@@ -72,27 +77,52 @@ class Arm:
             backend = lambda *_: TorchBackend()  # noqa: E731
             linears = lambda *_, **__: Linears("torch", None)  # noqa: E731
         before = transformer.choose_backend, transformer.choose_linears
-        if name != "replayed":
+        self.is_taped = name in ("replayed", "worker")
+        if not self.is_taped:
             timed = lambda choose: lambda *a, **k: Timed(choose(*a, **k), self.spent_s)  # noqa: E731
             transformer.choose_backend, transformer.choose_linears = map(timed, (backend, linears))
         self.model = transformer.Transformer(checkpoint.config, weights, dtype)
         transformer.choose_backend, transformer.choose_linears = before
-        if name != "replayed":
-            self.model._tapes = None  # nothing to time in a tape
+        model = self.model
+        if not self.is_taped:
+            model._tapes = None  # nothing to time in a tape
+        elif model._tapes is not None:  # but all of it, and what comes behind
+            model._tapes._kernels = Timed(model._tapes._kernels, self.spent_s)
+            model._backend = Timed(model._backend, self.spent_s)
+            model._head = Timed(None, self.spent_s)._timed("linears", model._head)
         config = checkpoint.config
         shape = (1280, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kv = torch.randn(shape).to(getattr(torch, dtype))
+        self.runner = None
+        if name == "worker":
+            self.runner = Runner(model, self.kv, BLOCK_SIZE, Grammars(_no_tokenizer))
+
+    def _run_of(self, batch: StepBatch) -> Callable[[], object]:
+        if self.runner is None:
+            return lambda: self.model.forward(batch, self.kv)
+        sequences = zip(batch.seq_lens, batch.query_lens, batch.block_tables, strict=True)
+        planned = [
+            (Running.stand_in(length, table, length - new, 0.0), new)
+            for length, new, table in sequences
+        ]
+        runner = self.runner
+        return lambda: runner.collect(runner.launch(planned))
 
     def step(self, batch: StepBatch) -> Counter[str]:
         """ms by part, `total` among them."""
+        run = self._run_of(batch)
         self.spent_s.clear()
         start = time.perf_counter()
-        self.model.forward(batch, self.kv)
+        run()
         total_s = time.perf_counter() - start
         parts = Counter({part: s * 1e3 for part, s in self.spent_s.items()})
         parts["rest"] = total_s * 1e3 - parts.total()
         parts["total"] = total_s * 1e3
         return parts
+
+
+def _no_tokenizer() -> GrammarTokenizer:
+    raise AssertionError("no step here has a grammar")
 
 
 def step_of(num_sequences: int, before: int, new: int) -> StepBatch:
@@ -114,9 +144,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     checkpoint = Checkpoint.open(args.model)
-    arms = {name: Arm(checkpoint, args.dtype, name) for name in ("torch", "kernels", "replayed")}
-    columns = ("linears", "attend", "small", "plan", "rest", "total")
-    print(f"{'':26}" + "".join(f"{column:>10}" for column in columns))
+    arms = {name: Arm(checkpoint, args.dtype, name) for name in ARMS}
+    columns = ("linears", "attend", "small", "replay", "plan", "rest", "total")
+    print(f"{'':26}" + "".join(f"{column:>10}" for column in (*columns, "outside")))
     for case, shape in CASES.items():
         batch = step_of(*shape)
         steps: dict[str, list[Counter[str]]] = {name: [] for name in arms}
@@ -126,7 +156,9 @@ def main() -> None:
         for name, taken in steps.items():
             middle = sorted(taken, key=lambda parts: parts["total"])[len(taken) // 2]
             cells = "".join(f"{middle[column]:10.2f}" for column in columns)
-            print(f"{case:17}{name:9}{cells}", flush=True)
+            outside = (middle["plan"] + middle["rest"]) / middle["total"]
+            of_it = f"{outside:10.1%}" if middle["replay"] or not arms[name].is_taped else ""
+            print(f"{case:17}{name:9}{cells}{of_it}", flush=True)
 
 
 if __name__ == "__main__":

@@ -103,5 +103,5 @@ def test_a_level_that_is_not_there_is_refused_by_name():
 
 def test_a_wrong_number_of_arguments_is_an_error():
     kernels, _ = load_kernels()
-    with pytest.raises(TypeError, match="expected 14 arguments, got 1"):
+    with pytest.raises(TypeError, match="expected 15 arguments, got 1"):
         kernels.rms_norm(1)

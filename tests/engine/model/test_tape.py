@@ -1,5 +1,6 @@
 """A replayed step is the step, bit for bit, whatever has happened since it was recorded."""
 
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.folder.checkpoint import Checkpoint
+from engine.folder.checkpoint import Checkpoint, weights_layout
 from engine.kernels.cpu import load_kernels
+from engine.model.linear import Linears
 from engine.model.tape import MAX_TAPES, MAX_TOKENS
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.model.test_attention import batch_of
 
 try:
@@ -22,7 +24,6 @@ except ImportError:
     pytest.skip("no compiled kernels", allow_module_level=True)
 
 NUM_BLOCKS = 160
-TAPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,10 +36,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {
-        family: make_checkpoint(tmp_path_factory.mktemp(family), family)
-        for family in (*TAPED, "mixtral")
-    }
+    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
 class Model:
@@ -46,7 +44,9 @@ class Model:
 
     def __init__(self, folder, dtype="float32"):
         checkpoint = Checkpoint.open(folder)
-        weights = load_weights(checkpoint, dtype, None, None, lambda *_: None)
+        layout = weights_layout(checkpoint, dtype)
+        arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
+        weights = load_weights(checkpoint, dtype, arena, arena and (0, 1), lambda *_: None)
         to = getattr(torch, dtype)
         weights = {name: Weight.plain(w.values.to(to)) for name, w in weights.items()}
         self.taped, self.plain = (
@@ -85,7 +85,7 @@ class Model:
         return len(self.taped._tapes._tapes)
 
 
-@pytest.mark.parametrize("family", TAPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_growing_sequence_is_decoded_as_without_tapes(folders, family):
     model = Model(folders[family])
     model.assert_same([(0, 5)])
@@ -150,7 +150,16 @@ def test_there_are_only_so_many_tapes(folders):
     assert model.num_tapes == MAX_TAPES
 
 
-def test_steps_that_torch_has_a_part_in_are_not_taped(folders):
+def test_queries_that_grow_with_their_position_are_taped(folders):
+    model = Model(folders["ministral3"])
+    assert model.taped._growing is not None
+    for context in (5, 40, 130, 300, 41):
+        model.assert_same([(context, 1), (2, 1)], seed=context)
+        model.assert_same([(context, 1), (2, 1)], seed=context + 1)
+
+
+def test_steps_that_torch_has_a_part_in_are_not_taped(folders, monkeypatch):
+    monkeypatch.setattr(Linears, "make_experts", lambda *_: None)
     model = Model(folders["mixtral"])
     assert model.taped._tapes is None
     model.assert_same([(9, 1)])
