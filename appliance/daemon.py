@@ -378,6 +378,7 @@ class _Daemon:
             roles=self._plan.roles,
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
+            lends_for_prompts=placement.lends_for_prompts,
         )
         router.queue.weights = dict(self._config.priorities)
         change_roles(router, self._targets(), time.monotonic_ns())

@@ -35,7 +35,7 @@ from appliance.process_limits import max_connections
 from engine.errors import PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import find_ways, load_kernels
+from engine.kernels.cpu import find_ways, load_kernels, try_prompts
 from engine.units import part_text, size_text
 
 # What a model on the hub is, and where it would fit, without its weights.
@@ -210,8 +210,10 @@ def _kernels() -> Finding:
             "kernels", "note", f"torch does their work, several times slower: {error}",
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
-    products = find_ways(kernels, level).why
-    return Finding("kernels", "ok", f"compiled, for {level}; weights in bfloat16 are {products}")
+    products = find_ways(kernels, level)
+    prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
+    found = f"weights in bfloat16 are {products.why}; {prompts.why}"
+    return Finding("kernels", "ok", f"compiled, for {level}; {found}")
 
 
 def _cores() -> Finding:

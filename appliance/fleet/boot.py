@@ -26,7 +26,12 @@ from appliance.fleet.placement import (
     placement_lines,
 )
 from appliance.fleet.placing import Placing, this_inventory
-from appliance.fleet.weights_plan import WeightsPlan, kv_text, plan_weights
+from appliance.fleet.weights_plan import (
+    WeightsPlan,
+    kv_text,
+    plan_weights,
+    with_tried_prompts,
+)
 from appliance.models import cache
 from appliance.models.names import HubName
 from appliance.request import ModelInfo
@@ -131,6 +136,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
+    placement = with_tried_prompts(placement, weights.ways, checkpoint.config)
     arena, num_staging = _arena(config, placement)
     workers, fds = _setups(
         checkpoint,

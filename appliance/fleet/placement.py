@@ -172,6 +172,8 @@ class Placement:
     """For what was chosen, in words."""
     is_trial: bool = False
     """Two workers share a device to be timed; by that it is decided whether both go on."""
+    lends_for_prompts: bool = True
+    """A second core makes a prompt faster, where there is one that has nothing to do."""
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""

@@ -8,7 +8,7 @@ Never: makes memory, reads tensor data.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
@@ -20,9 +20,11 @@ from engine.folder.checkpoint import (
     packed_layout,
     weights_layout,
 )
+from engine.folder.model_config import ModelConfig
 from engine.folder.panels import FP8_ROWS
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
-from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels
+from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels, try_prompts
+from engine.kernels.kernel_costs import step_values
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
 
@@ -177,6 +179,25 @@ def _words(
         kinds = ", ".join(sorted({checkpoint.tensors[name].dtype for name in widened}))
         packed += f"; {len(widened)} matrices in {kinds} are served in {dtype}"
     return packed
+
+
+def with_tried_prompts(
+    placement: Placement, ways: ProductWays | None, config: ModelConfig
+) -> Placement:
+    """The placement with as many prompt tokens a step as this CPU's rate asks for, which is timed.
+
+    Args:
+        placement: of workers; on GPUs each finds out itself.
+        ways: how packed matrices are multiplied.
+        config: the model's shape: an expert gets but a few tokens of a step.
+    """
+    if any(plan.gpu is not None for plan in placement.workers) or not has_kernels():
+        return placement
+    kernels, level = load_kernels()
+    cpus = {cpu for plan in placement.workers for cpu in plan.cpus}
+    tried = try_prompts(kernels, level, ways, len(cpus), step_values(config))
+    log.info("%s, by timing this CPU", tried.why)
+    return replace(placement, max_step_tokens=tried.step_tokens, lends_for_prompts=tried.lends)
 
 
 def _ways() -> ProductWays | None:

@@ -23,6 +23,7 @@ from random import Random
 from typing import Protocol, cast
 
 from engine.folder.panels import packed_shape
+from engine.kernels.kernel_costs import StepValues
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
@@ -66,6 +67,12 @@ class Kernels(Protocol):
 
     def pack_pairs(self, *arguments: float) -> None:
         """Pack panels of a bfloat16 matrix."""
+
+    def mixture(self, *arguments: float) -> None:
+        """Rows through those experts that their router's scores choose."""
+
+    def grow(self, *arguments: float) -> None:
+        """Multiply rows by numbers of their own, in place."""
 
     def record(self) -> None:
         """Write down every call from now on."""
@@ -214,15 +221,109 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTrial:
+    """How prompts are best computed here, found by trying."""
+
+    step_tokens: int
+    """Of prompts, in a step: more would be hardly faster."""
+    second_core_gain: float | None
+    """How much faster two cores compute them than one; None: there is one, or it is unknown."""
+    has_tiles: bool = False
+    """They are multiplied by a unit for matrices, of which virtual CPUs may share one."""
+
+    @property
+    def lends(self) -> bool:
+        """False: a second core is no help to a prompt."""
+        gain = self.second_core_gain
+        return not self.has_tiles or gain is None or gain >= CORE_GAIN
+
+    @property
+    def why(self) -> str:
+        """For people."""
+        if self.second_core_gain is None:
+            return f"up to {self.step_tokens:,} prompt tokens a step"
+        gain = f"two cores compute them {self.second_core_gain:.2g}x as fast as one"
+        alone = "" if self.lends else ", so that a prompt has its worker's own cores alone"
+        return f"up to {self.step_tokens:,} prompt tokens a step; {gain}{alone}"
+
+
+STEP_TOKENS = (128, 256, 512)
+"""Of prompts in a step; those who decode beside it, and whoever comes next, wait for its end."""
+MIXTURE_STEP_TOKENS = (*STEP_TOKENS, 1024, 2048)
+"""An expert gets but a few of them."""
+RATE = 0.97
+"""Of the best: a smaller step that comes so close is better."""
+CORE_GAIN = 1.15
+"""Of a second core; less is not worth waiting for when its owner wants it back."""
+_TRIED_INPUTS = (1, 4, 16, 64, 128, 256, 512)
+_PROMPT_ROWS = 512
+
+
+def try_prompts(
+    kernels: Kernels,
+    level: str,
+    ways: ProductWays | None,
+    num_cores: int,
+    values: StepValues | None = None,
+) -> PromptTrial:
+    """Time products as a prompt has them; takes a tenth of a second.
+
+    Args:
+        kernels: that multiply.
+        level: theirs; plain C is not tried, which would take seconds.
+        ways: how packed matrices are multiplied; None: matrices are as they are stored.
+        num_cores: that this process may use.
+        values: of the model's weights; None: those of a dense one.
+    """
+    most = STEP_TOKENS[-1]
+    if level == "portable":
+        return PromptTrial(most, None)
+    trial = _Trial(kernels, _PROMPT_ROWS, _TRIED_INPUTS[-1])
+    per_input_s = {}
+    for count in _TRIED_INPUTS:
+        way = None if ways is None else ways.way_of(count)
+        per_input_s[count] = trial.seconds(count, (way,), _PROMPT_ROWS)[way] / count
+    tokens, gain = best_step_tokens(per_input_s, values), None
+    way = None if ways is None else ways.way_of(most)
+    if num_cores > 1:
+        best_s = {1: inf, 2: inf}
+        for threads in (1, 2, 1, 2):
+            seconds = trial.seconds(most, (way,), _PROMPT_ROWS, threads)[way]
+            best_s[threads] = min(best_s[threads], seconds)
+        gain = best_s[1] / best_s[2]
+    return PromptTrial(tokens, gain, has_tiles=way == TILES)
+
+
+def best_step_tokens(per_input_s: Mapping[int, float], values: StepValues | None = None) -> int:
+    """The fewest prompt tokens of a step at RATE of the best rate.
+
+    Args:
+        per_input_s: seconds of a product for each of its inputs, by how many it has.
+        values: of the model's weights; None: those of a dense one.
+    """
+
+    def seconds(inputs: float) -> float:  # of each
+        return per_input_s[max(count for count in per_input_s if count <= max(inputs, 1))]
+
+    experts, dense = (0.0, 1.0) if values is None else (values.expert_share, float(values.dense))
+    sizes = MIXTURE_STEP_TOKENS if experts else STEP_TOKENS
+    used = 0.0 if values is None else values.experts * experts
+    costs = {size: dense * seconds(size) + used * seconds(size * experts) for size in sizes}
+    return min(size for size, cost in costs.items() if min(costs.values()) >= RATE * cost)
+
+
 class _Trial:
     """A matrix as it is stored and packed, inputs, and where outputs go."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(
+        self, kernels: Kernels, num_rows: int = max(_ROWS.values()), num_inputs: int = max(_ROWS)
+    ) -> None:
         self._kernels = kernels
-        num_rows, size = max(_ROWS.values()), max(_ROWS.values()) * _DEPTH * 2
+        size = num_rows * _DEPTH * 2
         self._stored, self._packed = mmap.mmap(-1, size), mmap.mmap(-1, size)
-        out_bytes = max(count * rows for count, rows in _ROWS.items()) * 2
-        self._x, self._out = mmap.mmap(-1, max(_ROWS) * _DEPTH * 2), mmap.mmap(-1, out_bytes)
+        out_bytes = max(num_inputs * 1024, num_rows * 16) * 2
+        self._x, self._out = mmap.mmap(-1, num_inputs * _DEPTH * 2), mmap.mmap(-1, out_bytes)
         random = Random(0)  # the same numbers every time
         values = array("f", [random.gauss(0, 1) for _ in range(8191)])
         noise = b"".join(bits[2:] for bits in _each(values.tobytes(), 4))
@@ -237,7 +338,9 @@ class _Trial:
     def _memories(self) -> tuple[mmap.mmap, ...]:
         return self._stored, self._packed, self._x, self._out
 
-    def _call(self, num_inputs: int, num_rows: int, way: int | None) -> Callable[[], None]:
+    def _call(
+        self, num_inputs: int, num_rows: int, way: int | None, num_threads: int = 1
+    ) -> Callable[[], None]:
         scheme, matrix = (BFLOAT16, self._stored), (BFLOAT16_PAIRS, self._packed)
         number, memory = scheme if way is None else matrix
         parts = array("q", [self._at[memory], num_rows, number])
@@ -245,19 +348,24 @@ class _Trial:
 
         def call() -> None:
             if way is None:
-                self._kernels.linear(
-                    out, x, BFLOAT16, num_inputs, _DEPTH, address, len(parts) // 3, 0, 1
-                )
+                shape = num_inputs, _DEPTH, address, len(parts) // 3, 0
+                self._kernels.linear(out, x, BFLOAT16, *shape, num_threads)
             else:
-                self._kernels.linear_pairs(
-                    out, x, num_inputs, _DEPTH, address, len(parts) // 3, 0, way, 1
-                )
+                shape = num_inputs, _DEPTH, address, len(parts) // 3, 0
+                self._kernels.linear_pairs(out, x, *shape, way, num_threads)
 
         return call
 
-    def seconds(self, num_inputs: int, ways: tuple[int | None, ...]) -> dict[int | None, float]:
+    def seconds(
+        self,
+        num_inputs: int,
+        ways: tuple[int | None, ...],
+        num_rows: int | None = None,
+        num_threads: int = 1,
+    ) -> dict[int | None, float]:
         """The best of a few calls in each way, which take turns."""
-        calls = {way: self._call(num_inputs, _ROWS[num_inputs], way) for way in ways}
+        num_rows = num_rows or _ROWS[num_inputs]
+        calls = {way: self._call(num_inputs, num_rows, way, num_threads) for way in ways}
         best_s = dict.fromkeys(ways, inf)
         for _ in range(_ROUNDS):
             for way, call in calls.items():

@@ -100,6 +100,8 @@ class Situation:
     shares_memory_bus: bool
     lends_cores: bool
     """Workers with nothing to do lend theirs to the others, equal shares to each."""
+    lends_for_prompts: bool = True
+    """A second core makes a prompt faster; else who computes nothing but prompts borrows none."""
     copy_ms: Mapping[Pair, float] = field(default_factory=dict)
     """To copy its blocks from the one to the other; of pairs that are left out it is unknown."""
     last: str | None = None
@@ -210,7 +212,8 @@ class _Forecaster:
             # relative to what it would take undisturbed, which may not have been measured
             with suppress(_Unknown):
                 worker, chunk = situation.candidates[0].decode, situation.max_step_tokens
-                alone_ms = self._prompt_ms(worker, self._cores(worker, {worker}), chunk)
+                cores = self._prompt_cores(worker, {worker}, WorkerLoad())
+                alone_ms = self._prompt_ms(worker, cores, chunk)
                 self._ttft_target_ms = DEFAULT_TTFT_RATIO * alone_ms
         self._added_ms: dict[str, float] = {}
         steps_ms = []
@@ -259,7 +262,7 @@ class _Forecaster:
         """One worker computes the prompt in steps of a chunk; it or another goes on."""
         (first, end), load = pair, self._s.loads[pair.prefill]
         tokens, busy = self._num_left(first), self._busy | {first}
-        cores, steps = self._cores(first, busy), math.ceil(tokens / chunk)
+        cores, steps = self._prompt_cores(first, busy, load), math.ceil(tokens / chunk)
         own_ms = self._prompt_ms(first, cores, chunk, load)
         # what is there already goes at the chunk it was given, which is taken to be the same
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
@@ -309,6 +312,12 @@ class _Forecaster:
         active = [name for name in own if name in busy]
         spare = sum(count for name, count in own.items() if name not in busy)
         return own[worker] + len(range(active.index(worker), spare, len(active)))
+
+    def _prompt_cores(self, worker: str, busy: set[str], load: WorkerLoad) -> int:
+        """The same of one that computes a prompt, beside what it has to do."""
+        if self._s.lends_for_prompts or load.batch:
+            return self._cores(worker, busy)
+        return self._s.num_cores[worker]
 
     def _prompt_ms(
         self, worker: str, cores: int, chunk: int, beside: WorkerLoad | None = None

@@ -191,6 +191,7 @@ class Roles:
         copies: knows what copying takes.
         max_step_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
+        lends_for_prompts: a second core makes a prompt faster.
     """
 
     def __init__(
@@ -201,6 +202,8 @@ class Roles:
         copies: Copies,
         max_step_tokens: int,
         send: Callable[[str, Command], None],
+        *,
+        lends_for_prompts: bool = True,
     ) -> None:
         self.places = places
         self._copies = copies
@@ -214,6 +217,7 @@ class Roles:
         """Ready, but without progress: they get nothing new until they are heard of again."""
         self._roles = "colocated" if places.is_colocated else roles
         self._max_step_tokens = max_step_tokens
+        self._lends_for_prompts = lends_for_prompts
         self._times: dict[tuple[str, int], StepTimes] = {}
         self.outcomes = Outcomes(self._num_measured)
         self._last: str | None = None
@@ -314,6 +318,7 @@ class Roles:
             slo=self.slo,
             shares_memory_bus=self.places.shares_memory_bus,
             lends_cores=self.cores.can_lend,
+            lends_for_prompts=self._lends_for_prompts,
             copy_ms=self._copy_ms(sequence.num_tokens, hits, candidates),
             last=self._last,
             closed=self.outcomes.closed(),
@@ -336,13 +341,15 @@ class Roles:
         cores = self.cores
         if not cores.can_lend:
             return
-        busy = {sequence.worker for sequence in running if sequence.worker is not None}
+        there = [sequence for sequence in running if sequence.worker is not None]
+        busy = {sequence.worker for sequence in there if sequence.worker is not None}
+        gains = self._lends_for_prompts or any(s.phase is not Phase.PREFILLING for s in there)
         idle = [name for name in cores.own if name not in busy]
         busy |= self.stalled  # nobody waits for cores that these will not let go of
         is_whole = self.ready_workers == set(cores.own)
         if self._roles == "colocated" and is_whole:
             idle = [name for name in self.places.parked_when_colocated if name in idle] or idle
-        if self._roles == "static" or not is_whole or not idle:
+        if self._roles == "static" or not is_whole or not idle or not gains:
             cores.want(cores.own, busy)
         elif len(idle) < len(cores.own):
             cores.want(_shares(cores.own, idle), busy)

@@ -57,13 +57,22 @@ class Router:
         max_step_tokens: int,
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
+        lends_for_prompts: bool = True,
     ) -> None:
         self.places = places
         self.ledger = ledger
         self.ways = Journeys(places, ledger)
         self.copies = Copies(ledger, places)
         cores = cores or dict.fromkeys(places.names, ())
-        self.roles = Roles(places, cores, roles, self.copies, max_step_tokens, send)
+        self.roles = Roles(
+            places,
+            cores,
+            roles,
+            self.copies,
+            max_step_tokens,
+            send,
+            lends_for_prompts=lends_for_prompts,
+        )
         self.counters = Counters()
         self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)
         self.prefixes = PrefixCache(places, ledger, self.counters, self.fetches, max_step_tokens)

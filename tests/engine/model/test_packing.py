@@ -17,10 +17,14 @@ from engine.kernels.cpu import (
     WAY_NAMES,
     WIDENED,
     ProductWays,
+    PromptTrial,
+    best_step_tokens,
     find_ways,
     judge,
     load_kernels,
+    try_prompts,
 )
+from engine.kernels.kernel_costs import StepValues
 from engine.model.linear import CompiledLinear
 from engine.model.packing import packed_weight
 from engine.model.transformer import Transformer
@@ -205,3 +209,34 @@ def test_a_way_that_computes_wrongly_is_not_used_and_named():
     assert found.ways.ways == (WIDENED,) * 5
     assert "tiles compute wrongly" in found.why
     assert judge({1: {None: 1.0}}, ["widened"]).ways is None
+
+
+def test_this_machine_finds_how_many_prompt_tokens_a_step_is_worth():
+    found = try_prompts(*load_kernels(), None, 2)
+    assert found.step_tokens in (128, 256, 512)
+    assert found.second_core_gain is not None
+    assert "prompt tokens a step; two cores compute them" in found.why
+    alone = try_prompts(*load_kernels(), None, 1)
+    assert (alone.second_core_gain, alone.lends) == (None, True)
+    assert try_prompts(*load_kernels("portable"), None, 2) == PromptTrial(512, None)
+
+
+def test_a_step_is_no_larger_than_its_rate_asks_for():
+    flat = dict.fromkeys((1, 4, 16, 64, 128, 256, 512), 1.0)
+    assert best_step_tokens(flat) == 128
+    assert best_step_tokens(flat | {256: 0.9, 512: 0.89}) == 256
+    assert best_step_tokens(flat | {256: 0.9, 512: 0.8}) == 512
+
+
+def test_experts_who_get_few_of_a_steps_tokens_want_larger_steps():
+    rising = {1: 64.0, 4: 16.0, 16: 4.0, 64: 1.0, 128: 1.0, 256: 1.0, 512: 1.0}
+    mixture = StepValues(dense=10, experts=1000, expert_share=1 / 16, head=0)
+    assert best_step_tokens(rising) == 128
+    assert best_step_tokens(rising, mixture) == 1024
+
+
+def test_a_second_core_that_shares_the_unit_for_matrices_is_not_borrowed_for_prompts():
+    assert not PromptTrial(512, 1.02, has_tiles=True).lends
+    assert "a prompt has its worker's own cores alone" in PromptTrial(512, 1.02, True).why
+    assert PromptTrial(512, 1.9, has_tiles=True).lends
+    assert PromptTrial(512, 1.02).lends

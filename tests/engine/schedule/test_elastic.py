@@ -229,6 +229,42 @@ def test_idle_workers_lend_equal_shares_of_their_cores():
     assert ("d", 6, True) in asked
 
 
+def test_prompts_that_a_second_core_does_not_help_are_forecast_on_their_own():
+    asked = set()
+
+    def seen(worker, num_cores, load):
+        """Decoding halves on two cores; a prompt takes as long on two as on one."""
+        asked.add((worker, num_cores, bool(load.num_prefill_tokens)))
+        return 20 / num_cores + load.num_prefill_tokens
+
+    assert choose(CPU, seen).forecast.ttft_ms == pytest.approx(1529.3, abs=0.1)
+    assert ("decode", 2, True) in asked
+    asked.clear()
+    choice = choose(replace(CPU, lends_for_prompts=False), seen)
+    assert choice.forecast.ttft_ms == pytest.approx(1558.6, abs=0.1)
+    assert {(cores, is_prompt) for _, cores, is_prompt in asked} == {
+        (1, True),
+        (1, False),
+        (2, False),
+    }
+
+
+def test_smaller_steps_follow_from_the_size_that_was_measured():
+    """Beside those who decode chunks are halved, from what this machine's steps have at most."""
+    sizes = {}
+    for most in (128, 512):
+        asked = set()
+
+        def seen(worker, num_cores, load, asked=asked):
+            if load.num_prefill_tokens and load.batch:
+                asked.add(load.num_prefill_tokens)
+            return linear(worker, num_cores, load)
+
+        choice_of(CPU, predict=seen, decode=TWO_STREAMS, max_step_tokens=most)
+        sizes[most] = asked
+    assert sizes == {128: {64, 128}, 512: {64, 128, 256, 512}}
+
+
 NAMES = ("p", "q", "d")
 LOADS = st.builds(WorkerLoad, st.integers(0, 50_000), st.integers(0, 200), st.integers(0, 200_000))
 PAIRS = st.sampled_from([Pair(a, b) for a in NAMES for b in NAMES])
@@ -247,6 +283,7 @@ SITUATIONS = st.builds(
     ),
     shares_memory_bus=st.booleans(),
     lends_cores=st.booleans(),
+    lends_for_prompts=st.booleans(),
     copy_ms=st.dictionaries(PAIRS, st.floats(0, 1000)),
     last=st.one_of(st.none(), st.sampled_from(["move", *NAMES])),
 )

@@ -21,13 +21,13 @@ TWO_CORES = {"prefill": (0,), "decode": (1,)}
 class Machine:
     """Roles over two workers that do at once what they are told."""
 
-    def __init__(self, roles="elastic", cores=None, places=PLACES):
+    def __init__(self, roles="elastic", cores=None, places=PLACES, **options):
         self.told = []
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
         copies = Copies(Ledger(places.books(16)), places)
-        self.roles = Roles(places, cores, roles, copies, 512, send)
+        self.roles = Roles(places, cores, roles, copies, 512, send, **options)
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -91,6 +91,13 @@ def test_an_idle_worker_lends_its_cores_and_has_them_back_when_work_comes():
     assert machine.settle(DECODING) == [[], [0, 1]]
     assert machine.settle(DECODING, PREFILLING) == [[0], [1]]
     assert machine.settle(PREFILLING) == [[0, 1], []]
+
+
+def test_a_prompt_borrows_no_core_that_would_not_make_it_faster():
+    machine = Machine(lends_for_prompts=False)
+    assert machine.settle(PREFILLING) == [[0], [1]]
+    assert machine.settle(DECODING) == [[], [0, 1]], "reading does gain by it"
+    assert machine.settle(PREFILLING) == [[0], [1]]
 
 
 def test_with_nothing_to_do_cores_stay_where_they_are():
