@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.text.matcher import GrammarTokenizer
 
 from engine.folder.checkpoint import Checkpoint
 from engine.model import transformer
@@ -27,6 +26,7 @@ from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
+from engine.text.grammar import GrammarTokenizer
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars, Running
 from tests.engine.model.test_attention import batch_of
