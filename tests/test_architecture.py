@@ -25,8 +25,7 @@ DIRECTIONS = {
     "appliance/": ("appliance", "engine", "migrations"),
     "tui/": (
         "tui",
-        "appliance.frame.protocol",
-        "appliance.frame.protocol",
+        "appliance.frame.figures",
         "appliance.frame.protocol",
         "appliance.frame.recording",
         "appliance.client",

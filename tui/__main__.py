@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tui import format as fmt
 from tui import plain
+from tui.lines import clean
 
 EXIT_DAMAGED = 1
 EXIT_INTERRUPTED = 130
@@ -91,7 +91,7 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
             return 0
     except RecordingError as error:
         hint = f"hint: {error.hint}\n" if error.hint else ""
-        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\n{hint}")
+        sys.stderr.write(f"penstock: {clean(str(error))}\n{hint}")
         return error.exit_code
     from tui.replay_console import ReplayConsole
 

@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from appliance.configuration.settings import ROLES
+from appliance.frame import figures as fig
 from appliance.frame.protocol import Frame, RequestFrame
 from tui import feed
-from tui import format as fmt
+from tui.lines import clean
 
 MAX_TARGET_MS = 86_400_000
 ROLE_CHOICES = tuple(
@@ -40,8 +41,8 @@ class Action(NamedTuple):
 
 def cancel(request: RequestFrame) -> Action:
     """What cancels a request, and the question that is asked before."""
-    user = f" of {fmt.clean(request.user)}" if request.user else ""
-    question = f"Cancel request {fmt.clean(request.id)}{user}?"
+    user = f" of {clean(request.user)}" if request.user else ""
+    question = f"Cancel request {clean(request.id)}{user}?"
     return Action(question, lambda socket_path: feed.cancel(socket_path, request.id))
 
 
@@ -49,7 +50,7 @@ def drain_or_resume(frame: Frame) -> Action:
     """Take no new work, or take it again."""
     if frame.state == "draining":
         return Action("Take new work again?", feed.resume)
-    live = fmt.count(frame.num_requests)
+    live = fig.count(frame.num_requests)
     return Action(f"Drain? {live} live requests go on, nothing new is taken.", feed.drain)
 
 

@@ -19,8 +19,8 @@ from textual.screen import Screen
 
 from appliance.frame.protocol import Frame, RequestFrame
 from tui import actions, feed, keys, request_listing
-from tui import format as fmt
 from tui.feed import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.lines import clean
 from tui.request_listing import RequestListing
 from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, View
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
@@ -312,8 +312,8 @@ class Console(App[None]):
         """Put the selected request's id into the terminal's clipboard."""
         request = self.selected
         if not self._refuses("copy_id") and request is not None:
-            self.copy_to_clipboard(fmt.clean(request.id))
-            self.notify(f"copied {fmt.clean(request.id)}", timeout=2, markup=False)
+            self.copy_to_clipboard(clean(request.id))
+            self.notify(f"copied {clean(request.id)}", timeout=2, markup=False)
 
     def action_detail(self) -> None:
         """Where the selected request spends its time."""
@@ -363,7 +363,7 @@ class Console(App[None]):
             if roles is not None:
                 self._confirm(actions.switch_roles(frame, roles))
 
-        now = f"ROLES  {fmt.clean(frame.roles)} now"
+        now = f"ROLES  {clean(frame.roles)} now"
         self.push_screen(Choose(now, actions.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
 
     def action_targets(self) -> None:
@@ -392,6 +392,6 @@ class Console(App[None]):
         try:
             outcome = await action.act(self._socket_path)
         except feed.FeedLost as error:
-            self.notify(fmt.clean(str(error)), severity="error", markup=False)
+            self.notify(clean(str(error)), severity="error", markup=False)
         else:
-            self.notify(fmt.clean(outcome), markup=False)
+            self.notify(clean(outcome), markup=False)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from textual.binding import Binding
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import RequestFrame
-from tui import format as fmt
+from tui.lines import clean
 from tui.view import READ_ONLY, REPLAY, View
 from tui.widgets import main_screen
 
@@ -94,14 +95,14 @@ def refusal(action: str, view: View, selected: RequestFrame | None) -> str:
         return "the daemon has not answered yet"
     if caller.role == READ_ONLY:
         return "this console is read-only"
-    who = f"the daemon takes you for {fmt.clean(caller.name)}, a {fmt.clean(caller.role)}"
+    who = f"the daemon takes you for {clean(caller.name)}, a {clean(caller.role)}"
     if action in _OF_OPERATORS:
         return f"only operators may do that; {who}"
     if selected is None:
         return "no request is selected here"
-    name = fmt.short_id(selected.id)
+    name = fig.short_id(selected.id)
     if selected.phase == "finished":
-        return f"{name} has ended already: {fmt.clean(selected.finish_reason or 'finished')}"
+        return f"{name} has ended already: {clean(selected.finish_reason or 'finished')}"
     return f"only its owner or an operator may cancel {name}; {who}"
 
 
@@ -132,7 +133,7 @@ def label(key: Binding, view: View) -> str:
     if key.action == "drain" and view.frame is not None and view.frame.state == "draining":
         return "resume"
     if key.action == "window":
-        return f"graphs {fmt.whole_seconds(view.window_s)}"
+        return f"graphs {fig.whole_seconds(view.window_s)}"
     return key.description
 
 

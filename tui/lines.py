@@ -2,7 +2,7 @@
 
 A line is a list of spans, a span is text and a tone. Panels are pure functions that return lines,
 so the terminal console, the plain text mode and the tests share them.
-Owns: the tones and the block characters.
+Owns: the tones, the block characters, and what of a text may be shown.
 Invariant: `fit` returns exactly the width asked for, printable, and ASCII where that is wanted.
 Never: knows a colour; the stylesheet gives each tone its look.
 """
@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from rich.cells import cell_len
-
-from tui import format as fmt
+from rich.cells import cell_len, set_cell_size
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 STATE_CELLS = {
@@ -53,6 +51,28 @@ class Run(NamedTuple):
 Line = list[Run]
 
 
+def clean(text: str) -> str:
+    """The text with every unprintable character (escapes, newlines, bidi marks) made a `?`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def clip(text: str, width: int) -> str:
+    """At most `width` cells of cleaned text; a cut is marked with an ellipsis."""
+    text = clean(text)
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1).rstrip() + "…" if width > 0 else ""
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Exactly `width` cells of cleaned text, clipped or filled; `right` aligns to the right."""
+    text = clip(text, width)
+    fill = " " * (width - cell_len(text))
+    return fill + text if right else text + fill
+
+
 def width_of(line: Iterable[Run]) -> int:
     """Cells that the line takes."""
     return sum(cell_len(span.text) for span in line)
@@ -70,7 +90,7 @@ def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
     for span in line:
         if room <= 0:
             break
-        text = fmt.clip(to_ascii(span.text) if is_ascii else span.text, room)
+        text = clip(to_ascii(span.text) if is_ascii else span.text, room)
         if is_ascii:
             text = to_ascii(text)  # the mark of a cut
         room -= cell_len(text)
@@ -109,16 +129,16 @@ def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> l
 
 def rule(title: str, width: int, note: str = "") -> Line:
     """A line that a section begins with: `─ POOLS ───────── 64 tokens a block ─`."""
-    head = [Run("─ ", Tone.MUTED), Run(fmt.clip(title, width - 4), Tone.ACCENT), Run(" ")]
+    head = [Run("─ ", Tone.MUTED), Run(clip(title, width - 4), Tone.ACCENT), Run(" ")]
     room = width - width_of(head) - 3
-    tail = [Run(f" {fmt.clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
+    tail = [Run(f" {clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
     dashes = max(0, width - width_of(head) - width_of(tail))
     return [*head, Run("─" * dashes, Tone.MUTED), *tail]
 
 
 def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> list[Line]:
     """A sentence on as many lines as it takes."""
-    rows = textwrap.wrap(fmt.clean(text), max(1, width - indent))
+    rows = textwrap.wrap(clean(text), max(1, width - indent))
     return [[Run(" " * indent), Run(row, tone)] for row in rows]
 
 

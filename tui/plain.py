@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
-from tui import format as fmt
-from tui.lines import Line, fit, text_of, to_ascii
+from tui.lines import Line, clean, fit, text_of, to_ascii
 from tui.panels import gauges, header, lanes, log
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
@@ -67,7 +67,7 @@ async def _first(socket_path: str) -> Frame | None:
     try:
         return await feed.first_frame(socket_path)
     except feed.FeedLost as error:
-        sys.stderr.write(f"penstock: {fmt.clean(str(error))}\nhint: penstock serve starts it\n")
+        sys.stderr.write(f"penstock: {clean(str(error))}\nhint: penstock serve starts it\n")
         return None
 
 
@@ -83,7 +83,7 @@ async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
     def on_lost(loss: feed.FeedLost, retry_in_s: float) -> None:
         nonlocal view
         view = view.over(DaemonLink(loss.word, str(loss)))
-        _write([f"{loss.word}: {loss}; retry in {fmt.seconds(retry_in_s)}"], is_ascii=is_ascii)
+        _write([f"{loss.word}: {loss}; retry in {fig.seconds(retry_in_s)}"], is_ascii=is_ascii)
 
     await feed.follow(socket_path, on_frame, on_lost)
 
@@ -99,7 +99,7 @@ class _Seen:
         new = [event for event in frame.events if event not in self._events]
         self._events = list(frame.events)
         return [
-            f"EVENT {fmt.clock(event.at)} {event.severity.upper()} {event.code} {event.message}"
+            f"EVENT {fig.clock(event.at)} {event.severity.upper()} {event.code} {event.message}"
             for event in new
         ]
 
@@ -141,6 +141,6 @@ def page(view: View, width: int) -> list[str]:
 
 def _write(lines: Sequence[str], *, is_ascii: bool) -> None:
     for line in lines:
-        text = fmt.clean(line)
+        text = clean(line)
         sys.stdout.write((to_ascii(text) if is_ascii else text) + "\n")
     sys.stdout.flush()

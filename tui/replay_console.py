@@ -15,9 +15,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from appliance.frame.recording import RecordingError
-from tui import format as fmt
 from tui.app import Console
-from tui.lines import Line
+from tui.lines import Line, clean
 from tui.panels.replay import bar, landing
 from tui.replay import Playback, Replay, parse_moment
 from tui.widgets.dialogs import AskDialog, Detail
@@ -105,7 +104,7 @@ class ReplayConsole(Console, inherit_bindings=False):
                 request_id = self.screen.request.id
                 self.screen.show(self._replay.request_at(request_id, playback.index))
         except RecordingError as error:
-            self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
+            self.exit(return_code=error.exit_code, message=clean(str(error)))
 
     def _find_finished(self) -> None:
         """What had ended by now, while it is on screen."""
@@ -118,7 +117,7 @@ class ReplayConsole(Console, inherit_bindings=False):
         try:
             self._find_finished()
         except RecordingError as error:
-            self.exit(return_code=error.exit_code, message=fmt.clean(str(error)))
+            self.exit(return_code=error.exit_code, message=clean(str(error)))
         self._show()
 
     def action_pause(self) -> None:
@@ -166,7 +165,7 @@ class ReplayConsole(Console, inherit_bindings=False):
             return
         at_ms = parse_moment(text, self._playback.at_ms)
         if at_ms is None:
-            about = f"{fmt.clean(text)} is no time; give 14:02:11, -5m or +30s"
+            about = f"{clean(text)} is no time; give 14:02:11, -5m or +30s"
             self.notify(about, severity="error", markup=False)
         else:
             self._move(self._playback.seek(at_ms))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from appliance.frame.figures import energy_j
 from appliance.frame.protocol import RequestFrame
 
 # What the request tables leave out: `user:ana state:queued in>4096 ttft>500 !bench`.
@@ -58,7 +59,7 @@ NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType
         "paused": lambda r: r.paused_ms,
         "tpot": lambda r: r.tpot_ms,
         "e2e": lambda r: r.e2e_ms,
-        "j": lambda r: energy_j(r),
+        "j": lambda r: energy_j(r.prefill_j, r.decode_j),
     }
 )
 """Compared with a number; times are in milliseconds."""
@@ -109,12 +110,6 @@ def parse(text: str) -> Filter:
         FilterError: a condition cannot be read.
     """
     return Filter(" ".join(text.split()), tuple(_term(word) for word in text.split()))
-
-
-def energy_j(request: RequestFrame) -> float | None:
-    """Energy of both phases as far as they are known."""
-    known = [joules for joules in (request.prefill_j, request.decode_j) if joules is not None]
-    return sum(known) if known else None
 
 
 def _term(word: str) -> Term:

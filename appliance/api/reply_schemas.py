@@ -25,6 +25,7 @@ from appliance.api.request_schemas import (
     whole,
 )
 from appliance.configuration.settings import ROLES
+from appliance.frame.figures import STAGES
 from appliance.frame.protocol import Frame
 
 _USAGE: Json = shape(
@@ -178,11 +179,9 @@ _LOG: Json = {
         | dict.fromkeys(("workers", "links"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
-        | dict.fromkeys(
-            ("temperature", "top_p", "tokenize_ms", "queue_ms", "restore_ms", "prefill_ms"), _MS
-        )
-        | dict.fromkeys(("ttft_ms", "handoff_ms", "decode_wait_ms", "decode_ms"), _MS)
-        | dict.fromkeys(("paused_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)
+        | dict.fromkeys(("temperature", "top_p"), _MS)
+        | dict.fromkeys((f"{stage}_ms" for stage in STAGES), _MS)
+        | dict.fromkeys(("ttft_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)
         | dict.fromkeys(("prefill_j", "decode_j"), _JOULES)
     ),
     "LogEvent": shape(

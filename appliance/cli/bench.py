@@ -44,10 +44,11 @@ from appliance.bench.workloads import (
 )
 from appliance.cli import bench_pages, tables, terminal
 from appliance.cli.bench_pages import DEVICE, Bar
-from appliance.cli.tables import Format, Row, document, printable, size
+from appliance.cli.tables import Format, Row, document, printable
 from appliance.cli.terminal import Host, Output
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
+from appliance.frame.figures import size
 from appliance.frame.protocol import utc_now
 from engine.errors import ConfigError
 

@@ -20,7 +20,8 @@ from appliance.bench.load import Load
 from appliance.bench.statistics import QUANTILES, TIMES
 from appliance.bench.workloads import Lengths, read_trace, scaled, spread
 from appliance.cli import terminal
-from appliance.cli.tables import DASH, Format, Listing, Row, TableColumn, count, ms, printable
+from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
+from appliance.frame.figures import ABSENT, count, duration
 
 # The options that the benchmarks share.
 # Invariant: an option means the same in every verb. Never: measures.
@@ -138,7 +139,7 @@ BAR_CELLS = 24
 
 def figure(value: Any) -> str:
     """A number to four digits; a count as it is."""
-    return DASH if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
+    return ABSENT if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
 
 
 COMPARISON = (
@@ -160,9 +161,9 @@ STEPS = (
     TableColumn("BATCH", "batch", count),
     TableColumn("TOKENS", "num_tokens", count),
     TableColumn("CONTEXT", "context", count),
-    TableColumn("P50", "ms_p50", ms),
-    TableColumn("MIN", "ms_min", ms),
-    TableColumn("MAX", "ms_max", ms),
+    TableColumn("P50", "ms_p50", duration),
+    TableColumn("MIN", "ms_min", duration),
+    TableColumn("MAX", "ms_max", duration),
     TableColumn("TOK/S", "tokens_per_s", figure),
     TableColumn("STEPS", "steps", count, is_wide=True),
 )
@@ -170,7 +171,7 @@ STEPS = (
 DEVICE = (
     TableColumn("WHAT", "what"),
     TableColumn("SHAPE", "shape"),
-    TableColumn("P50", "ms", ms),
+    TableColumn("P50", "ms", duration),
     TableColumn("RATE", "rate", figure),
     TableColumn("UNIT", "unit"),
     TableColumn("OF CEILING", "share", figure),
@@ -180,7 +181,7 @@ DEVICE = (
 def run_page(content: Row) -> str:
     """`penstock bench run`: quantiles of each time, then the rest, one a line."""
     figures = content["figures"]
-    columns = [TableColumn("", "name"), *(TableColumn(q.upper(), q, ms) for q in QUANTILES)]
+    columns = [TableColumn("", "name"), *(TableColumn(q.upper(), q, duration) for q in QUANTILES)]
     times = [
         {"name": name.removesuffix("_ms")} | {q: figures[f"{name}_{q}"] for q in QUANTILES}
         for name in TIMES

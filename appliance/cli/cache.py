@@ -17,9 +17,10 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.history import StateDir
-from appliance.cli.tables import Format, printable, size, things
+from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
+from appliance.frame.figures import size, things
 from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, PenstockError
 

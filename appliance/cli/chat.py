@@ -36,10 +36,11 @@ from appliance.cli.generate import (
     print_stats,
     stream,
 )
-from appliance.cli.tables import printable, things
+from appliance.cli.tables import printable
 from appliance.cli.terminal import Host
 from appliance.client import Client, ClientError
 from appliance.configuration.setting_kinds import is_meant, nearest
+from appliance.frame.figures import things
 from engine.errors import PenstockError
 
 # What is said in a chat, and the settings it is said with.

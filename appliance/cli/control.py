@@ -26,13 +26,14 @@ import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
-from appliance.cli.tables import Format, printable, things
+from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress, find
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
+from appliance.frame.figures import things
 from engine.errors import ConfigError, PenstockError
 
 POLL_S = 0.2

@@ -15,10 +15,11 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.history import StateDir
-from appliance.cli.tables import Format, printable, things
+from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
+from appliance.frame.figures import things
 
 # appliance.log.store costs 70 ms, so it comes with the verbs.
 

@@ -21,9 +21,9 @@ from typing import Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import ms, size
 from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
+from appliance.frame.figures import duration, size
 from appliance.frame.latency import quantile
 
 _MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
@@ -159,10 +159,10 @@ def _ask(
     terminal.write(f"  {mark}  {question['question']}\n         {answer}\n")
     if not is_right:
         terminal.write(f"         expected: {question['answer']}\n")
-    figures = [f"{row['prompt_tokens']:,} tokens", f"TTFT {ms((first_s - asked_s) * 1e3)}"]
+    figures = [f"{row['prompt_tokens']:,} tokens", f"TTFT {duration((first_s - asked_s) * 1e3)}"]
     if row["handoff_ms"] is not None:
         moved = size(row["handoff_bytes"] or 0)
-        figures.append(f"handoff {ms(row['handoff_ms'])} ({row['transport']}, {moved})")
+        figures.append(f"handoff {duration(row['handoff_ms'])} ({row['transport']}, {moved})")
     terminal.write(f"         {' · '.join(figures)}\n         {_gaps('chats', gaps_ms)}\n")
     return is_right
 
@@ -170,7 +170,7 @@ def _ask(
 def _gaps(whose: str, gaps_ms: list[float]) -> str:
     if not gaps_ms:
         return f"{whose}: no gap was seen."
-    shown = (f"{name} {ms(quantile(gaps_ms, q) or 0.0)}" for name, q in _QUANTILES)
+    shown = (f"{name} {duration(quantile(gaps_ms, q) or 0.0)}" for name, q in _QUANTILES)
     return f"{whose}: token gaps {', '.join(shown)}."
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import DASH, Format, TableColumn, count, in_unit, size, word
+from appliance.cli.tables import Format, TableColumn, in_unit, word
 from appliance.cli.terminal import Host, Output
+from appliance.frame.figures import ABSENT, count, size
 
 if TYPE_CHECKING:
     from appliance.devices.inventory import Inventory
@@ -79,11 +80,11 @@ _READING_S = 0.25
 
 
 def _reasons(value: Any) -> str:
-    return DASH if value is None else word(", ".join(value) or "no")
+    return ABSENT if value is None else word(", ".join(value) or "no")
 
 
 def _per_s(value: float | None) -> str:
-    return DASH if value is None else f"{size(value)}/s"
+    return ABSENT if value is None else f"{size(value)}/s"
 
 
 _DEVICES = (
@@ -156,7 +157,7 @@ def drawing(inventory: Inventory) -> Iterator[str]:
     width = max(map(len, (*names, "links", *(link.short for link in pairs.values())))) + 2
     yield "".join(cell.ljust(width) for cell in ("links", *names)).rstrip()
     for name in names:
-        cells = (DASH if name == other else pairs[name, other].short for other in names)
+        cells = (ABSENT if name == other else pairs[name, other].short for other in names)
         yield "".join(cell.ljust(width) for cell in (name, *cells)).rstrip()
     words = {link.short: link for link in pairs.values()}
     for short, link in sorted(words.items()):

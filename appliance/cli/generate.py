@@ -17,9 +17,10 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.short_ids import model_ids
-from appliance.cli.tables import for_terminal, things
+from appliance.cli.tables import for_terminal
 from appliance.cli.terminal import Host
 from appliance.client import Client, ClientError, GenerationFailed, Stream
+from appliance.frame.figures import things
 
 # One reply of the model to stdout, token by token, and what happens when it is interrupted.
 # Invariant: stdout is the completion to the byte, and a newline where it does not end with one,

@@ -1,28 +1,30 @@
-"""What lists and pages show: columns, names and values, one request's stages as bars.
+"""What lists and pages of the CLI show: columns, names and values, one request stage by stage.
 
-Owns: which fields of a row are shown, under which title; their wording. Invariant: pure; one
-subject a line; the order of the stages.
-Invariant: a csv file gets a column's `key` as its heading, so keys and their order are kept.
+Owns: which fields of a row are shown, under which title.
+Invariant: pure; a csv file gets a column's `key` as its heading, so keys and their order are kept;
+a request is told in the console's words (appliance.frame.figures).
 Never: computes a figure that the daemon did not send.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from appliance.cli.tables import (
-    Row,
-    TableColumn,
+from appliance.cli.tables import Row, TableColumn, flat, printable, word
+from appliance.frame import figures
+from appliance.frame.figures import (
+    STAGES,
+    TTFT_STAGES,
+    age,
     count,
-    flat,
+    day_and_time,
+    duration,
     joules,
-    large,
-    ms,
-    printable,
+    plain,
+    short_count,
     short_id,
-    short_time,
     size,
-    word,
 )
 
 REQUESTS = (
@@ -32,15 +34,15 @@ REQUESTS = (
     TableColumn("IN", "prompt_tokens", count),
     TableColumn("OUT", "output_tokens", count),
     TableColumn("MAX", "max_tokens", count, rank=4),
-    TableColumn("AGE", "age_ms", ms),
-    TableColumn("TTFT", "ttft_ms", ms, rank=1),
-    TableColumn("TPOT", "tpot_ms", ms, rank=2),
+    TableColumn("AGE", "age_ms", age),
+    TableColumn("TTFT", "ttft_ms", duration, rank=1),
+    TableColumn("TPOT", "tpot_ms", duration, rank=2),
     TableColumn("WORKER", "worker", rank=3),
     TableColumn("WAITS FOR", "waits_for", rank=6),
-    TableColumn("QUEUE", "queue_ms", ms, is_wide=True),
-    TableColumn("PREFILL", "prefill_ms", ms, is_wide=True),
-    TableColumn("HANDOFF", "handoff_ms", ms, is_wide=True),
-    TableColumn("E2E", "e2e_ms", ms, is_wide=True),
+    TableColumn("QUEUE", "queue_ms", duration, is_wide=True),
+    TableColumn("PREFILL", "prefill_ms", duration, is_wide=True),
+    TableColumn("HANDOFF", "handoff_ms", duration, is_wide=True),
+    TableColumn("E2E", "e2e_ms", duration, is_wide=True),
     TableColumn("BLOCKS", "num_blocks", count, is_wide=True),
     TableColumn("ENDPOINT", "endpoint", is_wide=True),
     TableColumn("RECEIVED", "received_at", is_wide=True),
@@ -52,32 +54,32 @@ REQUESTS = (
 )
 
 LOG = (
-    TableColumn("RECEIVED", "received_at", short=short_time),
+    TableColumn("RECEIVED", "received_at", short=day_and_time),
     TableColumn("ID", "id", short=short_id),
     TableColumn("USER", "user", rank=4),
     TableColumn("IN", "prompt_tokens", count),
     TableColumn("OUT", "completion_tokens", count),
-    TableColumn("QUEUE", "queue_ms", ms, rank=2),
-    TableColumn("PREFILL", "prefill_ms", ms, rank=5),
-    TableColumn("TTFT", "ttft_ms", ms, rank=3),
-    TableColumn("HANDOFF", "handoff_ms", ms, rank=6),
-    TableColumn("TPOT", "tpot_ms", ms, rank=1),
-    TableColumn("E2E", "e2e_ms", ms),
+    TableColumn("QUEUE", "queue_ms", duration, rank=2),
+    TableColumn("PREFILL", "prefill_ms", duration, rank=5),
+    TableColumn("TTFT", "ttft_ms", duration, rank=3),
+    TableColumn("HANDOFF", "handoff_ms", duration, rank=6),
+    TableColumn("TPOT", "tpot_ms", duration, rank=1),
+    TableColumn("E2E", "e2e_ms", duration),
     TableColumn("PATH", "transport", rank=7),
     TableColumn("END", "finish_reason"),
-    TableColumn("TOKENIZE", "tokenize_ms", ms, is_wide=True),
-    TableColumn("WAIT", "decode_wait_ms", ms, is_wide=True),
-    TableColumn("DECODE", "decode_ms", ms, is_wide=True),
+    TableColumn("TOKENIZE", "tokenize_ms", duration, is_wide=True),
+    TableColumn("WAIT", "decode_wait_ms", duration, is_wide=True),
+    TableColumn("DECODE", "decode_ms", duration, is_wide=True),
     TableColumn("CACHED", "cached_tokens", count, is_wide=True),
-    TableColumn("RESTORE", "restore_ms", ms, is_wide=True),
+    TableColumn("RESTORE", "restore_ms", duration, is_wide=True),
     TableColumn("MOVED", "handoff_bytes", size, is_wide=True),
-    TableColumn("PAUSED", "paused_ms", ms, is_wide=True),
+    TableColumn("PAUSED", "paused_ms", duration, is_wide=True),
     TableColumn("RECOVERIES", "recoveries", count, is_wide=True),
     TableColumn("PREEMPTIONS", "preemptions", count, is_wide=True),
     TableColumn("MODEL", "model", is_wide=True),
     TableColumn("ENDPOINT", "endpoint", is_wide=True),
-    TableColumn("STATUS", "http_status", count, is_wide=True),
-    TableColumn("SEED", "seed", count, is_wide=True),
+    TableColumn("STATUS", "http_status", plain, is_wide=True),
+    TableColumn("SEED", "seed", plain, is_wide=True),
     TableColumn("CANCELLED BY", "cancelled_by", is_wide=True),
     TableColumn("CLIENT ID", "client_rid", is_wide=True),
     TableColumn("PREFILL J", "prefill_j", joules, is_wide=True),
@@ -88,7 +90,7 @@ LOG = (
 )
 
 EVENTS = (
-    TableColumn("AT", "at", short=short_time),
+    TableColumn("AT", "at", short=day_and_time),
     TableColumn("SEVERITY", "severity"),
     TableColumn("CODE", "code"),
     TableColumn("BY", "actor", is_wide=True),
@@ -106,7 +108,7 @@ ALERTS = (
 MODELS = (
     TableColumn("NAME", "name"),
     TableColumn("FAMILY", "family"),
-    TableColumn("PARAMS", "num_parameters", large),
+    TableColumn("PARAMS", "num_parameters", short_count),
     TableColumn("DTYPE", "dtype"),
     TableColumn("SIZE", "size_bytes", size),
     TableColumn("PROBLEM", "problem"),
@@ -139,8 +141,8 @@ def usage(by: str) -> tuple[TableColumn, ...]:
         TableColumn("ERRORS", "errors", count),
         TableColumn("IN", "prompt_tokens", count),
         TableColumn("OUT", "completion_tokens", count),
-        TableColumn("PREFILL", "prefill_ms", ms),
-        TableColumn("DECODE", "decode_ms", ms),
+        TableColumn("PREFILL", "prefill_ms", duration),
+        TableColumn("DECODE", "decode_ms", duration),
         TableColumn("ENERGY", "energy_j", joules),
         TableColumn("J/TOKEN", "j_per_token", joules),
     )
@@ -153,15 +155,15 @@ def usage(by: str) -> tuple[TableColumn, ...]:
 def stats_line(frame: Row) -> str:
     """`penstock run --stats`, from the request as the daemon measured it."""
     parts = [f"in {count(frame.get('prompt_tokens'))} out {count(frame.get('output_tokens'))}"]
-    stages = ["tokenize", "queue", "prefill"]
-    if frame.get("restore_ms") is not None:
-        stages.insert(2, "restore")
-    shares = " ".join(f"{stage} {ms(frame.get(f'{stage}_ms'))}" for stage in stages)
-    parts.append(f"ttft {ms(frame.get('ttft_ms'))} ({shares})")
-    later = ("handoff", "decode_wait", "decode", "paused", "first_itl", "tpot", "e2e")
-    reached = [name for name in later if frame.get(f"{name}_ms") is not None]
-    parts += [f"{name} {ms(frame[f'{name}_ms'])}" for name in reached]
+    before = _reached(frame, TTFT_STAGES)
+    parts.append(f"ttft {duration(frame.get('ttft_ms'))} ({' '.join(before)})")
+    parts += _reached(frame, (*STAGES[len(TTFT_STAGES) :], "first_itl", "tpot", "e2e"))
     return "  ".join([*parts, f"id {printable(frame.get('id'))}"])
+
+
+def _reached(frame: Row, names: Iterable[str]) -> list[str]:
+    known = ((name, frame.get(f"{name}_ms")) for name in names)
+    return [f"{name} {duration(value_ms)}" for name, value_ms in known if value_ms is not None]
 
 
 def facts(content: Row) -> str:
@@ -179,10 +181,43 @@ def _fact(name: str, value: Any) -> str:
 def roles_text(frame: Row) -> str:
     """What the workers are for, and the targets that somebody has set."""
     path = frame.get("transport")
-    named = (("ttft", frame.get("slo_ttft_ms")), ("gaps", frame.get("slo_itl_ms")))
-    targets = [f"{name} {ms(value)}" for name, value in named if value is not None]
+    named = (("ttft", frame.get("slo_ttft_ms")), ("itl", frame.get("slo_itl_ms")))
+    targets = [f"{name} {duration(value)}" for name, value in named if value is not None]
     return (
         f"{frame.get('roles')}"
         + (f", handoff by {path}" if path else "")
         + (f", targets {' and '.join(targets)}" if targets else "")
     )
+
+
+_LABEL_WIDTH = 12
+_NUMBER_WIDTH = 8
+
+
+def request_page(frame: Row, *, width: int, bar: str) -> str:
+    """`penstock show`, from a request as the daemon has it.
+
+    Args:
+        frame: a RequestFrame.
+        width: columns that the bars may fill, labels included.
+        bar: one cell of a bar.
+    """
+    facts = {"request": frame.get("id") or figures.ABSENT, **figures.request_facts(frame)}
+    lines = [f"{label:<{_LABEL_WIDTH}} {printable(text)}" for label, text in facts.items()]
+    return "\n".join([*lines, "", *waterfall(frame, width=width, bar=bar)])
+
+
+def waterfall(frame: Row, *, width: int, bar: str) -> list[str]:
+    """A line for each stage reached, then the sum, the whole and what is between them."""
+    bars, sums = figures.waterfall(frame, width - _LABEL_WIDTH - _NUMBER_WIDTH - 3)
+    lines = [
+        _line(f"{each.stage}..." if each.is_open else each.stage, each.ms)
+        + f"  {' ' * each.start}{bar * each.cells}"
+        for each in bars
+    ]
+    return [line.rstrip() for line in lines] + [_line(*each) for each in sums]
+
+
+def _line(label: str, value_ms: float) -> str:
+    shown = figures.duration(round(value_ms, 3))
+    return f"{printable(label):<{_LABEL_WIDTH}} {shown:>{_NUMBER_WIDTH}}"

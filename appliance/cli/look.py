@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import history, listings, short_ids, terminal, waterfall
+from appliance.cli import history, listings, short_ids, terminal
 from appliance.cli.short_ids import request_ids
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
@@ -79,7 +79,7 @@ def show(
     except DaemonUnreachable as error:
         frame = history.request_from_file(request_id, client, state_dir, error)
     width, bar = terminal.width(), terminal.bar()
-    terminal.show("show", frame, output, lambda: waterfall.page(frame, width=width, bar=bar))
+    terminal.show("show", frame, output, lambda: listings.request_page(frame, width=width, bar=bar))
 
 
 def whoami(host: Host = None, output: Output = Format.TABLE) -> None:

@@ -18,10 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import listings, terminal
-from appliance.cli.tables import Format, printable, size
+from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
+from appliance.frame.figures import size
 from appliance.models import cache
 from appliance.models.names import HubName, a_model
 from engine.errors import CheckpointError, ConfigError, PenstockError

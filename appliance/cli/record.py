@@ -16,9 +16,10 @@ from typing import Annotated
 import typer
 
 from appliance.cli import history, terminal
-from appliance.cli.tables import printable, things
+from appliance.cli.tables import printable
 from appliance.cli.terminal import Host
 from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.frame.figures import things
 from engine.errors import PenstockError, RequestError
 
 DEFAULT_SINCE = "30m"

@@ -16,21 +16,25 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.listings import roles_text
-from appliance.cli.tables import (
-    DASH,
-    Format,
-    Row,
+from appliance.cli.tables import Format, Row, painted, printable
+from appliance.cli.terminal import Host, Output
+from appliance.client import Client, DaemonUnreachable, GenerationFailed
+from appliance.frame.figures import (
     count,
+    duration,
+    fine_ratio,
     joules,
-    ms,
-    painted,
-    printable,
+    part,
+    plain,
+    quantiles,
+    rate,
+    ratio,
+    seconds,
     size,
     things,
     tokens_per_s,
+    watts,
 )
-from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonUnreachable, GenerationFailed
 
 # The daemon's state as text: a page, or a line.
 # Never: judges a figure, or shows one that the daemon did not send.
@@ -94,8 +98,7 @@ def line(frame: Row) -> str:
     for pool in frame.get("pools") or ():
         free, whole = count(pool.get("free")), count(pool.get("num_blocks"))
         parts.append(f"{pool.get('name')} {free} of {whole} free")
-    parts.append(f"ttft p50 {ms(latency.get('ttft_ms_p50'))} p95 {ms(latency.get('ttft_ms_p95'))}")
-    parts.append(f"itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}")
+    parts += [quantiles(latency, name, "p50", "p95") for name in ("ttft", "itl")]
     parts += [f"{a.get('severity')} {a.get('code')}" for a in frame.get("alerts") or ()]
     return printable("  ".join(parts))
 
@@ -103,9 +106,7 @@ def line(frame: Row) -> str:
 def _state_text(frame: Row) -> str:
     reason = frame.get("state_reason")
     about = f" ({reason})" if reason and reason != frame.get("state") else ""
-    uptime_s = frame.get("uptime_s")
-    up = ms(None if uptime_s is None else uptime_s * 1000)
-    return f"{about}, up {up}, pid {count(frame.get('pid'))}"
+    return f"{about}, up {seconds(frame.get('uptime_s'))}, pid {plain(frame.get('pid'))}"
 
 
 def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
@@ -129,7 +130,7 @@ def _swaps_text(swaps: Row) -> str:
     """`to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
     now = f"to {swaps['next']} now, " if swaps.get("next") else ""
     last = swaps.get("last_swap_ms")
-    took = "" if last is None else f", the last in {ms(last)}"
+    took = "" if last is None else f", the last in {duration(last)}"
     return (
         f"{now}{count(swaps.get('num_waiting'))} wait for another model;"
         f" {things(swaps.get('num_swaps'), 'swap')}{took};"
@@ -139,7 +140,7 @@ def _swaps_text(swaps: Row) -> str:
 
 def _queue_text(queue: Row) -> str:
     oldest = queue.get("oldest_queued_ms")
-    waiting = "" if oldest is None else f", the oldest for {ms(oldest)}"
+    waiting = "" if oldest is None else f", the oldest for {duration(oldest)}"
     return f"{_phases_text(queue)} (at most {count(queue.get('max_queued'))} queued{waiting})"
 
 
@@ -151,7 +152,7 @@ def _phases_text(queue: Row) -> str:
 def _worker_text(worker: Row) -> str:
     return (
         f"{worker.get('name')} {worker.get('state')} on"
-        f" {worker.get('device')}{_lent_text(worker)}, pid {count(worker.get('pid'))},"
+        f" {worker.get('device')}{_lent_text(worker)}, pid {plain(worker.get('pid'))},"
         f" {things(worker.get('num_sequences'), 'sequence')},"
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
@@ -187,7 +188,7 @@ def _handoff_text(handoff: Row) -> str:
     failed = handoff.get("num_failed")
     return (
         f"{handoff.get('transport')}, {count(handoff.get('num_in_flight'))} on the way,"
-        f" {handoff.get('handoffs_per_s', 0):.3g}/s, {size(handoff.get('bytes_per_s'))}/s"
+        f" {rate(handoff.get('handoffs_per_s'))}/s, {size(handoff.get('bytes_per_s'))}/s"
         + (f" (probed at {size(probed)}/s)" if probed is not None else "")
         + (f", {count(failed)} failed" if failed else "")
     )
@@ -197,10 +198,9 @@ def _latency_text(latency: Row) -> str:
     if not latency.get("num_requests"):
         return f"no request finished in the last {count(latency.get('window_s'))} s"
     return (
-        f"ttft p50 {ms(latency.get('ttft_ms_p50'))} p95 {ms(latency.get('ttft_ms_p95'))},"
-        f" itl p50 {ms(latency.get('itl_ms_p50'))} p95 {ms(latency.get('itl_ms_p95'))}"
-        f" max {ms(latency.get('itl_ms_max'))},"
-        f" handoff p50 {ms(latency.get('handoff_ms_p50'))}"
+        f"{quantiles(latency, 'ttft', 'p50', 'p95')},"
+        f" {quantiles(latency, 'itl', 'p50', 'p95', 'max')},"
+        f" {quantiles(latency, 'handoff', 'p50')}"
         f" ({count(latency['num_requests'])} finished in {count(latency.get('window_s'))} s)"
     )
 
@@ -210,11 +210,11 @@ def _slo_text(frame: Row) -> str:
     latency = frame.get("latency") or {}
     named = (
         ("ttft", latency.get("ttft_slo_ratio"), frame.get("slo_ttft_ms")),
-        ("gaps", latency.get("itl_slo_ratio"), frame.get("slo_itl_ms")),
+        ("itl", latency.get("itl_slo_ratio"), frame.get("slo_itl_ms")),
     )
     return ", ".join(
-        f"{name} {DASH if ratio is None else f'{ratio:.1%}'} within {ms(target_ms)}"
-        for name, ratio, target_ms in named
+        f"{name} {fine_ratio(in_time)} within {duration(target_ms)}"
+        for name, in_time, target_ms in named
         if target_ms is not None
     )
 
@@ -229,14 +229,12 @@ def _totals_text(totals: Row) -> str:
 
 
 def _device_text(device: Row) -> str:
-    power_w = device.get("power_w")
-    return f"{device.get('name')} {DASH if power_w is None else f'{power_w:.1f} W'}"
+    return f"{device.get('name')} {watts(device.get('power_w'))}"
 
 
 def _energy_text(energy: Row) -> str:
     if energy.get("total_j") is None:
         return str(energy.get("method"))
-    power_w = energy.get("power_w")
     parts = ("prefill", "decode", "unattributed")
     shares = " + ".join(f"{part} {joules(energy.get(f'{part}_j'))}" for part in parts)
     per_token = ", ".join(
@@ -244,7 +242,7 @@ def _energy_text(energy: Row) -> str:
     )
     return (
         f"{joules(energy['total_j'])} = {shares}; a token: {per_token},"
-        f" {DASH if power_w is None else f'{power_w:.1f} W'}"
+        f" {watts(energy.get('power_w'))}"
         f" in {count(energy.get('window_s'))} s ({energy.get('method')})"
     )
 
@@ -254,13 +252,14 @@ def _tier_text(tier: Row) -> str:
     if tier.get("state") != "on":
         return f"{tier.get('state')}: {tier.get('reason')}"
     text = (
-        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))},"
+        f"{part(tier.get('num_bytes'), tier.get('max_bytes'))},"
         f" {count(tier.get('stored_blocks'))} blocks stored, {count(tier.get('loaded_blocks'))}"
-        f" loaded, regret {ms(tier.get('regret_ms'))}"
+        f" loaded, regret {duration(tier.get('regret_ms'))}"
     )
     shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
-        text += f"; its size finds {shares['1']:.0%} of prompts' blocks, twice {shares['2']:.0%}"
+        now, twice = ratio(shares["1"]), ratio(shares["2"])
+        text += f"; its size finds {now} of prompts' blocks, twice {twice}"
     return text
 
 

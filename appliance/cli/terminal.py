@@ -21,9 +21,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from appliance.cli import tables
-from appliance.cli.tables import Format, Listing, Row, TableColumn, ms, printable, size
+from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
 from appliance.client import Client
 from appliance.configuration.address import find
+from appliance.frame.figures import duration, size
 from engine.errors import PenstockError, SeveralWrong
 
 BROKEN_PIPE = 141
@@ -167,7 +168,7 @@ class ProgressLine:
         self._said_s = now_s
         line = f"{self._verb} {size(done_bytes)} of {size(total_bytes)} at {size(bytes_per_s)}/s"
         if bytes_per_s > 0 and done_bytes < total_bytes:
-            line += f", {ms((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
+            line += f", {duration((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
         sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
         sys.stderr.flush()
 

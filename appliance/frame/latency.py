@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from appliance.frame.figures import STAGES
 from engine.schedule.sequence import FinishReason, Stamps
 from engine.schedule.sequence import Sequence as EngineSequence
 
@@ -181,10 +182,6 @@ NUM_SEQUENCES: Edges = (1, 2, 5, 10, 20)
 STAGE_S: Edges = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Ours: from a handoff in shared memory to a long prompt on a CPU."""
 FINE_GAP_S: Edges = (0.001, 0.0025, 0.005, *GAP_S)
-STAGES = (
-    *("tokenize", "queue", "restore", "prefill"),
-    *("handoff", "decode_wait", "decode", "paused"),
-)
 
 
 def token_edges(max_model_len: int) -> Edges:

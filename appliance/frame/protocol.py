@@ -1,7 +1,6 @@
 """What the daemon tells the console and the CLI: frames, versioned.
 
-Owns: how those words are read; the part of a frame that each has; the wire format of /v1/penstock/*
-and /v1/requests.
+Owns: the wire format of /v1/penstock/* and /v1/requests.
 Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
 bytes; fields are only ever added within one FRAME_VERSION.
 Never: imports the engine, so that the console can run where the engine is not.
@@ -9,25 +8,15 @@ Never: imports the engine, so that the console can run where the engine is not.
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
-# Where the restored part of a prompt came from, by the words that are logged of it.
-# Never: imports anything slow: the CLI asks, too.
 
-
-_LOADED = re.compile(r"\b[1-9]\d* of \d+ blocks from (?:the )?(\w+)")
-
-
-def restored_from(reason: object) -> str:
-    """`SSD`, `DRAM`, or `DRAM and SSD`.
-
-    Args:
-        reason: a request's `restore_reason`; a log of an earlier release has only the SSD.
-    """
-    return " and ".join(dict.fromkeys(_LOADED.findall(str(reason or "")))) or "SSD"
+def fields(frame: msgspec.Struct) -> dict[str, Any]:
+    """A frame's values by the names of its fields, parts of it as they are."""
+    return msgspec.structs.asdict(frame)
 
 
 # What console and CLI are told of the caches below the KV pools, in DRAM and on disk.

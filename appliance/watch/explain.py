@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from appliance.frame.figures import TTFT_STAGES, duration, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
 from appliance.watch.windows import Usual
 from engine.schedule.queue import Ahead
@@ -58,12 +59,12 @@ def slow_because(frame: RequestFrame, usual: Usual, swap_wait_ms: float = 0.0) -
     worst = max(causes, key=lambda cause: cause.excess_ms, default=None)
     if worst is None or worst.excess_ms < least_ms:
         return None
-    return worst.text + ("" if worst.usual_ms is None else f", usually {_time(worst.usual_ms)}")
+    return worst.text + ("" if worst.usual_ms is None else f", usually {duration(worst.usual_ms)}")
 
 
 def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_Cause]:
     if swap_wait_ms:
-        text = f"swap: it waited {_time(swap_wait_ms)} for its model to be loaded"
+        text = f"swap: it waited {duration(swap_wait_ms)} for its model to be loaded"
         yield _Cause(swap_wait_ms, text, None)
     for stage, phase, usual_ms, text in (
         ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
@@ -76,18 +77,18 @@ def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_
         if actual_ms is not None and stage == "queue":
             actual_ms = max(actual_ms - swap_wait_ms, 0.0)
         if actual_ms is not None:
-            yield _Cause(actual_ms, text.format(_time(actual_ms)), usual_ms)
+            yield _Cause(actual_ms, text.format(duration(actual_ms)), usual_ms)
 
 
 def _computing(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
     usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
-        text = f"prefill: {_time(prefill_ms)} for {frame.prompt_tokens} prompt tokens"
+        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens} prompt tokens"
         yield _Cause(prefill_ms - usual_ms, text, usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
         excess_ms = (tpot_ms - usual.tpot_ms) * frame.output_tokens / frame.num_sequences
-        yield _Cause(excess_ms, f"decode: {_time(tpot_ms)} a token", usual.tpot_ms)
+        yield _Cause(excess_ms, f"decode: {duration(tpot_ms)} a token", usual.tpot_ms)
 
 
 def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
@@ -95,8 +96,8 @@ def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
     value_ms: float | None = getattr(frame, f"{stage}_ms")
     if value_ms is not None or frame.phase != phase:
         return value_ms
-    before = (frame.tokenize_ms, frame.queue_ms, frame.restore_ms, frame.prefill_ms)
-    return max(0.0, frame.age_ms - sum(value or 0.0 for value in before))
+    before = sum(getattr(frame, f"{each}_ms") or 0.0 for each in TTFT_STAGES)
+    return max(0.0, frame.age_ms - before)
 
 
 def limit(
@@ -124,7 +125,7 @@ def limit(
         if worker.busy_ratio >= BUSY_RATIO:
             is_prefill = worker.prefill_tokens_per_s >= worker.decode_tokens_per_s
             is_prefill = is_prefill and bool(worker.prefill_tokens_per_s or worker.num_prefilling)
-            load = _sequences(worker.num_sequences)
+            load = things(worker.num_sequences, "sequence")
             stage = "prefill" if is_prefill else "decode"
             return f"{stage}: worker {worker.name} has no idle time, with {load}"
     return ""
@@ -144,17 +145,7 @@ def _queue_limit(waiting: QueueWaits) -> str:
     ]
     verb = "waits" if number == 1 else "wait"
     rest = "".join(f", {number} for {what}" for number, what in others)
-    return f"queue: {_sequences(number)} {verb} for {what}{rest}"
-
-
-def _sequences(number: int) -> str:
-    return f"{number} sequence{'' if number == 1 else 's'}"
-
-
-def _time(value_ms: float) -> str:
-    if value_ms < 10:
-        return f"{value_ms:.1f} ms"
-    return f"{value_ms:.0f} ms" if value_ms < 1000 else f"{value_ms / 1000:.1f} s"
+    return f"queue: {things(number, 'sequence')} {verb} for {what}{rest}"
 
 
 # Why a prompt is not being computed yet, in words: for whom it waits, behind how much, how long.

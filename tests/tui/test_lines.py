@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from tui.lines import (
     SPARK_LEVELS,
     STATE_CELLS,
     Run,
     Tone,
+    clip,
     fit,
     gauge,
+    pad,
     pairs,
     sparkline,
     state_bar,
@@ -94,3 +97,15 @@ def test_a_state_bar_is_proportional():
 def test_pairs_stand_in_columns_and_never_touch():
     assert text_of(pairs(20, ("a", "1"), ("b", "2"))) == "a 1       b 2"
     assert text_of(pairs(20, ("step", "402.0 ms"), ("b", "2"))) == "step 402.0 ms b 2"
+
+
+@given(st.text(), st.integers(min_value=0, max_value=40), st.booleans())
+def test_padded_text_has_exactly_the_width_and_nothing_unprintable(text, width, right):
+    padded = pad(text, width, right=right)
+    assert cell_len(padded) == width
+    assert padded.isprintable()
+
+
+def test_a_cut_is_marked():
+    assert clip("penstock", 5) == "pens…"
+    assert clip("penstock", 8) == "penstock"

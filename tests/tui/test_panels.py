@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
+from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame, fields
 from tests.tui import frames
 from tui.lines import text_of, width_of
 from tui.panels import gauges, handoff, header, lanes, log, requests
@@ -265,7 +265,7 @@ def finished(**changes) -> RequestFrame:
 
 
 def test_the_waterfall_prints_what_the_stages_leave_unexplained():
-    shown = text(requests.waterfall(finished(), 60))
+    shown = text(requests.waterfall(fields(finished()), 60))
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
         ["sum", "1000"],
         ["end", "to"],
@@ -274,7 +274,7 @@ def test_the_waterfall_prints_what_the_stages_leave_unexplained():
 
 
 def test_the_waterfall_of_a_live_request_shows_the_stage_it_is_in():
-    shown = text(requests.waterfall(frames.request(5, "prefilling"), 60))
+    shown = text(requests.waterfall(fields(frames.request(5, "prefilling")), 60))
     assert "prefilling…" in shown
     assert "residual" not in shown
 
@@ -286,7 +286,7 @@ stage_ms = st.none() | st.floats(0, 1e6)
 def test_waterfall_bars_stay_in_order_and_inside(values, e2e_ms, width):
     names = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
     stages = {f"{name}_ms": value for name, value in zip(names, values, strict=True)}
-    lines = requests.waterfall(finished(**stages, e2e_ms=e2e_ms), width)
+    lines = requests.waterfall(fields(finished(**stages, e2e_ms=e2e_ms)), width)
     assert all(width_of(line) <= width for line in lines)
     starts = [text_of(line).index("█") for line in lines if "█" in text_of(line)]
     assert starts == sorted(starts)

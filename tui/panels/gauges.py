@@ -7,14 +7,15 @@ Never: shows 0 for what is not reported.
 
 from __future__ import annotations
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, PoolFrame
-from tui import format as fmt
 from tui.lines import (
     STATE_CELLS,
     Line,
     Run,
     Tone,
     gauge,
+    pad,
     pairs,
     sparkline,
     state_bar,
@@ -42,7 +43,7 @@ def kv_title(view: View, width: int, height: int) -> str:
     if not pools:
         return "KV"
     if width < _LEGEND_WIDTH or height // len(pools) >= _BLOCK_ROWS:
-        return f"KV  {pools[0].block_size} tokens, {fmt.size(pools[0].block_bytes)} a block"
+        return f"KV  {pools[0].block_size} tokens, {fig.size(pools[0].block_bytes)} a block"
     return "KV  " + "  ".join(f"{STATE_CELLS[state]} {state}" for state in STATE_CELLS)
 
 
@@ -73,18 +74,18 @@ def used_spans(frame: Frame, pool: PoolFrame) -> Line:
     """`93%▲`: occupancy with the mark and the tone of its alert."""
     mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
     tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-    return [Run(fmt.pad(fmt.ratio(pool.used_ratio), 4, right=True), tone), mark]
+    return [Run(pad(fig.ratio(pool.used_ratio), 4, right=True), tone), mark]
 
 
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
     counts = pool_counts(pool)
-    cells = [(f"{STATE_CELLS[state]} {state}", fmt.count(counts[state])) for state in STATE_CELLS]
+    cells = [(f"{STATE_CELLS[state]} {state}", fig.count(counts[state])) for state in STATE_CELLS]
     cells += [("", "")] if len(cells) % 2 else []
     lines: list[Line] = [
         [
-            Run(fmt.pad(pool.name, _NAME_WIDTH)),
+            Run(pad(pool.name, _NAME_WIDTH)),
             *used_spans(frame, pool),
-            Run(f"of {fmt.count(pool.num_blocks)} blocks", Tone.MUTED),
+            Run(f"of {fig.count(pool.num_blocks)} blocks", Tone.MUTED),
         ],
         [Run(state_bar(counts, width), Tone.ACCENT)],
     ]
@@ -94,7 +95,7 @@ def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Li
 
 def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
     counts = pool_counts(pool)
-    head = [Run(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
+    head = [Run(pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     return [
         [*head, *_numbers(pool, width - width_of(head))],
         [Run(state_bar(counts, width), Tone.ACCENT)],
@@ -102,7 +103,7 @@ def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
 
 
 def _pool_row(frame: Frame, pool: PoolFrame, width: int) -> Line:
-    head = [Run(fmt.pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
+    head = [Run(pad(pool.name, _NAME_WIDTH)), *used_spans(frame, pool)]
     numbers = _numbers(pool, width // 2)
     room = width - width_of(head) - width_of(numbers) - 1
     bar = Run(state_bar(pool_counts(pool), room) + " ", Tone.ACCENT)
@@ -115,7 +116,7 @@ def _numbers(pool: PoolFrame, room: int) -> Line:
     for state, num in pool_counts(pool).items():
         item = [
             Run((" " if line else "") + STATE_CELLS[state], Tone.ACCENT),
-            Run(fmt.short_count(num)),
+            Run(fig.short_count(num)),
         ]
         if (num or state == "free") and width_of(line) + width_of(item) <= room:
             line += item
@@ -127,15 +128,15 @@ def machine(view: View, width: int, height: int) -> list[Line]:
     if view.frame is None:
         return []
     host, devices = view.frame.host, view.frame.devices
-    memory = fmt.part(host.memory_used_bytes, host.memory_total_bytes)
+    memory = fig.part(host.memory_used_bytes, host.memory_total_bytes)
     energy = _energy_line(view.frame)
     if height < _MACHINE_ROWS:
-        cpu = fmt.percent(host.cpu_percent)
+        cpu = fig.percent(host.cpu_percent)
         return [pairs(width, ("cpu", cpu), ("mem", memory)), _power_line(view.frame), energy][
             :height
         ]
     lines = [
-        _meter("cpu", fmt.percent(host.cpu_percent), _share(host.cpu_percent, 100), "", width),
+        _meter("cpu", fig.percent(host.cpu_percent), _share(host.cpu_percent, 100), "", width),
         _meter(
             "memory", memory, _share(host.memory_used_bytes, host.memory_total_bytes), "", width
         ),
@@ -145,10 +146,10 @@ def machine(view: View, width: int, height: int) -> list[Line]:
     else:
         lines.append(_power_line(view.frame))
     daemon = [
-        Run(fmt.pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
-        Run(fmt.percent(host.daemon_cpu_percent), Tone.STRONG),
+        Run(pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
+        Run(fig.percent(host.daemon_cpu_percent), Tone.STRONG),
         Run(" of a core, ", Tone.MUTED),
-        Run(fmt.size(host.daemon_rss_bytes), Tone.STRONG),
+        Run(fig.size(host.daemon_rss_bytes), Tone.STRONG),
     ]
     return [*lines, energy, daemon][:height]
 
@@ -161,8 +162,8 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
     """A name, a reading, a bar if there is a whole to compare with, and what else there is."""
     room = width - _DEVICE_WIDTH - _READING_WIDTH - (len(extra) + 1 if extra else 0)
     return [
-        Run(fmt.pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
-        Run(fmt.pad(reading, _READING_WIDTH), Tone.STRONG),
+        Run(pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
+        Run(pad(reading, _READING_WIDTH), Tone.STRONG),
         Run(gauge(ratio, room) if ratio is not None else "", Tone.ACCENT),
         Run(f" {extra}" if extra else ""),
     ]
@@ -171,14 +172,14 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
 def _power_line(frame: Frame) -> Line:
     """All devices in one line: power, and the hottest."""
     power_w = total_power_w(frame)
-    line = [Run(fmt.pad("power", _DEVICE_WIDTH), Tone.MUTED)]
+    line = [Run(pad("power", _DEVICE_WIDTH), Tone.MUTED)]
     if power_w is None:
         return [*line, Run("not reported", Tone.MUTED)]
     devices = [device for device in frame.devices if device.power_w is not None]
     limits_w = [device.power_limit_w for device in devices]
     known_w = [limit_w for limit_w in limits_w if limit_w is not None]
     limit_w = sum(known_w) if len(known_w) == len(devices) else None
-    line.append(Run(fmt.watts(power_w, limit_w), Tone.STRONG))
+    line.append(Run(fig.watts(power_w, limit_w), Tone.STRONG))
     if len(devices) > 1:
         line.append(Run(f" over {len(devices)} devices", Tone.MUTED))
     degrees = [device.temperature_c for device in devices if device.temperature_c is not None]
@@ -187,20 +188,15 @@ def _power_line(frame: Frame) -> Line:
 
 def _energy_line(frame: Frame) -> Line:
     """Joules a token costs in each phase."""
-    line = [Run(fmt.pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
+    line = [Run(pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
     energy = frame.energy
     if energy is None or energy.total_j is None:
         return [*line, Run("not reported", Tone.MUTED)]
     return [
         *line,
-        Run(f"in {per_token(energy.prefill_j_per_token)}", Tone.STRONG),
-        Run(f"  out {per_token(energy.decode_j_per_token)}", Tone.STRONG),
+        Run(f"in {fig.short_count(energy.prefill_j_per_token)}", Tone.STRONG),
+        Run(f"  out {fig.short_count(energy.decode_j_per_token)}", Tone.STRONG),
     ]
-
-
-def per_token(value_j: float | None) -> str:
-    """Joules a token, as `0.106` or `12.30`."""
-    return fmt.ABSENT if value_j is None else f"{value_j:.3f}" if value_j < 1 else f"{value_j:.2f}"
 
 
 def device_row(device: DeviceFrame, width: int) -> Line:
@@ -208,14 +204,14 @@ def device_row(device: DeviceFrame, width: int) -> Line:
     if device.power_w is None:
         power = "no power" if width < 60 else "power not reported"
     else:
-        power = fmt.watts(device.power_w, device.power_limit_w)
+        power = fig.watts(device.power_w, device.power_limit_w)
     extras = [
-        "" if device.utilization_ratio is None else fmt.ratio(device.utilization_ratio),
+        "" if device.utilization_ratio is None else fig.ratio(device.utilization_ratio),
         "" if device.temperature_c is None else f"{device.temperature_c:.0f}C",
     ]
     if width >= 60:
-        extras.append(fmt.part(device.memory_used_bytes, device.memory_total_bytes))
-    extra = " ".join(filter(lambda text: text not in ("", fmt.ABSENT), extras))
+        extras.append(fig.part(device.memory_used_bytes, device.memory_total_bytes))
+    extra = " ".join(filter(lambda text: text not in ("", fig.ABSENT), extras))
     return _meter(device.name, power, _share(device.power_w, device.power_limit_w), extra, width)
 
 
@@ -235,7 +231,7 @@ def title(view: View) -> str:
     if view.frame is None:
         return "LATENCY"
     latency = view.frame.latency
-    return f"LATENCY  last {latency.window_s:.0f}s, {fmt.count(latency.num_requests)} finished"
+    return f"LATENCY  last {latency.window_s:.0f}s, {fig.count(latency.num_requests)} finished"
 
 
 def latency(view: View, width: int, height: int) -> list[Line]:
@@ -248,43 +244,40 @@ def latency(view: View, width: int, height: int) -> list[Line]:
         quiet = f"nothing to measure: no token came in the last {now.window_s:.0f} s"
         return wrap(quiet, width, 0, Tone.MUTED)[:height]
     names = ["p50", "p95", "p99", *(["max"] if is_wide else []), "ok"]
-    head = fmt.pad("ms", _NAME_WIDTH)
-    head += "".join(fmt.pad(name, _NUMBER_WIDTH, right=True) for name in names)
+    head = pad("ms", _NAME_WIDTH)
+    head += "".join(pad(name, _NUMBER_WIDTH, right=True) for name in names)
     lines: list[Line] = [[Run(head + ("   target    p95" if is_wide else ""), Tone.MUTED)]]
     for name, quantiles, share, target_ms, samples in _rows(view, frame, now):
-        line = [Run(fmt.pad(name, _NAME_WIDTH), Tone.MUTED)]
+        line = [Run(pad(name, _NAME_WIDTH), Tone.MUTED)]
         shown = quantiles if is_wide else quantiles[:3]
         line += [
-            Run(fmt.pad(fmt.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG)
-            for value in shown
+            Run(pad(fig.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG) for value in shown
         ]
-        mark = mark_of(alert_of(frame, "slo", _SUBJECTS.get(name, name)))
+        mark = mark_of(alert_of(frame, "slo", name))
         tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-        line += [Run(fmt.pad(fmt.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
+        line += [Run(pad(fig.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
         if is_wide:
-            target = fmt.ABSENT if target_ms is None else f"<={fmt.count(target_ms)}"
-            line.append(Run("  " + fmt.pad(target, _TARGET_WIDTH), Tone.MUTED))
+            target = fig.ABSENT if target_ms is None else f"<={fig.count(target_ms)}"
+            line.append(Run("  " + pad(target, _TARGET_WIDTH), Tone.MUTED))
             room = width - _NAME_WIDTH - 5 * _NUMBER_WIDTH - _TARGET_WIDTH - 3
             line.append(Run(sparkline(view.recent(samples, room), room), Tone.ACCENT))
         lines.append(line)
     return [*lines, _made_of(now)][:height]
 
 
-_SUBJECTS = {"gap": "itl"}
-"""What alerts call a row, where that is another word."""
 _Row = tuple[str, list[float | None], float | None, int | None, Samples]
 
 
 def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
     """Name, quantiles with the maximum, share in time, target, and what the graph shows."""
     ttft = [now.ttft_ms_p50, now.ttft_ms_p95, now.ttft_ms_p99, now.ttft_ms_max]
-    gap = [now.itl_ms_p50, now.itl_ms_p95, now.itl_ms_p99, now.itl_ms_max]
+    itl = [now.itl_ms_p50, now.itl_ms_p95, now.itl_ms_p99, now.itl_ms_max]
     handoff = [now.handoff_ms_p50, now.handoff_ms_p95, None, None]
     whole = [now.e2e_ms_p50, now.e2e_ms_p95, now.e2e_ms_p99, None]
     history = view.history
     return [
         ("ttft", ttft, now.ttft_slo_ratio, frame.slo_ttft_ms, history.ttft_ms_p95),
-        ("gap", gap, now.itl_slo_ratio, frame.slo_itl_ms, history.itl_ms_p95),
+        ("itl", itl, now.itl_slo_ratio, frame.slo_itl_ms, history.itl_ms_p95),
         ("handoff", handoff, None, None, ()),
         ("e2e", whole, None, None, ()),
     ]
@@ -294,5 +287,5 @@ def _made_of(now: LatencyFrame) -> Line:
     """`ttft mean: queue 61 + prefill 156`."""
     return [
         Run("ttft mean ", Tone.MUTED),
-        Run(f"queue {fmt.millis(now.queue_ms_mean)} + prefill {fmt.millis(now.prefill_ms_mean)}"),
+        Run(f"queue {fig.millis(now.queue_ms_mean)} + prefill {fig.millis(now.prefill_ms_mean)}"),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import (
     Frame,
     HandoffFrame,
@@ -18,8 +19,7 @@ from appliance.frame.protocol import (
     RequestFrame,
     WayFrame,
 )
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, facts, rule, sparkline, state_bar
+from tui.lines import Line, Run, Tone, clip, facts, pad, rule, sparkline, state_bar
 from tui.panels.lanes import ranked_routes
 from tui.view import Samples, View, pool_counts
 
@@ -75,18 +75,18 @@ def _models(frame: Frame, width: int) -> list[Line]:
     if swaps is None:
         return []
     items = [
-        ("serves too", ", ".join(swaps.others) or fmt.ABSENT),
-        ("comes next", swaps.next or fmt.ABSENT),
-        ("requests that wait for it", fmt.count(swaps.num_waiting)),
-        ("swaps", fmt.count(swaps.num_swaps)),
-        ("last took", fmt.millis_unit(swaps.last_swap_ms)),
+        ("serves too", ", ".join(swaps.others) or fig.ABSENT),
+        ("comes next", swaps.next or fig.ABSENT),
+        ("requests that wait for it", fig.count(swaps.num_waiting)),
+        ("swaps", fig.count(swaps.num_swaps)),
+        ("last took", fig.duration(swaps.last_swap_ms)),
     ]
     return [rule("MODELS", width), *facts(width, items)]
 
 
 def _path(frame: Frame, width: int) -> list[Line]:
     handoff = frame.handoff
-    transport = (handoff.transport if handoff else None) or frame.transport or fmt.ABSENT
+    transport = (handoff.transport if handoff else None) or frame.transport or fig.ABSENT
     lines = [rule("PATH", width), [Run(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
     lines += _links(frame, width)
     ring = next((pool for pool in frame.pools if pool.name == _RING), None)
@@ -98,22 +98,22 @@ def _links(frame: Frame, width: int) -> list[Line]:
     links = sorted(frame.links, key=lambda link: (link.down is None, -link.bytes_per_s))
     names = {id(link): f"{link.from_pool} → {link.to_pool}" for link in links}
     name_width = max((len(name) for name in names.values()), default=0) + 2
-    lines = [_link(link, fmt.pad(names[id(link)], name_width)) for link in links[:_MAX_LINKS]]
+    lines = [_link(link, pad(names[id(link)], name_width)) for link in links[:_MAX_LINKS]]
     if len(links) > _MAX_LINKS:
         lines.append([Run(f"and {len(links) - _MAX_LINKS} more links", Tone.MUTED)])
     return lines
 
 
 def _link(link: LinkFrame, name: str) -> Line:
-    carried = fmt.pad(f"{fmt.size(link.bytes_per_s)}/s", _RATE_WIDTH)
-    copies = fmt.pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
+    carried = pad(f"{fig.size(link.bytes_per_s)}/s", _RATE_WIDTH)
+    copies = pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
     probe = f"at start {_per_s(link.probe_bytes_per_s)}"
     down = [] if link.down is None else [Run(f"  ▲ down: {link.down}", Tone.WARN)]
     if link.num_strikes and link.down is None and link.has_detour:
         down = [Run(f"  ▲ {link.num_strikes} copies in a row failed or were slow", Tone.WARN)]
     return [
         Run(name, Tone.MUTED),
-        Run(fmt.pad(link.transport, 6)),
+        Run(pad(link.transport, 6)),
         Run(carried, Tone.STRONG),
         Run(copies),
         Run(probe, Tone.MUTED),
@@ -122,7 +122,7 @@ def _link(link: LinkFrame, name: str) -> Line:
 
 
 def _per_s(rate: float | None) -> str:
-    return fmt.ABSENT if rate is None else f"{fmt.size(rate)}/s"
+    return fig.ABSENT if rate is None else f"{fig.size(rate)}/s"
 
 
 def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
@@ -132,15 +132,15 @@ def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
         return [Run("▲ not measured at start", Tone.WARN)]
     return [
         Run("● verified ", Tone.GOOD),
-        Run(f"by checksum at start, {fmt.size(handoff.probe_bytes_per_s)}/s"),
+        Run(f"by checksum at start, {fig.size(handoff.probe_bytes_per_s)}/s"),
     ]
 
 
 def _ring(ring: PoolFrame, width: int) -> Line:
-    free = f" {fmt.count(ring.free)} of {fmt.count(ring.num_blocks)} slots free"
+    free = f" {fig.count(ring.free)} of {fig.count(ring.num_blocks)} slots free"
     room = width - _LABEL_WIDTH - len(free)
     return [
-        Run(fmt.pad(_RING, _LABEL_WIDTH), Tone.MUTED),
+        Run(pad(_RING, _LABEL_WIDTH), Tone.MUTED),
         Run(state_bar(pool_counts(ring), room), Tone.ACCENT),
         Run(free),
     ]
@@ -151,33 +151,33 @@ def _rates(view: View, frame: Frame, width: int) -> list[Line]:
     mean = totals.handoff_bytes / totals.handoffs if totals.handoffs else None
     newest = history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None
     lines = [
-        rule("RATES", width, f"last {fmt.whole_seconds(view.window_s)}"),
+        rule("RATES", width, f"last {fig.whole_seconds(view.window_s)}"),
         _graph(view, "handoffs", history.handoffs_per_s, f"{_newest(history.handoffs_per_s)}/s",
                width),
     ]  # fmt: skip
     if frame.transport != "alias":
-        rate = f"{fmt.size(newest)}/s"
+        rate = f"{fig.size(newest)}/s"
         lines.append(_graph(view, "bytes", history.handoff_bytes_per_s, rate, width))
     counts = [
-        ("done", fmt.count(totals.handoffs)),
-        ("moved", fmt.size(totals.handoff_bytes)),
-        ("mean", fmt.size(mean)),
-        ("failed", fmt.count(handoff.num_failed if handoff else None)),
-        ("stale", fmt.count(totals.stale_messages)),
-        ("recovered", fmt.count(totals.recovered_sequences)),
+        ("done", fig.count(totals.handoffs)),
+        ("moved", fig.size(totals.handoff_bytes)),
+        ("mean", fig.size(mean)),
+        ("failed", fig.count(handoff.num_failed if handoff else None)),
+        ("stale", fig.count(totals.stale_messages)),
+        ("recovered", fig.count(totals.recovered_sequences)),
     ]
     return [*lines, *facts(width, counts)]
 
 
 def _newest(samples: Samples) -> str:
-    return fmt.rate(samples[-1] if samples else None)
+    return fig.rate(samples[-1] if samples else None)
 
 
 def _graph(view: View, label: str, samples: Samples, reading: str, width: int) -> Line:
     room = width - _LABEL_WIDTH - 12
     return [
-        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Run(fmt.pad(reading, 12), Tone.STRONG),
+        Run(pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(pad(reading, 12), Tone.STRONG),
         Run(sparkline(view.recent(samples, room), room), Tone.ACCENT),
     ]
 
@@ -185,8 +185,8 @@ def _graph(view: View, label: str, samples: Samples, reading: str, width: int) -
 def _latency(frame: Frame, width: int) -> list[Line]:
     now = frame.latency
     quantiles = [
-        ("p50", fmt.millis_unit(now.handoff_ms_p50)),
-        ("p95", fmt.millis_unit(now.handoff_ms_p95)),
+        ("p50", fig.duration(now.handoff_ms_p50)),
+        ("p95", fig.duration(now.handoff_ms_p95)),
     ]
     note = f"of requests finished in the last {now.window_s:.0f}s"
     return [rule("LATENCY", width, note), *facts(width, quantiles)]
@@ -195,16 +195,16 @@ def _latency(frame: Frame, width: int) -> list[Line]:
 def _in_flight(frame: Frame, width: int) -> list[Line]:
     num = frame.handoff.num_in_flight if frame.handoff else frame.queue.handing_off
     moving = [request for request in frame.requests if request.phase == "handing_off"]
-    lines = [rule(f"IN FLIGHT {fmt.count(num)}", width)]
+    lines = [rule(f"IN FLIGHT {fig.count(num)}", width)]
     return [*lines, *(_row(request) for request in moving)] if moving else lines
 
 
 def _row(request: RequestFrame) -> Line:
     return [
-        Run(fmt.pad(fmt.short_id(request.id), 10), Tone.STRONG),
-        Run(fmt.pad(request.user or fmt.ABSENT, 12)),
-        Run(f"{fmt.count(request.num_blocks)} blocks", Tone.MUTED),
-        Run(f"   {fmt.size(request.handoff_bytes)}   age {fmt.seconds(request.age_ms / 1000)}"),
+        Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
+        Run(pad(request.user or fig.ABSENT, 12)),
+        Run(f"{fig.count(request.num_blocks)} blocks", Tone.MUTED),
+        Run(f"   {fig.size(request.handoff_bytes)}   age {fig.seconds(request.age_ms / 1000)}"),
     ]
 
 
@@ -215,9 +215,9 @@ def _routes(frame: Frame, width: int) -> list[Line]:
         why = REASONS.get(reason, reason)
         lines.append(
             [
-                Run(fmt.pad(fmt.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
-                Run(f"  {fmt.pad(route, _ROUTE_WIDTH)}"),
-                Run(fmt.clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
+                Run(pad(fig.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
+                Run(f"  {pad(route, _ROUTE_WIDTH)}"),
+                Run(clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
             ]
         )
     return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]
@@ -236,14 +236,14 @@ def _way(way: WayFrame) -> Line:
     beside = "beside decodes" if way.is_beside else "alone"
     error = "" if way.error_ratio is None else f", off by {way.error_ratio:.1f}x"
     line = [
-        Run(fmt.pad(fmt.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
-        Run(f"  {fmt.pad(way.route, _ROUTE_WIDTH)}"),
-        Run(f"on {where}, {beside}, from {fmt.count(way.step_tokens)} tokens a step{error}"),
+        Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
+        Run(f"  {pad(way.route, _ROUTE_WIDTH)}"),
+        Run(f"on {where}, {beside}, from {fig.count(way.step_tokens)} tokens a step{error}"),
     ]
     if way.num_missed:
-        line.append(Run(f", {fmt.count(way.num_missed)} twice as bad or worse", Tone.WARN))
+        line.append(Run(f", {fig.count(way.num_missed)} twice as bad or worse", Tone.WARN))
     if way.num_gave_way:
-        line.append(Run(f", {fmt.count(way.num_gave_way)} gave way"))
+        line.append(Run(f", {fig.count(way.num_gave_way)} gave way"))
     if way.is_closed:
         line.append(Run(", closed until measured anew", Tone.WARN))
     return line

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, width_of
+from appliance.frame import figures as fig
+from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame, fields
+from tui.lines import Line, Run, Tone, clean, clip, width_of
 from tui.view import REPLAY, View
 
 STATE_TONES = {"ready": Tone.GOOD, "loading": Tone.WARN, "draining": Tone.WARN}
@@ -46,7 +46,7 @@ def header(view: View, width: int) -> Line:
     """Name, model, state and link; what matters least goes first when it gets narrow."""
     frame = view.frame
     link = _link_span(view)
-    who = f"{fmt.clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
+    who = f"{clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
     if frame is None:
         return _compose([(0, Run("penstock", Tone.ACCENT))], [(0, link)], width)
     note = f"({_note_parts(frame)[0]})" if frame.model_note else ""
@@ -56,17 +56,17 @@ def header(view: View, width: int) -> Line:
     room = max(12, width - kept_width)
     left = [
         (3, Run("penstock", Tone.ACCENT)),
-        (1, Run(fmt.clip(frame.model, room), Tone.STRONG)),
-        (5, Run(fmt.clip(note, width), Tone.STRONG)),
+        (1, Run(clip(frame.model, room), Tone.STRONG)),
+        (5, Run(clip(note, width), Tone.STRONG)),
         (0, Run(state, STATE_TONES.get(frame.state, Tone.BAD))),
         (2, Run(roles)),
-        (8, Run(f"{frame.dtype}, {fmt.count(frame.max_model_len)} tokens", Tone.MUTED)),
+        (8, Run(f"{frame.dtype}, {fig.count(frame.max_model_len)} tokens", Tone.MUTED)),
     ]
     right = [
         (9, Run(f"pid {frame.pid}", Tone.MUTED)),
         (7, Run(who, Tone.MUTED)),
-        (6, Run(f"up {fmt.seconds(frame.uptime_s)}", Tone.MUTED)),
-        (4, Run("" if link.text.startswith(REPLAY) else fmt.clock(frame.at), Tone.MUTED)),
+        (6, Run(f"up {fig.seconds(frame.uptime_s)}", Tone.MUTED)),
+        (4, Run("" if link.text.startswith(REPLAY) else fig.clock(frame.at), Tone.MUTED)),
         (1, Run(_missed_text(view), Tone.MUTED)),
         (0, link),
     ]
@@ -82,19 +82,19 @@ def _missed_text(view: View) -> str:
 def _link_span(view: View) -> Run:
     link = view.link
     if link.word == REPLAY and view.frame is not None:
-        day = fmt.clean(view.frame.at.partition("T")[0])
-        return Run(f"REPLAY {day} {fmt.clock(view.frame.at)}", Tone.WARN)
+        day = clean(view.frame.at.partition("T")[0])
+        return Run(f"REPLAY {day} {fig.clock(view.frame.at)}", Tone.WARN)
     if link.is_live and view.paused_s is not None:
-        return Run(f"PAUSED +{fmt.whole_seconds(view.paused_s)}", Tone.WARN)
+        return Run(f"PAUSED +{fig.whole_seconds(view.paused_s)}", Tone.WARN)
     if link.word == REPLAY:
         return Run(REPLAY, Tone.WARN)
     if link.is_live:
         return Run("● LIVE", Tone.GOOD)
     text = link.word
     if link.down_s is not None:
-        text += f" {fmt.whole_seconds(link.down_s)}"
+        text += f" {fig.whole_seconds(link.down_s)}"
     if link.retry_in_s is not None:
-        text += f", retry in {fmt.whole_seconds(link.retry_in_s)}"
+        text += f", retry in {fig.whole_seconds(link.retry_in_s)}"
     return Run(text, Tone.BAD if link.down_s is not None else Tone.WARN)
 
 
@@ -140,7 +140,7 @@ def own_alerts(view: View) -> list[Alert]:
 
 def alert_text(alert: AlertFrame, now: str) -> str:
     """The daemon's words, and for how long it has been so."""
-    return f"{alert.message} for {fmt.since(alert.since, now)}"
+    return f"{alert.message} for {fig.since(alert.since, now)}"
 
 
 def mark_of(alert: AlertFrame | None) -> Run:
@@ -211,18 +211,17 @@ def summary(view: View) -> str:
     replay = [REPLAY] if view.link.word == REPLAY else []
     parts = [
         *replay,
-        fmt.clock(frame.at),
+        fig.clock(frame.at),
         frame.state if view.link.is_live else view.link.word,
         f"live {frame.num_requests}",
         f"queued {frame.queue.queued}",
-        f"prefill {fmt.rate(view.history.prefill_tokens_per_s[-1])} tok/s",
-        f"decode {fmt.rate(view.history.decode_tokens_per_s[-1])} tok/s",
-        *(f"kv {pool.name} {fmt.ratio(pool.used_ratio)}" for pool in frame.pools),
-        f"ttft p50 {fmt.millis_unit(frame.latency.ttft_ms_p50)}",
-        f"gap p50 {fmt.millis_unit(frame.latency.itl_ms_p50)}",
+        f"prefill {fig.rate(view.history.prefill_tokens_per_s[-1])} tok/s",
+        f"decode {fig.rate(view.history.decode_tokens_per_s[-1])} tok/s",
+        *(f"kv {pool.name} {fig.ratio(pool.used_ratio)}" for pool in frame.pools),
+        *(fig.quantiles(fields(frame.latency), name, "p50") for name in ("ttft", "itl")),
         *(f"{SEVERITIES[alert.severity][0]} {alert.text}" for alert in alerts(view)[:1]),
     ]
-    return fmt.clean("  ".join(filter(None, parts)))
+    return clean("  ".join(filter(None, parts)))
 
 
 def version_problem(version: int) -> str | None:

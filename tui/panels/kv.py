@@ -7,9 +7,22 @@ Never: shows a tier or a cache that this appliance does not have.
 
 from __future__ import annotations
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import Frame, PoolFrame, TierFrame
-from tui import format as fmt
-from tui.lines import STATE_CELLS, Line, Run, Tone, beside, facts, gauge, rule, sparkline, state_bar
+from tui.lines import (
+    STATE_CELLS,
+    Line,
+    Run,
+    Tone,
+    beside,
+    clean,
+    facts,
+    gauge,
+    pad,
+    rule,
+    sparkline,
+    state_bar,
+)
 from tui.panels.gauges import kv, used_spans
 from tui.view import View, pool_counts
 
@@ -28,27 +41,27 @@ def _lines(title: str, tier: TierFrame, width: int) -> list[Line]:
     if tier.state != "on":
         tone = Tone.MUTED if tier.state == "opening" else Tone.WARN
         return [rule(title, width, tier.state), [Run(tier.reason, tone)]]
-    note = f"{fmt.size(tier.num_bytes)} of {fmt.size(tier.max_bytes)}"
-    note += f" in {fmt.clean(tier.folder)}" if tier.folder else ""
+    note = f"{fig.size(tier.num_bytes)} of {fig.size(tier.max_bytes)}"
+    note += f" in {clean(tier.folder)}" if tier.folder else ""
     return [rule(title, width, note), *facts(width, _figures(tier))]
 
 
 def _figures(tier: TierFrame) -> list[tuple[str, str]]:
     always = [
-        ("blocks", fmt.short_count(tier.blocks)),
-        ("stored", fmt.short_count(tier.stored_blocks)),
-        ("loaded", fmt.short_count(tier.loaded_blocks)),
-        ("tokens", fmt.short_count(tier.loaded_tokens)),
-        ("reads at", f"{fmt.size(tier.read_bytes_per_s)}/s"),
+        ("blocks", fig.short_count(tier.blocks)),
+        ("stored", fig.short_count(tier.stored_blocks)),
+        ("loaded", fig.short_count(tier.loaded_blocks)),
+        ("tokens", fig.short_count(tier.loaded_tokens)),
+        ("reads at", f"{fig.size(tier.read_bytes_per_s)}/s"),
     ]
     if tier.loads:
-        always.append(("loads", fmt.short_count(tier.loads)))
-        always.append(("took", fmt.millis_unit(tier.load_ms)))
-        always.append(("computing", fmt.millis_unit(tier.compute_ms)))
-        always.append(("regret", fmt.millis_unit(tier.regret_ms)))
+        always.append(("loads", fig.short_count(tier.loads)))
+        always.append(("took", fig.duration(tier.load_ms)))
+        always.append(("computing", fig.duration(tier.compute_ms)))
+        always.append(("regret", fig.duration(tier.regret_ms)))
     if "1" in tier.would_find:
-        others = [f", x{n} {fmt.ratio(share)}" for n, share in tier.would_find.items() if n != "1"]
-        always.append(("finds", f"{fmt.ratio(tier.would_find['1'])}{''.join(others)}"))
+        others = [f", x{n} {fig.ratio(share)}" for n, share in tier.would_find.items() if n != "1"]
+        always.append(("finds", f"{fig.ratio(tier.would_find['1'])}{''.join(others)}"))
     seldom = (
         ("waiting", tier.waiting),
         ("declined", tier.declined_loads),
@@ -58,7 +71,7 @@ def _figures(tier: TierFrame) -> list[tuple[str, str]]:
         ("damaged", tier.damaged_blocks),
         ("not stored", tier.failed_stores),
     )
-    return [*always, *((name, fmt.short_count(count)) for name, count in seldom if count)]
+    return [*always, *((name, fig.short_count(count)) for name, count in seldom if count)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,21 +127,21 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     """How much of all prompts was found computed, and who has left what can be found."""
     totals = frame.totals
     found, asked = totals.prefix_cache_hits, totals.prefix_cache_queries
-    rate = fmt.ratio(found / asked if asked else None)
-    note = f"{rate} of {fmt.short_count(asked)} tokens found"
+    rate = fig.ratio(found / asked if asked else None)
+    note = f"{rate} of {fig.short_count(asked)} tokens found"
     lines: list[Line] = [rule("PREFIX CACHE", width, note)]
     if not totals.has_prefix_cache:
         return [*lines, [Run("off, or still loading", Tone.MUTED)]]
     evicted = sum(pool.evicted for pool in frame.pools)
     sums = [
-        ("blocks evicted", fmt.short_count(evicted)),
-        ("tokens fetched", fmt.short_count(totals.prefix_cache_fetches)),
+        ("blocks evicted", fig.short_count(evicted)),
+        ("tokens fetched", fig.short_count(totals.prefix_cache_fetches)),
         ("seconds spent", f"{totals.prefix_cache_s:.1f}"),
     ]
     lines += facts(width, sums)
     for pool in frame.pools:
         items = [
-            (f"{pool.name}: {holder.user}", f"{fmt.count(holder.num_blocks)} blocks")
+            (f"{pool.name}: {holder.user}", f"{fig.count(holder.num_blocks)} blocks")
             for holder in pool.holders
         ]
         lines += facts(width, items[:_MAX_OWNERS])
@@ -139,22 +152,22 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:
     """A row for each pool: occupancy, size, blocks by state."""
     columns = ["blocks", "size", *(state for state in STATE_CELLS)]
-    head = fmt.pad("pool", _NAME_WIDTH) + fmt.pad("used", 5, right=True)
-    head += "".join(fmt.pad(c, _cell(c), right=True) for c in columns)
+    head = pad("pool", _NAME_WIDTH) + pad("used", 5, right=True)
+    head += "".join(pad(c, _cell(c), right=True) for c in columns)
     pool = frame.pools[0]
-    note = f"{pool.block_size} tokens, {fmt.size(pool.block_bytes)} a block"
+    note = f"{pool.block_size} tokens, {fig.size(pool.block_bytes)} a block"
     if width < _NARROW:
         return [rule("POOLS", width, note), *kv(view, width, 2 * len(frame.pools))]
     lines: list[Line] = [rule("POOLS", width, note), [Run(head, Tone.MUTED)]]
     for pool in frame.pools:
         counts = pool_counts(pool)
         cells = [
-            (fmt.short_count(pool.num_blocks), "blocks"),
-            (fmt.size(pool.num_blocks * pool.block_bytes), "size"),
-            *((fmt.short_count(counts[state]), state) for state in STATE_CELLS),
+            (fig.short_count(pool.num_blocks), "blocks"),
+            (fig.size(pool.num_blocks * pool.block_bytes), "size"),
+            *((fig.short_count(counts[state]), state) for state in STATE_CELLS),
         ]
-        row = "".join(fmt.pad(text, _cell(column), right=True) for text, column in cells)
-        name = Run(fmt.pad(pool.name, _NAME_WIDTH), Tone.STRONG)
+        row = "".join(pad(text, _cell(column), right=True) for text, column in cells)
+        name = Run(pad(pool.name, _NAME_WIDTH), Tone.STRONG)
         lines.append([name, *used_spans(frame, pool), Run(row)])
     return lines
 
@@ -182,15 +195,15 @@ def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
 def _history(view: View, width: int) -> list[Line]:
     """Occupancy of each pool over the window, on a scale from empty to the highest."""
     room = width - _NAME_WIDTH - 6
-    lines: list[Line] = [rule("OCCUPANCY", width, f"last {fmt.whole_seconds(view.window_s)}")]
+    lines: list[Line] = [rule("OCCUPANCY", width, f"last {fig.whole_seconds(view.window_s)}")]
     for name, samples in view.history.kv_used_ratio.items():
         known = [value for value in samples[-view.window_s :] if value is not None]
-        top = f"{fmt.ratio(max(known, default=None))} "
+        top = f"{fig.ratio(max(known, default=None))} "
         graph = sparkline(view.recent(samples, room), room)
         lines.append(
             [
-                Run(fmt.pad(name, _NAME_WIDTH), Tone.MUTED),
-                Run(fmt.pad(top, 6, right=True), Tone.STRONG),
+                Run(pad(name, _NAME_WIDTH), Tone.MUTED),
+                Run(pad(top, 6, right=True), Tone.STRONG),
                 Run(graph, Tone.ACCENT),
             ]
         )
@@ -209,10 +222,10 @@ def _pool_owners(pool: PoolFrame, width: int) -> list[Line]:
     room = max(0, width - 2 * _NAME_WIDTH - 17)
     return [
         [
-            Run(fmt.pad(pool.name, _NAME_WIDTH), Tone.MUTED),
-            Run(fmt.pad(owner.user, _NAME_WIDTH), Tone.STRONG),
-            Run(fmt.pad(fmt.short_count(owner.num_blocks), 7, right=True)),
-            Run(fmt.pad(f"{fmt.count(owner.num_requests)} req ", 10, right=True), Tone.MUTED),
+            Run(pad(pool.name, _NAME_WIDTH), Tone.MUTED),
+            Run(pad(owner.user, _NAME_WIDTH), Tone.STRONG),
+            Run(pad(fig.short_count(owner.num_blocks), 7, right=True)),
+            Run(pad(f"{fig.count(owner.num_requests)} req ", 10, right=True), Tone.MUTED),
             Run(gauge(owner.num_blocks / max(1, pool.num_blocks), room), Tone.ACCENT),
         ]
         for owner in pool.owners[:_MAX_OWNERS]
@@ -223,7 +236,7 @@ def _holders(frame: Frame, width: int) -> list[Line]:
     """The live requests with most blocks."""
     ranked = sorted(frame.requests, key=lambda request: -request.num_blocks)
     items = [
-        (fmt.short_id(request.id), fmt.count(request.num_blocks))
+        (fig.short_id(request.id), fig.count(request.num_blocks))
         for request in ranked[:_MAX_HOLDERS]
         if request.num_blocks
     ]

@@ -8,9 +8,9 @@ Never: shows a number that the frame does not report.
 
 from __future__ import annotations
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import Frame, WorkerFrame
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, gauge, marked, pairs, sparkline, width_of
+from tui.lines import Line, Run, Tone, clean, gauge, marked, pad, pairs, sparkline, width_of
 from tui.view import Samples, View, workers_for
 
 _LABEL_WIDTH = 13
@@ -61,21 +61,25 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
     queue = frame.queue
     waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
     oldest_s = None if queue.oldest_queued_ms is None else queue.oldest_queued_ms / 1000
-    tokens = f"{fmt.short_count(queue.queued_tokens)}/{fmt.short_count(queue.max_queued_tokens)}"
+    tokens = f"{fig.short_count(queue.queued_tokens)}/{fig.short_count(queue.max_queued_tokens)}"
     return [
         _not_ready(workers, width)
-        or pairs(width, ("running", fmt.count(queue.prefilling)), ("queued", waiting)),
+        or pairs(width, ("running", fig.count(queue.prefilling)), ("queued", waiting)),
         _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
         *_steps(workers, width),
         [
-            Run(fmt.pad("queue", _LABEL_WIDTH), Tone.MUTED),
+            Run(pad("queue", _LABEL_WIDTH), Tone.MUTED),
             Run(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
         ],
-        pairs(width, ("oldest", fmt.seconds(oldest_s)), ("owners", fmt.count(queue.num_owners))),
         pairs(
             width,
-            ("in", f"{fmt.short_count(frame.totals.prompt_tokens)} tok"),
-            ("waiting", tokens if queue.max_queued_tokens else fmt.ABSENT),
+            ("oldest", fig.seconds(oldest_s)),
+            ("owners", fig.count(queue.num_owners)),
+        ),
+        pairs(
+            width,
+            ("in", f"{fig.short_count(frame.totals.prompt_tokens)} tok"),
+            ("waiting", tokens if queue.max_queued_tokens else fig.ABSENT),
         ),
         *_processes(workers, width),
     ][:height]
@@ -89,32 +93,32 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     if frame.transport is None:
         return [[Run("one worker does both", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
-    moved = fmt.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
+    moved = fig.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
     num_failed = frame.handoff.num_failed if frame.handoff else None
     return [
         pairs(
             width,
-            ("moving", fmt.count(frame.queue.handing_off)),
-            ("done", fmt.count(totals.handoffs)),
+            ("moving", fig.count(frame.queue.handing_off)),
+            ("done", fig.count(totals.handoffs)),
         ),
         _trend(view, history.handoffs_per_s, "/s", width),
         pairs(
             width,
-            ("p50", fmt.millis_unit(latency.handoff_ms_p50)),
-            ("p95", fmt.millis_unit(latency.handoff_ms_p95)),
+            ("p50", fig.duration(latency.handoff_ms_p50)),
+            ("p95", fig.duration(latency.handoff_ms_p95)),
         ),
         [Run("KV blocks are shared, no bytes move", Tone.MUTED)]
         if frame.transport == "alias"
         else pairs(width, ("copied", f"{moved}/s")),
         pairs(
             width,
-            ("moved", fmt.size(totals.handoff_bytes)),
-            ("stale", fmt.count(totals.stale_messages)),
+            ("moved", fig.size(totals.handoff_bytes)),
+            ("stale", fig.count(totals.stale_messages)),
         ),
         pairs(
             width,
-            ("recovered", fmt.count(totals.recovered_sequences)),
-            ("failed", fmt.count(num_failed)),
+            ("recovered", fig.count(totals.recovered_sequences)),
+            ("failed", fig.count(num_failed)),
         ),
         [],
         *([Run(line, Tone.MUTED)] for line in routes(frame)),
@@ -125,13 +129,13 @@ def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
     """How many sequences went which way for which reason, the commonest first."""
     ranked = sorted(frame.totals.routes.items(), key=lambda item: -item[1])
     ways = ((num, *way.partition(" ")) for way, num in ranked)
-    return [(num, fmt.clean(route), fmt.clean(reason)) for num, route, _, reason in ways]
+    return [(num, clean(route), clean(reason)) for num, route, _, reason in ways]
 
 
 def routes(frame: Frame) -> list[str]:
     """`1,204 move cheapest` for each way that sequences have gone."""
     return [
-        f"{fmt.count(num)} {route} {_SHORT_REASONS.get(reason, reason)}"
+        f"{fig.count(num)} {route} {_SHORT_REASONS.get(reason, reason)}"
         for num, route, reason in ranked_routes(frame)
     ]
 
@@ -152,30 +156,33 @@ def decode(view: View, width: int, height: int) -> list[Line]:
         _not_ready(workers, width)
         or pairs(
             width,
-            ("running", fmt.count(frame.queue.decoding)),
-            ("steps", f"{fmt.rate(sum(w.steps_per_s for w in workers) if workers else None)}/s"),
+            ("running", fig.count(frame.queue.decoding)),
+            (
+                "steps",
+                f"{fig.rate(sum(w.steps_per_s for w in workers) if workers else None)}/s",
+            ),
         ),
         [*graph[:-1], *marked(graph[-1].text, stalls)],
         *_steps(workers, width),
         pairs(
             width,
-            ("max", fmt.millis_unit(longest_ms)),
-            ("batch", f"{sum(batches) / len(batches):.1f}" if batches else fmt.ABSENT),
+            ("max", fig.duration(longest_ms)),
+            ("batch", f"{sum(batches) / len(batches):.1f}" if batches else fig.ABSENT),
         ),
         pairs(
             width,
-            ("attn", ", ".join(backends) or fmt.ABSENT),
-            ("restarts", fmt.count(sum(w.num_restarts for w in workers) if workers else None)),
+            ("attn", ", ".join(backends) or fig.ABSENT),
+            ("restarts", fig.count(sum(w.num_restarts for w in workers) if workers else None)),
         ),
         pairs(
             width,
-            ("out", f"{fmt.short_count(frame.totals.output_tokens)} tok"),
-            ("stalls", fmt.count(frame.latency.num_stalls)),
+            ("out", f"{fig.short_count(frame.totals.output_tokens)} tok"),
+            ("stalls", fig.count(frame.latency.num_stalls)),
         ),
         pairs(
             width,
-            ("paused", fmt.count(frame.queue.paused)),
-            ("preempted", fmt.count(frame.totals.preemptions)),
+            ("paused", fig.count(frame.queue.paused)),
+            ("preempted", fig.count(frame.totals.preemptions)),
         ),
         *_processes(workers, width),
     ][:height]
@@ -193,17 +200,21 @@ def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
 def _process(worker: WorkerFrame, width: int) -> list[Line]:
     own, used = (",".join(map(str, cpus)) for cpus in (worker.cpus, worker.cpus_used))
     return [
-        pairs(width, ("cpu", fmt.percent(worker.cpu_percent)), ("rss", fmt.size(worker.rss_bytes))),
-        pairs(width, ("cores", own or fmt.ABSENT), ("used", used or fmt.ABSENT)),
         pairs(
             width,
-            ("pid", fmt.ABSENT if worker.pid is None else str(worker.pid)),
-            ("last step", fmt.millis_unit(worker.last_step_age_ms)),
+            ("cpu", fig.percent(worker.cpu_percent)),
+            ("rss", fig.size(worker.rss_bytes)),
+        ),
+        pairs(width, ("cores", own or fig.ABSENT), ("used", used or fig.ABSENT)),
+        pairs(
+            width,
+            ("pid", fig.ABSENT if worker.pid is None else str(worker.pid)),
+            ("last step", fig.duration(worker.last_step_age_ms)),
         ),
         pairs(
             width,
-            ("admitted", fmt.count(worker.num_sequences)),
-            ("weights", fmt.part(worker.loaded_bytes, worker.total_bytes)),
+            ("admitted", fig.count(worker.num_sequences)),
+            ("weights", fig.part(worker.loaded_bytes, worker.total_bytes)),
         ),
     ]
 
@@ -218,14 +229,14 @@ def _steps(workers: list[WorkerFrame], width: int) -> list[Line]:
         place = [("", where(worker))] if width >= _PLACE_WIDTH else []
         (_, step), busy = _step(worker)
         about = _trouble(worker, room) or pairs(room, *place, ("", step), busy)
-        lines.append([Run(fmt.pad(worker.name, label_width), Tone.MUTED), *about])
+        lines.append([Run(pad(worker.name, label_width), Tone.MUTED), *about])
     return lines
 
 
 def _step(worker: WorkerFrame | None) -> list[tuple[str, str]]:
     return [
-        ("step", fmt.millis_unit(worker.step_ms_p50 if worker else None)),
-        ("busy", fmt.ratio(worker.busy_ratio if worker else None)),
+        ("step", fig.duration(worker.step_ms_p50 if worker else None)),
+        ("busy", fig.ratio(worker.busy_ratio if worker else None)),
     ]
 
 
@@ -236,7 +247,7 @@ def _graph(view: View, samples: Samples, width: int) -> str:
 
 def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
     """The newest value and the run up to it."""
-    value = fmt.rate(samples[-1] if samples else None)
+    value = fig.rate(samples[-1] if samples else None)
     label = [Run(value, Tone.STRONG), Run(f" {unit} ", Tone.MUTED)]
     room = max(_LABEL_WIDTH, width_of(label))
     return [
@@ -261,5 +272,5 @@ def _trouble(worker: WorkerFrame, width: int) -> Line | None:
         tone = Tone.BAD if worker.state == "restarting" else Tone.WARN
         return [Run(f"▲ {worker.state}", tone)]
     share = worker.loaded_bytes / worker.total_bytes
-    text = f"▲ loading {fmt.ratio(share)} "
+    text = f"▲ loading {fig.ratio(share)} "
     return [Run(text, Tone.WARN), Run(gauge(share, width - len(text)), Tone.ACCENT)]

@@ -7,9 +7,9 @@ Never: drops an event that the frame has.
 
 from __future__ import annotations
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import AlertFrame, EventFrame
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, rule
+from tui.lines import Line, Run, Tone, pad, rule
 from tui.panels.header import SEVERITIES, own_alerts
 from tui.view import View
 
@@ -50,26 +50,26 @@ def page(view: View, width: int, height: int) -> list[Line]:
 
 def _severity(severity: str) -> Run:
     word, tone = SEVERITIES.get(severity, SEVERITIES["info"])
-    return Run(fmt.pad(word, 8), tone)
+    return Run(pad(word, 8), tone)
 
 
 def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
     """`▲ WARN  kv.occupancy decode  41s  93% in use`."""
-    code = fmt.pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
-    subject = fmt.pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
+    code = pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
+    subject = pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
     return [
         _severity(alert.severity),
         Run(f"{code} ", Tone.MUTED),
         Run(f"{subject} " if subject else "", Tone.MUTED),
-        Run(fmt.pad(fmt.since(alert.since, now), 7)),
+        Run(pad(fig.since(alert.since, now), 7)),
         Run(alert.message, Tone.STRONG),
     ]
 
 
 def _event_line(event: EventFrame, width: int) -> Line:
-    code = fmt.pad(event.code, _CODE_WIDTH) if width >= _ROOMY else event.code
+    code = pad(event.code, _CODE_WIDTH) if width >= _ROOMY else event.code
     return [
-        Run(f"{fmt.clock(event.at)} ", Tone.MUTED),
+        Run(f"{fig.clock(event.at)} ", Tone.MUTED),
         _severity(event.severity),
         Run(f"{code} ", Tone.MUTED),
         Run(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),

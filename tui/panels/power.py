@@ -7,10 +7,10 @@ Never: shows 0 for what is not reported; a MIG slice stands under its GPU, whose
 
 from __future__ import annotations
 
+from appliance.frame import figures as fig
 from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, facts, gauge, rule, sparkline
-from tui.panels.gauges import device_row, per_token
+from tui.lines import Line, Run, Tone, clip, facts, gauge, pad, rule, sparkline
+from tui.panels.gauges import device_row
 from tui.panels.header import mark_of
 from tui.view import View, alert_of
 
@@ -30,7 +30,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
         lines.append([Run("power not reported: no device has a meter here", Tone.MUTED)])
     else:
         graph = sparkline(view.recent(view.history.power_w, width), width)
-        lines.append(rule("POWER", width, f"all devices, last {fmt.whole_seconds(view.window_s)}"))
+        lines.append(rule("POWER", width, f"all devices, last {fig.whole_seconds(view.window_s)}"))
         lines.append([Run(graph, Tone.ACCENT)])
     return [*lines, *_energy(frame.energy, width)]
 
@@ -52,10 +52,10 @@ def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
         head = device_row(device, width - 1)
     else:
         slice_of = f"{device.name}  slice of {device.parent}, which meters power"
-        head = [Run(fmt.clip(slice_of, width - 1), Tone.STRONG)]
+        head = [Run(clip(slice_of, width - 1), Tone.STRONG)]
     readings = _readings(device)
-    known = [(label, text) for label, text in readings if text != fmt.ABSENT]
-    unknown = [label for label, text in readings if text == fmt.ABSENT]
+    known = [(label, text) for label, text in readings if text != fig.ABSENT]
+    unknown = [label for label, text in readings if text == fig.ABSENT]
     lines = [[mark, *head]]
     workers = [w.name for w in frame.workers if w.device.partition(",")[0] == device.name]
     if workers:
@@ -71,37 +71,37 @@ def _readings(device: DeviceFrame) -> list[tuple[str, str]]:
     """Every other reading, `-` for what is not reported."""
     throttle = device.throttle_reasons
     readings = [
-        ("model", device.model or fmt.ABSENT),
-        ("throttle", fmt.ABSENT if throttle is None else ", ".join(throttle) or "none"),
+        ("model", device.model or fig.ABSENT),
+        ("throttle", fig.ABSENT if throttle is None else ", ".join(throttle) or "none"),
         ("clock", _megahertz(device.clock_mhz)),
-        ("energy", fmt.joules(device.energy_j)),
-        ("source", device.power_source or fmt.ABSENT),
+        ("energy", fig.joules(device.energy_j)),
+        ("source", device.power_source or fig.ABSENT),
     ]
     if device.kind == "gpu":
         readings += [
-            ("util", fmt.ratio(device.utilization_ratio)),
-            ("memory", fmt.part(device.memory_used_bytes, device.memory_total_bytes)),
-            ("instant", fmt.watts(device.power_instant_w)),
+            ("util", fig.ratio(device.utilization_ratio)),
+            ("memory", fig.part(device.memory_used_bytes, device.memory_total_bytes)),
+            ("instant", fig.watts(device.power_instant_w)),
             ("memory clock", _megahertz(device.memory_clock_mhz)),
-            ("sm", fmt.ratio(device.sm_ratio)),
-            ("tensor", fmt.ratio(device.tensor_ratio)),
-            ("memory bandwidth", fmt.ratio(device.memory_bandwidth_ratio)),
+            ("sm", fig.ratio(device.sm_ratio)),
+            ("tensor", fig.ratio(device.tensor_ratio)),
+            ("memory bandwidth", fig.ratio(device.memory_bandwidth_ratio)),
             ("pcie in/out", _both(device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s)),
             ("nvlink in/out", _both(device.nvlink_rx_bytes_per_s, device.nvlink_tx_bytes_per_s)),
-            ("last xid", fmt.ABSENT if device.last_xid is None else str(device.last_xid)),
-            ("uuid", device.uuid or fmt.ABSENT),
+            ("last xid", fig.ABSENT if device.last_xid is None else str(device.last_xid)),
+            ("uuid", device.uuid or fig.ABSENT),
         ]
     return readings
 
 
 def _megahertz(value: float | None) -> str:
-    return fmt.ABSENT if value is None else f"{value:.0f} MHz"
+    return fig.ABSENT if value is None else f"{value:.0f} MHz"
 
 
 def _both(rx: float | None, tx: float | None) -> str:
     if rx is None and tx is None:
-        return fmt.ABSENT
-    return f"{fmt.size(rx)}/s {fmt.size(tx)}/s"
+        return fig.ABSENT
+    return f"{fig.size(rx)}/s {fig.size(tx)}/s"
 
 
 def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
@@ -118,9 +118,9 @@ def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
     lines = [rule("ENERGY", width, "since the daemon started")]
     lines += [_share(label, value_j, energy.total_j, width) for label, value_j in shares]
     now = [
-        ("power", fmt.watts(energy.power_w)),
-        ("J/token in", per_token(energy.prefill_j_per_token)),
-        ("J/token out", per_token(energy.decode_j_per_token)),
+        ("power", fig.watts(energy.power_w)),
+        ("J/token in", fig.short_count(energy.prefill_j_per_token)),
+        ("J/token out", fig.short_count(energy.decode_j_per_token)),
     ]
     return [
         *lines,
@@ -134,8 +134,8 @@ def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
 def _share(label: str, value_j: float | None, total_j: float, width: int) -> Line:
     ratio = None if value_j is None or total_j <= 0 else value_j / total_j
     return [
-        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Run(fmt.pad(fmt.joules(value_j), 9, right=True), Tone.STRONG),
-        Run(fmt.pad(fmt.ratio(ratio), 6, right=True) + " "),
+        Run(pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(pad(fig.joules(value_j), 9, right=True), Tone.STRONG),
+        Run(pad(fig.ratio(ratio), 6, right=True) + " "),
         Run(gauge(ratio, width - _LABEL_WIDTH - 16), Tone.ACCENT),
     ]

@@ -7,8 +7,8 @@ Never: wider than asked for; the track gives way, then the notes.
 
 from __future__ import annotations
 
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, width_of
+from appliance.frame import figures as fig
+from tui.lines import Line, Run, Tone, clean, width_of
 from tui.replay import Playback, iso
 
 _TRACK, _PLACE, _MARK = "░", "█", "▲"
@@ -28,7 +28,7 @@ def bar(playback: Playback, notes: list[str], width: int) -> Line:
     right: Line = [Run(f" {_clock(last_ms)}", Tone.MUTED)]
     room = width - width_of(left) - width_of(right) - 1
     for note in notes:
-        span = Run(f"  {fmt.clean(note)}", Tone.WARN)
+        span = Run(f"  {clean(note)}", Tone.WARN)
         if room - width_of([span]) >= _LEAST_TRACK:
             right.append(span)
             room -= width_of([span])
@@ -65,4 +65,4 @@ def track(playback: Playback, num_cells: int) -> Line:
 
 
 def _clock(at_ms: int) -> str:
-    return fmt.clock(iso(at_ms))
+    return fig.clock(iso(at_ms))

@@ -7,14 +7,15 @@ Never: shows text of a prompt; frames carry none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from appliance.frame.protocol import RequestFrame, restored_from
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, pairs, wrap
+from appliance.frame import figures as fig
+from appliance.frame.protocol import RequestFrame, fields
+from tui.lines import Line, Run, Tone, clean, clip, pad, pairs, wrap
 from tui.rebuild import PastRequest
-from tui.request_listing import RequestListing, energy_j
+from tui.request_listing import RequestListing
 from tui.view import REPLAY, View
 
 _MARGIN = 2
@@ -46,18 +47,14 @@ class RequestColumn:
 
     def cell(self, text: str) -> str:
         """The text in exactly this column's cells."""
-        return " " * self.gap + fmt.pad(text, self.width, right=self.is_right)
+        return " " * self.gap + pad(text, self.width, right=self.is_right)
 
 
 def phase_text(request: RequestFrame) -> str:
     """`prefilling 62%`, `handing off`, `decoding`; of a finished one how it ended."""
-    if request.phase == "finished":
-        return fmt.clean(request.finish_reason or request.phase)
-    text = fmt.clean(request.phase.replace("_", " "))
-    if request.phase == "prefilling" and request.prompt_tokens:
-        share = fmt.ratio(min(1.0, request.computed_tokens / request.prompt_tokens))
-        text += f" {_estimate_sign(request)}{share}"
-    return text
+    text = clean(fig.phase_text(fields(request)))
+    sign = _estimate_sign(request)
+    return text.replace("prefilling ", f"prefilling {sign}") if sign else text
 
 
 def _estimate_sign(request: RequestFrame) -> str:
@@ -67,39 +64,38 @@ def _estimate_sign(request: RequestFrame) -> str:
 
 def _output_text(request: RequestFrame) -> str:
     sign = _estimate_sign(request) if request.output_tokens else ""
-    return sign + fmt.short_count(request.output_tokens)
+    return sign + fig.short_count(request.output_tokens)
 
 
 COLUMNS = (
-    RequestColumn("ID", 8, 0, lambda r: fmt.short_id(r.id), is_right=False),
+    RequestColumn("ID", 8, 0, lambda r: fig.short_id(r.id), is_right=False),
     RequestColumn("PHASE", 15, 0, phase_text, is_right=False),
-    RequestColumn("USER", 8, 6, lambda r: r.user or fmt.ABSENT, is_right=False, grows_to=16),
-    RequestColumn("WORKER", 9, 13, lambda r: r.worker or fmt.ABSENT, is_right=False),
+    RequestColumn("USER", 8, 6, lambda r: r.user or fig.ABSENT, is_right=False, grows_to=16),
+    RequestColumn("WORKER", 9, 13, lambda r: r.worker or fig.ABSENT, is_right=False),
     RequestColumn("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
-    RequestColumn("IN", 6, 1, lambda r: fmt.short_count(r.prompt_tokens)),
+    RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),
     RequestColumn("OUT", 5, 2, _output_text),
-    RequestColumn("MAX", 5, 7, lambda r: fmt.short_count(r.max_tokens)),
-    RequestColumn("AGE", 6, 3, lambda r: fmt.seconds(r.age_ms / 1000)),
-    RequestColumn("QUEUE", 6, 10, lambda r: fmt.millis(r.queue_ms)),
-    RequestColumn("PREFILL", 7, 11, lambda r: fmt.millis(r.prefill_ms)),
-    RequestColumn("TTFT", 6, 4, lambda r: fmt.millis(r.ttft_ms)),
-    RequestColumn("HANDOFF", 7, 9, lambda r: fmt.millis(r.handoff_ms)),
-    RequestColumn("WAIT", 6, 14, lambda r: fmt.millis(r.decode_wait_ms)),
-    RequestColumn("PAUSED", 6, 20, lambda r: fmt.millis(r.paused_ms)),
-    RequestColumn("GAP1", 6, 15, lambda r: fmt.millis(r.first_itl_ms)),
-    RequestColumn("TPOT", 6, 5, lambda r: fmt.millis(r.tpot_ms)),
-    RequestColumn("E2E", 6, 18, lambda r: fmt.millis(r.e2e_ms)),
-    RequestColumn("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fmt.short_count(r.num_blocks)),
-    RequestColumn("MOVED", 8, 16, lambda r: fmt.size(r.handoff_bytes)),
+    RequestColumn("MAX", 5, 7, lambda r: fig.short_count(r.max_tokens)),
+    RequestColumn("AGE", 6, 3, lambda r: fig.seconds(r.age_ms / 1000)),
+    RequestColumn("QUEUE", 6, 10, lambda r: fig.millis(r.queue_ms)),
+    RequestColumn("PREFILL", 7, 11, lambda r: fig.millis(r.prefill_ms)),
+    RequestColumn("TTFT", 6, 4, lambda r: fig.millis(r.ttft_ms)),
+    RequestColumn("HANDOFF", 7, 9, lambda r: fig.millis(r.handoff_ms)),
+    RequestColumn("WAIT", 6, 14, lambda r: fig.millis(r.decode_wait_ms)),
+    RequestColumn("PAUSED", 6, 20, lambda r: fig.millis(r.paused_ms)),
+    RequestColumn("ITL1", 6, 15, lambda r: fig.millis(r.first_itl_ms)),
+    RequestColumn("TPOT", 6, 5, lambda r: fig.millis(r.tpot_ms)),
+    RequestColumn("E2E", 6, 18, lambda r: fig.millis(r.e2e_ms)),
+    RequestColumn("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fig.short_count(r.num_blocks)),
+    RequestColumn("MOVED", 8, 16, lambda r: fig.size(r.handoff_bytes)),
     RequestColumn("J", 7, 8, lambda r: _joules(r)),
-    RequestColumn("ROUTE", 8, 19, lambda r: r.route or fmt.ABSENT, is_right=False),
+    RequestColumn("ROUTE", 8, 19, lambda r: r.route or fig.ABSENT, is_right=False),
 )
 
 
 def _joules(request: RequestFrame) -> str:
     """Its energy without the unit."""
-    value_j = energy_j(request)
-    return fmt.short_count(value_j) if value_j is None or value_j >= 100 else f"{value_j:.1f}"
+    return fig.short_count(fig.energy_j(request.prefill_j, request.decode_j))
 
 
 def columns_for(width: int) -> list[RequestColumn]:
@@ -160,8 +156,8 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
     arrow = "^" if listing.is_reversed else "v"
     num_finished = num_shown - listing.num_admitted(frame.requests)
     order = [f", {first}-{last} by {listing.sort} {arrow}"] if num_shown else []
-    live = f"REQUESTS  {fmt.count(frame.num_requests)} live"
-    finished = [f", {fmt.count(num_finished)} finished"] if num_finished > 0 else []
+    live = f"REQUESTS  {fig.count(frame.num_requests)} live"
+    finished = [f", {fig.count(num_finished)} finished"] if num_finished > 0 else []
     # age is what those have that are there
     is_by_end = num_finished > 0 and listing.sort == "age"
     end_order = [f", finished by end {arrow}"] if is_by_end else []
@@ -177,7 +173,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
     choices = [(counts, end_order), (not_none, end_order)]
     choices += [(not_none[:num], []) for num in range(len(not_none), -1, -1)]
     for shown, ends in choices:
-        texts = [f"{fmt.short_count(num)} {word}" for num, word in shown]
+        texts = [f"{fig.short_count(num)} {word}" for num, word in shown]
         others = [" │ " + ", ".join(texts)] if texts else []
         text = "".join([live, *finished, *order, *ends, *filtered, *others])
         if len(text) <= room:
@@ -204,156 +200,61 @@ def placeholder(view: View) -> Line:
 # Never: invents a stage that is not reported.
 
 
-_STAGES = (
-    *("tokenize", "queue", "restore", "prefill"),
-    *("handoff", "decode_wait", "decode", "paused"),
-)
 _LABEL_WIDTH = 13
 _NUMBER_WIDTH = 10
 
 
-def stages(request: RequestFrame) -> list[tuple[str, float]]:
-    """The stages reached, in order, with their milliseconds."""
-    reached = [(stage, getattr(request, f"{stage}_ms")) for stage in _STAGES]
-    return [(stage, value_ms) for stage, value_ms in reached if value_ms is not None]
-
-
-def residual_ms(request: RequestFrame) -> float | None:
-    """What the stages leave of the end-to-end time; None until that is known."""
-    if request.e2e_ms is None:
-        return None
-    return request.e2e_ms - sum(value_ms for _, value_ms in stages(request))
-
-
 def detail(request: RequestFrame, width: int) -> list[Line]:
     """The lines of the dialog that shows one request."""
-    outcome = request.finish_reason or phase_text(request)
-    lines: list[Line] = [
-        [Run(fmt.clip(request.id, width), Tone.STRONG)],
-        pairs(width, ("state", outcome), ("user", request.user or fmt.ABSENT)),
-        pairs(width, ("endpoint", request.endpoint), ("received", fmt.clock(request.received_at))),
-        pairs(width, ("in", _input(request)), ("out", _output(request))),
-        pairs(
-            width,
-            ("worker", request.worker or fmt.ABSENT),
-            ("blocks", fmt.count(request.num_blocks)),
-        ),
-        pairs(
-            width,
-            ("ttft", fmt.millis_unit(request.ttft_ms)),
-            ("tpot", fmt.millis_unit(request.tpot_ms)),
-        ),
-        pairs(
-            width, ("first gap", fmt.millis_unit(request.first_itl_ms)), ("moved", _moved(request))
-        ),
-        pairs(width, ("model", request.model), ("stream", "yes" if request.stream else "no")),
-        [Run("energy ", Tone.MUTED), Run(_energy(request))],
-        *_because(request, width),
-        [],
-        *waterfall(request, width),
-    ]
-    if request.error:
-        lines += [[], [Run("error ", Tone.BAD), Run(fmt.clip(request.error, width - 6))]]
+    known = fields(request)
+    told = fig.request_facts(known) | {
+        "state": phase_text(request),
+        "received": fig.clock(request.received_at),
+        "blocks": fig.count(request.num_blocks),
+        "stream": "yes" if request.stream else "no",
+    }
+    lines: list[Line] = [[Run(clip(request.id, width), Tone.STRONG)]]
+    lines += [pairs(width, *((label, told.pop(label)) for label in row)) for row in _PAIRS]
+    error = told.pop("error", "")
+    for label, text in told.items():
+        tone = _FACT_TONES.get(label, Tone.PLAIN)
+        first, *others = wrap(f"{label} {text}", width, 0, tone)
+        if len(others) == 0:
+            first = [Run(f"{label} ", Tone.MUTED), Run(text, tone)]
+        lines += [first, *others]
+    lines += [[], *waterfall(known, width)]
+    if error:
+        lines += [[], [Run("error ", Tone.BAD), Run(clip(error, width - 6))]]
     return lines
 
 
-def _energy(request: RequestFrame) -> str:
-    """`161 J = prefill 78 + decode 83`, as far as it is known."""
-    prefill_j, decode_j = request.prefill_j, request.decode_j
-    if prefill_j is None and decode_j is None:
-        return "not reported"
-    parts = f"prefill {fmt.joules(prefill_j)} + decode {fmt.joules(decode_j)}"
-    return f"{fmt.joules(energy_j(request))} = {parts}"
+_PAIRS = (
+    ("state", "user"),
+    ("endpoint", "received"),
+    ("in", "out"),
+    ("ttft", "tpot"),
+    ("first itl", "moved"),
+    ("model", "blocks"),
+    ("stream",),
+)
+"""Facts that stand beside each other; what is left has lines of its own."""
+_FACT_TONES = {"waits": Tone.WARN, "slow": Tone.STRONG}
 
 
-def _because(request: RequestFrame, width: int) -> list[Line]:
-    """Which way it went and why, and what held it up."""
-    lines: list[Line] = []
-    if request.route:
-        reason = f": {request.route_reason}" if request.route_reason else ""
-        lines += wrap(f"route {request.route}{reason}", width)
-    if request.workers and request.links:
-        lines += wrap(f"ran at {_legs(request.workers, request.links)}", width)
-    if request.restore_reason:
-        lines += wrap(f"restored {request.restore_reason}", width)
-    if request.waits_for:
-        lines += wrap(f"waits for {request.waits_for}", width, 0, Tone.WARN)
-    if request.preemptions:
-        times = "once" if request.preemptions == 1 else f"{request.preemptions} times"
-        lines += wrap(f"preempted {times}: others needed its KV blocks", width)
-    if request.cancelled_by:
-        lines += wrap(f"cancelled by {request.cancelled_by}", width)
-    if request.slow_because:
-        lines += wrap(f"slow because {request.slow_because}", width, 0, Tone.STRONG)
-    return lines
-
-
-def _legs(workers: str, links: str) -> str:
-    """Each worker, and how blocks came there: `prefill0, by peer at decode1`."""
-    first, *others = workers.split(",")
-    ways = ("again" if way == "none" else f"by {way}" for way in links.split(","))
-    legs = (f"{way} at {name}" for name, way in zip(others, ways, strict=False))
-    return ", ".join([first, *legs])
-
-
-def _input(request: RequestFrame) -> str:
-    text = f"{fmt.count(request.prompt_tokens)} tok"
-    if request.cached_tokens:
-        text += f", {fmt.count(request.cached_tokens)} cached"
-    if request.restored_tokens:
-        tier = restored_from(request.restore_reason)
-        text += f" ({fmt.count(request.restored_tokens)} {tier})"
-    return text
-
-
-def _output(request: RequestFrame) -> str:
-    text = f"{fmt.count(request.output_tokens)} of {fmt.count(request.max_tokens)} tok"
-    return text if request.num_sequences == 1 else f"{text}, {request.num_sequences} sequences"
-
-
-def _moved(request: RequestFrame) -> str:
-    if request.transport is None:
-        return fmt.ABSENT
-    return f"{fmt.size(request.handoff_bytes)} by {request.transport}"
-
-
-def waterfall(request: RequestFrame, width: int) -> list[Line]:
+def waterfall(known: Mapping[str, Any], width: int) -> list[Line]:
     """A bar for each stage at its place in the whole, then the sum against the whole."""
-    reached = stages(request)
-    sum_ms = sum(value_ms for _, value_ms in reached)
-    whole_ms = max(request.e2e_ms or request.age_ms, sum_ms)
-    room = max(1, width - _LABEL_WIDTH - _NUMBER_WIDTH - 2)
-    lines, offset_ms = [_row("stage", "ms", "", Tone.MUTED)], 0.0
-    for stage, value_ms in reached:
-        bar = _placed(offset_ms, value_ms, whole_ms, room)
-        lines.append(_row(stage.replace("_", " "), fmt.millis(value_ms), bar, Tone.PLAIN))
-        offset_ms += value_ms
-    if request.e2e_ms is None:
-        now_ms = max(0.0, request.age_ms - sum_ms)
-        bar = _placed(offset_ms, now_ms, whole_ms, room)
-        lines.append(
-            _row(f"{request.phase.replace('_', ' ')}…", fmt.millis(now_ms), bar, Tone.WARN)
-        )
-        lines.append(_row("age", fmt.millis(request.age_ms), "", Tone.STRONG))
-    else:
-        lines.append(_row("sum", fmt.millis(sum_ms), "", Tone.STRONG))
-        lines.append(_row("end to end", fmt.millis(request.e2e_ms), "", Tone.STRONG))
-        lines.append(_row("residual", fmt.millis(residual_ms(request)), "", Tone.STRONG))
-    return lines
+    room = width - _LABEL_WIDTH - _NUMBER_WIDTH - 2
+    bars, sums = fig.waterfall(known, room)
+    lines = [_row("stage", "ms", "", Tone.MUTED)]
+    for bar in bars:
+        label, tone = (f"{bar.stage}…", Tone.WARN) if bar.is_open else (bar.stage, Tone.PLAIN)
+        lines.append(_row(label, fig.millis(bar.ms), " " * bar.start + "█" * bar.cells, tone))
+    return lines + [_row(label, fig.millis(value_ms), "", Tone.STRONG) for label, value_ms in sums]
 
 
 def _row(label: str, number: str, bar: str, tone: Tone) -> Line:
     return [
-        Run(fmt.pad(label, _LABEL_WIDTH), Tone.MUTED),
-        Run(fmt.pad(number, _NUMBER_WIDTH, right=True) + "  ", tone),
+        Run(pad(label, _LABEL_WIDTH), Tone.MUTED),
+        Run(pad(number, _NUMBER_WIDTH, right=True) + "  ", tone),
         Run(bar, Tone.ACCENT),
     ]
-
-
-def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int) -> str:
-    """A bar at its offset, at least one cell long, inside `room` cells."""
-    if whole_ms <= 0:
-        return ""
-    start = min(room - 1, int(room * offset_ms / whole_ms))
-    length = max(1, min(room - start, round(room * value_ms / whole_ms)))
-    return " " * start + "█" * length

@@ -17,9 +17,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from appliance.frame.protocol import RequestFrame
-from tui import format as fmt
 from tui.feed import KeyUnderDialog
-from tui.lines import Line, Run, Tone, wrap
+from tui.lines import Line, Run, Tone, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.requests import detail
 from tui.widgets.panel import Page, Panel, entitle
@@ -87,7 +86,7 @@ class Help(Reader):
 
     def __init__(self, keys: Sequence[tuple[str, str]], *, is_ascii: bool) -> None:
         lines: list[Line] = [
-            [Run(fmt.pad(key, _KEY_WIDTH), Tone.ACCENT), Run(what)] for key, what in keys
+            [Run(pad(key, _KEY_WIDTH), Tone.ACCENT), Run(what)] for key, what in keys
         ]
         super().__init__("KEYS  esc or q closes", lambda width: lines, is_ascii=is_ascii)
 
@@ -118,7 +117,7 @@ class Detail(Reader):
     def _lines(self, width: int) -> list[Line]:
         if self._is_there:
             return detail(self.request, width)
-        name = Run(fmt.clip(self.request.id, width), Tone.STRONG)
+        name = Run(clip(self.request.id, width), Tone.STRONG)
         return [[name], [Run("it had not come yet at this time", Tone.MUTED)]]
 
     def show(self, request: RequestFrame | None) -> None:
@@ -230,7 +229,7 @@ class Choose(Dialog):
         rows: list[Line] = [
             [
                 Run("> " if index == self._cursor else "  ", Tone.ACCENT),
-                Run(fmt.pad(name, _NAME_WIDTH), Tone.STRONG),
+                Run(pad(name, _NAME_WIDTH), Tone.STRONG),
                 Run(what, Tone.MUTED),
             ]
             for index, (name, what) in enumerate(self._matches)

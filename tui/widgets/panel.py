@@ -18,8 +18,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui import format as fmt
-from tui.lines import Line, Run, Tone, fit, to_ascii
+from tui.lines import Line, Run, Tone, clean, fit, to_ascii
 
 Painter = Callable[[int, int], list[Line]]
 """Lines for a width and a height."""
@@ -136,7 +135,7 @@ class _AsciiTitle(Content):
 def entitle(widget: Widget, title: str) -> None:
     """Set the title in the widget's border, never as markup; the same title draws nothing."""
     is_ascii = widget.screen.has_class("-ascii")
-    text = to_ascii(title) if is_ascii else fmt.clean(title)
+    text = to_ascii(title) if is_ascii else clean(title)
     if not widget.styles.border_left[0]:
         text = f" {text} "  # Textual sets titles off only in a whole box
     content = _AsciiTitle(text) if is_ascii else Content(text)

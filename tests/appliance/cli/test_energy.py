@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from appliance.cli import doctor, listings, status, waterfall
-from appliance.cli.tables import Format, Listing, joules
+from appliance.cli import doctor, listings, status
+from appliance.cli.tables import Format, Listing
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
+from appliance.frame.figures import joules
 from tests.appliance.cli_data import FINISHED, FRAME
 from tests.appliance.fake_nvml import FakeNvml, a100_divided, h100
 
@@ -63,7 +64,7 @@ def test_status_says_that_nothing_is_reported() -> None:
 
 def test_a_request_with_half_a_reading_shows_none() -> None:
     def line(**fields: float | None) -> str:
-        page = waterfall.page({**FINISHED, **fields}, width=60, bar="#")
+        page = listings.request_page({**FINISHED, **fields}, width=60, bar="#")
         return next(line for line in page.splitlines() if line.startswith("energy"))
 
     assert line(prefill_j=1.0, decode_j=2.0).endswith("3 J = prefill 1 J + decode 2 J")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import tables
 from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
 from engine.schedule.sequence import Phase
@@ -140,25 +139,6 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
     every = ("--once", "--json", "--plain", "--read-only", "--ascii")
     ended = penstock(environ, "top", *every, "--socket", "/s.sock")
     assert ended.stdout == f"{['--socket', '/s.sock', *every]}\n"
-
-
-@pytest.mark.parametrize(
-    ("value_ms", "shown"),
-    [
-        (None, "-"),
-        (0.0, "0ms"),
-        (0.0123, "0.0123ms"),
-        (9.999, "10ms"),
-        (99.96, "100ms"),
-        (999.6, "1.0s"),
-        (59_949.0, "59.9s"),
-        (59_960.0, "1m00s"),
-        (3_599_400.0, "59m59s"),
-        (3_600_000.0, "1h00m"),
-    ],
-)
-def test_durations_have_three_digits(value_ms: float | None, shown: str) -> None:
-    assert tables.ms(value_ms) == shown
 
 
 def test_help_has_the_first_sentence_of_each_verb_whole(environ: dict[str, str]) -> None:

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import listings, tables, waterfall
+from appliance.cli import listings, tables
 from appliance.cli.tables import Format, Listing, TableColumn, csv_cell, flat, one
+from appliance.frame import figures
 
 COLUMNS = (
     TableColumn("NAME", "name"),
-    TableColumn("N", "n", tables.count),
+    TableColumn("N", "n", figures.count),
     TableColumn("X", "x", is_wide=True),
 )
 rows = st.lists(
@@ -77,10 +78,10 @@ def test_a_followed_table_has_one_header_and_columns_that_only_widen():
 
 
 NARROW = (
-    TableColumn("WHEN", "when", short=tables.short_time),
-    TableColumn("ID", "id", short=tables.short_id),
+    TableColumn("WHEN", "when", short=figures.day_and_time),
+    TableColumn("ID", "id", short=figures.short_id),
     TableColumn("USER", "user", rank=2),
-    TableColumn("N", "n", tables.count, rank=1),
+    TableColumn("N", "n", figures.count, rank=1),
 )
 CALL = {"when": "2026-11-22T14:02:11.004Z", "id": "chatcmpl-3f9a21c0d7e2b1a4", "n": 7}
 
@@ -132,33 +133,7 @@ def test_one_thing_is_keys_and_values_in_csv():
     assert one("v", content, Format.CSV) == "key,value\na.b.0,1\na.b.1,\nc,'=x\n"
 
 
-stage_ms = st.none() | st.floats(0, 1e7)
-
-
-stages_ms = st.fixed_dictionaries({f"{stage}_ms": stage_ms for stage in waterfall.STAGES})
-
-
-@given(stages_ms, st.booleans())
-def test_a_waterfall_keeps_its_bars_inside_and_in_order(stages, is_live):
-    whole_ms = sum(value for value in stages.values() if value is not None)
-    end = {"age_ms": whole_ms + 5, "phase": "decoding"} if is_live else {"e2e_ms": whole_ms}
-    lines = waterfall.waterfall({**stages, **end}, width=60, bar="#")
-    assert all(len(line) <= 60 for line in lines)
-    bars = [line for line in lines if line.endswith("#")]
-    starts = [line.index("#") for line in bars]
-    assert starts == sorted(starts)
-    reached = sum(value is not None for value in stages.values())
-    assert whole_ms == 0 or len(bars) == reached + is_live
-
-
 def test_what_the_stages_leave_of_the_whole_is_shown():
     frame = {"queue_ms": 10.0, "prefill_ms": 20.0, "e2e_ms": 42.5}
-    *_, total, whole, residual = waterfall.waterfall(frame, width=80, bar="#")
+    *_, total, whole, residual = listings.waterfall(frame, width=80, bar="#")
     assert [line.split()[-1] for line in (total, whole, residual)] == ["30ms", "42.5ms", "12.5ms"]
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(None, "-"), (0, "0"), (999, "999"), (5712, "5.71k"), (7.6e9, "7.6B")]
-)
-def test_large_numbers_have_three_digits(value, shown):
-    assert tables.large(value) == shown

@@ -1,0 +1,358 @@
+"""How figures read, in the CLI and in the console alike: numbers, units, a request's facts, stages.
+
+Owns: every number format, and the order of a request's stages.
+Invariant: pure; None (not reported) is `-`, never 0.
+Never: layout or colour, or what may reach a terminal; imports anything slow: the CLI asks, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from engine.units import part_text, size_text
+
+ABSENT = "-"
+TTFT_STAGES = ("tokenize", "queue", "restore", "prefill")
+STAGES = (*TTFT_STAGES, "handoff", "decode_wait", "decode", "paused")
+"""In the order in which they happen; the first four add up to ttft, all of them to e2e."""
+_THOUSANDS = ("", "k", "M", "B", "T")
+_LOADED = re.compile(r"\b[1-9]\d* of \d+ blocks from (?:the )?(\w+)")
+
+
+def count(value: float | None) -> str:
+    """A number in full: `12,345`, `0.5`."""
+    if value is None:
+        return ABSENT
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def short_count(value: float | None) -> str:
+    """A number in short: `0.412`, `12.4`, `9,999`; from ten thousand on `281k`, `2.41M`."""
+    if value is None:
+        return ABSENT
+    if abs(value) < 9_999.5:
+        is_fraction = isinstance(value, float) and abs(value) < 99.95
+        return f"{value:.3g}" if is_fraction else f"{value:,.0f}"
+    unit = 0
+    while abs(value) >= 999.5 and unit < len(_THOUSANDS) - 1:
+        value /= 1000
+        unit += 1
+    return f"{value:.3g}{_THOUSANDS[unit]}" if abs(value) < 999.5 else f"{value:.0f}T"
+
+
+def plain(value: int | None) -> str:
+    """A number that names something (a pid, a status, a seed), as it is: `12345`."""
+    return ABSENT if value is None else str(value)
+
+
+def things(number: int | None, noun: str) -> str:
+    """So many of something: `1 request`, `2 requests`."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def times(number: int) -> str:
+    """How often: `once`, `3 times`."""
+    return "once" if number == 1 else f"{count(number)} times"
+
+
+def rate(value: float | None) -> str:
+    """A number of things per second: `12.1`, `4,812`."""
+    if value is None:
+        return ABSENT
+    return f"{value:.1f}" if 0 < abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def tokens_per_s(value: float | None) -> str:
+    """A rate of tokens with its unit: `48.3 tok/s`."""
+    return ABSENT if value is None else f"{rate(value)} tok/s"
+
+
+def millis(value_ms: float | None) -> str:
+    """Milliseconds under a heading that says so: `9.1`, `204`; from ten seconds on `12.3s`."""
+    if value_ms is None:
+        return ABSENT
+    if abs(value_ms) < 99.95:
+        return f"{value_ms:.1f}"
+    return f"{value_ms:.0f}" if abs(value_ms) < 9_999.5 else seconds(value_ms / 1000)
+
+
+def duration(value_ms: float | None) -> str:
+    """Milliseconds with a unit: `0.412ms`, `9.1ms`, `231ms`, `4.2s`, `3m05s`, `2h04m`, `3d04h`."""
+    if value_ms is None:
+        return ABSENT
+    if abs(value_ms) < 99.95:
+        return f"{value_ms:.3g}ms"
+    return f"{value_ms:.0f}ms" if abs(value_ms) < 999.5 else seconds(value_ms / 1000)
+
+
+def seconds(value_s: float | None) -> str:
+    """A duration in at most six cells: `0.4s`, `41.0s`, `3m05s`, `2h04m`, `3d04h`, `120d`."""
+    if value_s is None:
+        return ABSENT
+    if value_s < 59.95:
+        return f"{value_s:.1f}s"
+    whole = round(value_s)
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 100 * 86_400:
+        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    return f"{whole // 86_400}d"
+
+
+def whole_seconds(value_s: float | None) -> str:
+    """As `seconds`, without a fraction: `3s`."""
+    return seconds(value_s) if value_s is None or value_s >= 59.5 else f"{value_s:.0f}s"
+
+
+def age(value_ms: float | None) -> str:
+    """How old something is, which grows while it is looked at: as `seconds`."""
+    return seconds(None if value_ms is None else value_ms / 1000)
+
+
+def size(value_bytes: float | None) -> str:
+    """`0 B`, `980 KiB`, `1.2 GiB`."""
+    return ABSENT if value_bytes is None else size_text(value_bytes)
+
+
+def part(used_bytes: float | None, total_bytes: float | None) -> str:
+    """`9.0/23.0 GiB`, both in the unit of the total."""
+    if used_bytes is None or not total_bytes:
+        return size(used_bytes)
+    return part_text(used_bytes, total_bytes, "/")
+
+
+def percent(value: float | None) -> str:
+    """`98%`, of a number from 0 to 100."""
+    return ABSENT if value is None else f"{value:.0f}%"
+
+
+def ratio(value: float | None) -> str:
+    """`98%`, of a number from 0 to 1."""
+    return ABSENT if value is None else percent(100 * value)
+
+
+def fine_ratio(value: float | None) -> str:
+    """`97.1%`, of a number from 0 to 1; `100%` is all of it, never almost."""
+    if value is None:
+        return ABSENT
+    return "100%" if value >= 1 else f"{min(99.9, 100 * value):.1f}%"
+
+
+def joules(value_j: float | None) -> str:
+    """An energy to three digits: `0.412 J`, `161 J`, `1.24 kJ`."""
+    if value_j is None:
+        return ABSENT
+    for unit in ("J", "kJ", "MJ"):
+        if abs(value_j) < 999.5:
+            return f"{value_j:.3g} {unit}"
+        value_j /= 1000
+    return f"{value_j:.3g} GJ"
+
+
+def watts(value_w: float | None, limit_w: float | None = None) -> str:
+    """`9.6 W`, `512 W`, or `96/125 W` under a limit."""
+    if value_w is None:
+        return ABSENT
+    shown = f"{value_w:.1f}" if abs(value_w) < 9.95 else f"{value_w:,.0f}"
+    return f"{shown} W" if limit_w is None else f"{shown}/{limit_w:,.0f} W"
+
+
+def quantiles(latency: Mapping[str, Any], name: str, *which: str) -> str:
+    """`ttft p50 204ms p95 1.2s`, out of a LatencyFrame's fields."""
+    shown = (f"{each} {duration(latency.get(f'{name}_ms_{each}'))}" for each in which)
+    return " ".join([name, *shown])
+
+
+def since(iso: str, now_iso: str) -> str:
+    """How long ago a stamp was, by another stamp: `41s`; `-` if either cannot be read."""
+    try:
+        passed = datetime.fromisoformat(now_iso) - datetime.fromisoformat(iso)
+    except (ValueError, TypeError):  # the latter: one has a zone, the other has none
+        return ABSENT
+    return whole_seconds(max(0.0, passed.total_seconds()))
+
+
+def clock(iso: str | None) -> str:
+    """The time of day in an ISO 8601 stamp in UTC: `14:02:11Z`."""
+    match = re.search(r"T(\d\d:\d\d:\d\d)", iso or "")
+    return f"{match[1]}Z" if match else ABSENT
+
+
+def day_and_time(iso: str | None) -> str:
+    """Day and second of a stamp: `11-22 14:02:11`; a text that is no stamp as it is."""
+    match = re.match(r"\d{4}-(\d\d-\d\d)T(\d\d:\d\d:\d\d)", iso or "")
+    return f"{match[1]} {match[2]}" if match else iso or ABSENT
+
+
+def short_id(request_id: str | None) -> str:
+    """What tells requests apart where there is little room: eight characters after the prefix."""
+    return re.split("[-_]", request_id)[-1][:8] if request_id else ABSENT
+
+
+# One request: what is told of it, and where its time went. A request is a RequestFrame's fields by
+# name, as JSON has them.
+
+
+def energy_j(prefill_j: float | None, decode_j: float | None) -> float | None:
+    """Energy of both phases, as far as they are known."""
+    known = [value_j for value_j in (prefill_j, decode_j) if value_j is not None]
+    return sum(known) if known else None
+
+
+def restored_from(reason: object) -> str:
+    """Where the restored part of a prompt came from: `SSD`, `DRAM`, or `DRAM and SSD`.
+
+    Args:
+        reason: a request's `restore_reason`; a log of an earlier release has only the SSD.
+    """
+    return " and ".join(dict.fromkeys(_LOADED.findall(str(reason or "")))) or "SSD"
+
+
+def phase_text(request: Mapping[str, Any]) -> str:
+    """`prefilling 62%`, `handing off`, `decoding`; of one that has ended how it ended."""
+    if request.get("finish_reason"):
+        return str(request["finish_reason"])
+    text = str(request.get("phase") or ABSENT).replace("_", " ")
+    computed, num_tokens = request.get("computed_tokens"), request.get("prompt_tokens")
+    if text == "prefilling" and num_tokens and computed is not None:
+        text += f" {ratio(min(1.0, computed / num_tokens))}"
+    return text
+
+
+def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
+    """What `penstock show` and the console's dialog tell of one request, by label, in order."""
+    transport = request.get("transport")
+    return {
+        "state": phase_text(request),
+        "user": request.get("user") or ABSENT,
+        "endpoint": request.get("endpoint") or ABSENT,
+        "model": request.get("model") or ABSENT,
+        "received": request.get("received_at") or ABSENT,
+        "in": f"{count(request.get('prompt_tokens'))} tok{_found(request)}",
+        "out": _output(request),
+        "ttft": duration(request.get("ttft_ms")),
+        "tpot": duration(request.get("tpot_ms")),
+        "first itl": duration(request.get("first_itl_ms")),
+        "moved": f"{size(request.get('handoff_bytes'))} by {transport}" if transport else ABSENT,
+        "energy": _energy(request),
+        **{label: text for label, text in _explanations(request) if text},
+    }
+
+
+def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which way it went and why, and what held it up; empty where there is nothing to say."""
+    preemptions, waits_for = request.get("preemptions"), request.get("waits_for")
+    by = request.get("cancelled_by")
+    return [
+        ("worker", _legs(request)),
+        ("route", _route(request)),
+        ("restored", request.get("restore_reason") or ""),
+        ("waits", f"for {waits_for}" if waits_for else ""),
+        ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
+        ("cancelled", f"by {by}" if by else ""),
+        ("slow", request.get("slow_because") or ""),
+        ("error", request.get("error") or ""),
+    ]
+
+
+def _found(request: Mapping[str, Any]) -> str:
+    """Where the prompt came from: ` (512 from the pool, 64 from SSD, 692 computed)`."""
+    found, restored = request.get("cached_tokens") or 0, request.get("restored_tokens") or 0
+    tier = restored_from(request.get("restore_reason"))
+    parts = [(found - restored, "from the pool"), (restored, f"from {tier}")]
+    said = [f"{count(number)} {where}" for number, where in parts if number > 0]
+    if not said:
+        return ""
+    left = (request.get("prompt_tokens") or 0) - found
+    return f" ({', '.join([*said, f'{count(left)} computed'])})"
+
+
+def _output(request: Mapping[str, Any]) -> str:
+    text = f"{count(request.get('output_tokens'))} of {count(request.get('max_tokens'))} tok"
+    number = request.get("num_sequences") or 1
+    return text if number == 1 else f"{text}, {things(number, 'sequence')}"
+
+
+def _legs(request: Mapping[str, Any]) -> str:
+    """Each worker, and how blocks came there: `prefill0, by peer at decode1`."""
+    names = (request.get("workers") or request.get("worker") or "").split(",")
+    links = (request.get("links") or "").split(",")
+    first, *others = names
+    legs = (
+        f"{'again' if link == 'none' else f'by {link}'} at {name}"
+        for name, link in zip(others, links, strict=False)
+    )
+    return ", ".join([first, *legs])
+
+
+def _route(request: Mapping[str, Any]) -> str:
+    route, reason = request.get("route"), request.get("route_reason")
+    if not route:
+        return ""
+    moved = "prefilled by one worker, decoded by the other"
+    where = moved if route == "move" else f"all of it on {route}"
+    return f"{where} ({reason})" if reason else where
+
+
+def _energy(request: Mapping[str, Any]) -> str:
+    total_j = energy_j(request.get("prefill_j"), request.get("decode_j"))
+    if total_j is None:
+        return "not reported"
+    parts = (f"{phase} {joules(request.get(f'{phase}_j'))}" for phase in ("prefill", "decode"))
+    return f"{joules(total_j)} = {' + '.join(parts)}"
+
+
+class StageBar(NamedTuple):
+    """One stage on the time that its request took."""
+
+    stage: str
+    ms: float
+    start: int
+    """Cells before its bar."""
+    cells: int
+    """Of its bar: at least one, unless the request took no time."""
+    is_open: bool = False
+    """The request is still in it, and nobody has measured it yet."""
+
+
+class Waterfall(NamedTuple):
+    """Where one request's time went."""
+
+    bars: list[StageBar]
+    """One after the other, each where the one before it ends."""
+    sums: list[tuple[str, float]]
+    """What stands below them, in ms; what the stages leave of the whole is never hidden."""
+
+
+def waterfall(request: Mapping[str, Any], num_cells: int) -> Waterfall:
+    """Each stage reached as a bar in `num_cells` cells, then the sum against the whole."""
+    reached = [(stage, request.get(f"{stage}_ms")) for stage in STAGES]
+    stages = [(stage, value_ms, False) for stage, value_ms in reached if value_ms is not None]
+    sum_ms = sum(value_ms for _, value_ms, _ in stages)
+    e2e_ms, age_ms = request.get("e2e_ms"), request.get("age_ms") or 0.0
+    if e2e_ms is None:
+        stages.append((str(request.get("phase")), max(0.0, age_ms - sum_ms), True))
+        sums = [("age", age_ms)]
+    else:
+        sums = [("sum", sum_ms), ("end to end", e2e_ms)]
+        sums.append(("residual", round(e2e_ms - sum_ms, 3) + 0.0))  # never -0
+    whole_ms = max(age_ms if e2e_ms is None else e2e_ms, sum_ms)
+    bars, offset_ms = [], 0.0
+    for stage, value_ms, is_open in stages:
+        start, cells = _placed(offset_ms, value_ms, whole_ms, max(1, num_cells))
+        bars.append(StageBar(stage.replace("_", " "), value_ms, start, cells, is_open))
+        offset_ms += value_ms
+    return Waterfall(bars, sums)
+
+
+def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int) -> tuple[int, int]:
+    """Where a bar starts and how long it is: at least one cell, within `room` cells."""
+    if whole_ms <= 0:
+        return 0, 0
+    start = min(room - 1, int(room * offset_ms / whole_ms))
+    return start, max(1, min(room - start, round(room * value_ms / whole_ms)))

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.frame import figures as fig
+from appliance.frame.latency import Stages
+
+FORMATTERS = [
+    fig.count,
+    fig.short_count,
+    fig.rate,
+    fig.millis,
+    fig.duration,
+    fig.seconds,
+    fig.whole_seconds,
+    fig.size,
+    fig.percent,
+    fig.ratio,
+]
+
+
+@pytest.mark.parametrize("formatter", FORMATTERS)
+def test_not_reported_is_a_dash_and_never_zero(formatter):
+    assert formatter(None) == "-"
+    assert formatter(0).startswith("0")
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"),
+    [
+        (0.42, "0.4s"),
+        (59.9, "59.9s"),
+        (59.96, "1m00s"),
+        (99.96, "1m40s"),
+        (185, "3m05s"),
+        (3599.6, "1h00m"),
+        (7440, "2h04m"),
+        (86_400, "1d00h"),
+        (273_840, "3d04h"),
+        (120 * 86_400, "120d"),
+    ],
+)
+def test_seconds_go_over_to_larger_units(value_s, text):
+    assert fig.seconds(value_s) == text
+
+
+@pytest.mark.parametrize(
+    ("value_ms", "text"),
+    [(0.44, "0.4"), (99.94, "99.9"), (99.96, "100"), (9_999, "9999"), (12_340, "12.3s")],
+)
+def test_milliseconds_go_over_to_seconds(value_ms, text):
+    assert fig.millis(value_ms) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (9_999, "9,999"),
+        (10_000, "10k"),
+        (281_002, "281k"),
+        (999_600, "1M"),
+        (2_412_333, "2.41M"),
+        (7.6e9, "7.6B"),
+        (0.106, "0.106"),
+        (12.3, "12.3"),
+        (5712, "5,712"),
+    ],
+)
+def test_large_counts_are_shortened(value, text):
+    assert fig.short_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (640 << 20, "640 MiB"), (5 << 30, "5.0 GiB")],
+)
+def test_sizes_have_a_binary_unit(value_bytes, text):
+    assert fig.size(value_bytes) == text
+
+
+def test_a_part_is_in_the_unit_of_its_whole():
+    assert fig.part(512 << 20, 23 << 30) == "0.5/23.0 GiB"
+    assert fig.part(None, 23 << 30) == "-"
+    assert fig.part(1 << 30, None) == "1.0 GiB"
+
+
+@given(st.floats(min_value=0, max_value=1e7))
+def test_durations_stay_within_six_cells(value_s):
+    assert len(fig.seconds(value_s)) <= 6
+    assert len(fig.millis(value_s * 1000)) <= 6
+
+
+@given(st.integers(min_value=0, max_value=10**15))
+def test_short_counts_stay_within_five_cells(value):
+    assert len(fig.short_count(value)) <= 5
+
+
+def test_the_clock_shows_the_time_of_day():
+    assert fig.clock("2026-11-21T14:02:11.004Z") == "14:02:11Z"
+    assert fig.clock("yesterday") == "-"
+
+
+def test_short_ids_leave_out_the_prefix():
+    assert fig.short_id("chatcmpl-3f9a21c0d7e2b1a4c0583f96") == "3f9a21c0"
+    assert fig.short_id("resp_3f9a21c0d7e2b1a4c0583f96") == "3f9a21c0"
+    assert fig.short_id("plain") == "plain"
+
+
+SSD = "3 of 4 blocks from the SSD in 5.0 ms: predicted 4.0 ms, computing them 9.0 ms; regret 0.0 ms"
+DRAM = "10 of 10 blocks from DRAM in 1.0 ms: predicted 0.5 ms, computing them not known"
+
+
+@pytest.mark.parametrize(
+    ("reason", "tier"),
+    [
+        (SSD, "SSD"),
+        (DRAM, "DRAM"),
+        (f"{DRAM}; {SSD}; {SSD}", "DRAM and SSD"),
+        (f"{SSD.replace('3 of 4', '0 of 4')}; {DRAM}", "DRAM"),
+        (f"4 blocks not taken from DRAM: predicted 2.0 ms; {SSD}", "SSD"),
+        (None, "SSD"),
+    ],
+)
+def test_where_blocks_came_from_is_read_from_the_words_that_are_logged(reason, tier):
+    assert fig.restored_from(reason) == tier
+
+
+@pytest.mark.parametrize(
+    ("value_ms", "shown"),
+    [
+        (None, "-"),
+        (0.0, "0ms"),
+        (0.0123, "0.0123ms"),
+        (9.999, "10ms"),
+        (99.96, "100ms"),
+        (999.6, "1.0s"),
+        (59_949.0, "59.9s"),
+        (59_960.0, "1m00s"),
+        (3_599_400.0, "59m59s"),
+        (3_600_000.0, "1h00m"),
+    ],
+)
+def test_durations_carry_their_unit(value_ms, shown):
+    assert fig.duration(value_ms) == shown
+
+
+def test_what_names_something_has_no_commas():
+    assert fig.plain(123456) == "123456"
+    assert fig.count(123456) == "123,456"
+
+
+REQUEST = {
+    "id": "chatcmpl-1", "phase": "decoding", "prompt_tokens": 1204, "output_tokens": 3,
+    "max_tokens": 64, "cached_tokens": 512, "restored_tokens": 128, "workers": "prefill0,decode1",
+    "links": "peer", "route": "move", "route_reason": "it is free", "preemptions": 1,
+    "prefill_j": 1.5, "transport": "peer", "handoff_bytes": 2048,
+    "restore_reason": "8 of 8 blocks from DRAM in 1.0 ms",
+}  # fmt: skip
+
+
+def test_facts_of_a_request_in_words():
+    facts = fig.request_facts(REQUEST)
+    assert facts["in"] == "1,204 tok (384 from the pool, 128 from DRAM, 692 computed)"
+    assert facts["out"] == "3 of 64 tok"
+    assert facts["worker"] == "prefill0, by peer at decode1"
+    assert facts["route"] == "prefilled by one worker, decoded by the other (it is free)"
+    assert facts["preempted"] == "once: others needed its KV blocks"
+    assert facts["energy"] == "1.5 J = prefill 1.5 J + decode -"
+    assert facts["moved"] == "2.0 KiB by peer"
+    assert "error" not in facts
+
+
+def test_facts_of_a_request_that_a_daemon_tells_little_of():
+    assert set(fig.request_facts({}).values()) >= {"-", "not reported"}
+
+
+stage_ms = st.none() | st.floats(0, 1e7)
+stages_ms = st.fixed_dictionaries({f"{stage}_ms": stage_ms for stage in fig.STAGES})
+
+
+@given(stages_ms, st.floats(0, 1e7), st.integers(-5, 100), st.booleans())
+def test_bars_of_a_waterfall_follow_each_other_inside_the_cells(stages, whole, cells, is_live):
+    end = {"age_ms": whole, "phase": "decoding"} if is_live else {"e2e_ms": whole}
+    bars, sums = fig.waterfall({**stages, **end}, cells)
+    assert [bar.start for bar in bars] == sorted(bar.start for bar in bars)
+    assert all(bar.start + bar.cells <= max(1, cells) for bar in bars)
+    assert len(bars) == sum(value is not None for value in stages.values()) + is_live
+    assert sums[-1][0] == ("age" if is_live else "residual")
+
+
+def test_stages_are_those_that_stamps_are_cut_into():
+    cut = [name.removesuffix("_ms") for name in Stages.__dataclass_fields__]
+    assert tuple(cut[: len(fig.STAGES)]) == fig.STAGES
