@@ -25,9 +25,7 @@ DIRECTIONS = {
     "appliance/": ("appliance", "engine", "migrations"),
     "tui/": (
         "tui",
-        "appliance.frame.figures",
-        "appliance.frame.protocol",
-        "appliance.frame.recording",
+        "appliance.frame",
         "appliance.client",
         "appliance.configuration.config",
         "appliance.configuration.settings",

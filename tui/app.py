@@ -19,7 +19,7 @@ from textual.screen import Screen
 
 from appliance.frame.protocol import Frame, RequestFrame
 from tui import actions, feed, keys, request_listing
-from tui.feed import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui.feed_messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
 from tui.lines import clean
 from tui.request_listing import RequestListing
 from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, View

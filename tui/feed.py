@@ -1,7 +1,6 @@
-"""The console's connection to the daemon: frames in, actions out, and what it tells the app.
+"""The console's connection to the daemon: frames in, actions out.
 
-Owns: the socket and the patience (backoff, time limits); the words between the feed, the widgets
-and the app.
+Owns: the socket and the patience (backoff, time limits).
 Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the
 operator; `follow` goes on for ever.
 Never: imports Textual, or keeps a frame.
@@ -17,7 +16,6 @@ from urllib.parse import quote
 
 import h11
 import msgspec
-from textual.message import Message
 
 from appliance.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
@@ -316,57 +314,3 @@ def _refusal(status: int, body: bytes) -> str:
     except msgspec.MsgspecError:
         message = ""
     return f"the daemon answered {status}{': ' if message else ''}{message}"
-
-
-# What happens to the console, as Textual messages: past facts.
-# Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
-# Never: carry anything but what happened.
-
-
-class FrameArrived(Message, bubble=False):
-    """The daemon sent a frame."""
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self.frame = frame
-
-    def can_replace(self, message: Message) -> bool:
-        """A newer frame makes one that is still waiting superfluous."""
-        return isinstance(message, FrameArrived)
-
-
-class LinkLost(Message, bubble=False):
-    """The daemon is out of reach; the next attempt comes in `retry_in_s`."""
-
-    def __init__(self, loss: FeedLost, retry_in_s: float) -> None:
-        super().__init__()
-        self.loss = loss
-        self.retry_in_s = retry_in_s
-
-
-class CallerKnown(Message, bubble=False):
-    """The daemon has said whom it takes the console for."""
-
-    def __init__(self, caller: Caller) -> None:
-        super().__init__()
-        self.caller = caller
-
-
-class FinishedArrived(Message, bubble=False):
-    """The daemon has told the newest finished requests."""
-
-    def __init__(self, requests: tuple[RequestFrame, ...]) -> None:
-        super().__init__()
-        self.requests = requests
-
-
-class WindowMoved(Message):
-    """The request table shows other rows than before."""
-
-
-class KeyUnderDialog(Message):
-    """A key that means nothing to the dialog on top."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()
-        self.key = key

@@ -106,7 +106,7 @@ def seconds(value_s: float | None) -> str:
 
 def whole_seconds(value_s: float | None) -> str:
     """As `seconds`, without a fraction: `3s`."""
-    return seconds(value_s) if value_s is None or value_s >= 59.5 else f"{value_s:.0f}s"
+    return seconds(value_s) if value_s is None or value_s >= 99.5 else f"{value_s:.0f}s"
 
 
 def age(value_ms: float | None) -> str:
@@ -255,7 +255,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),
-        ("slow", request.get("slow_because") or ""),
+        ("slow because", request.get("slow_because") or ""),
         ("error", request.get("error") or ""),
     ]
 

@@ -12,7 +12,7 @@ from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed, keys
 from tui.app import Console
-from tui.feed import CallerKnown, FrameArrived
+from tui.feed_messages import CallerKnown, FrameArrived
 from tui.view import Caller
 from tui.widgets import main_screen
 from tui.widgets.dialogs import AskDialog, Choose, Confirm, Detail, Explain, Help

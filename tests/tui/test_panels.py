@@ -119,7 +119,7 @@ def test_missed_frames_are_said():
 def test_a_title_leaves_out_whole_what_does_not_fit():
     view = View().after(frames.busy())
     whole = requests.title(view, 30, 22, 28)
-    assert whole.endswith("1204 done, 31 aborted, 0 failed, 2 refused")
+    assert whole.endswith("1,204 done, 31 aborted, 0 failed, 2 refused")
     titles = [requests.title(view, 30, 22, 28, room) for room in range(20, 120)]
     assert titles[-1] == whole
     for room, title in enumerate(titles, 20):
@@ -146,7 +146,7 @@ def test_a_missing_power_reading_is_said_and_not_zero():
 
 def test_power_domains_that_do_not_fit_are_summed():
     view = View().after(frames.three_pools())
-    assert "996/1525 W over 3 devices 61C" in text(gauges.machine(view, 36, 5))
+    assert "996/1,525 W over 3 devices 61C" in text(gauges.machine(view, 36, 5))
     assert "512/700 W" in text(gauges.machine(view, 36, 12))
 
 
@@ -360,6 +360,6 @@ def test_every_page_has_a_glossary():
 
 def test_the_detail_says_route_energy_and_what_held_it_up():
     shown = text(requests.detail(frames.request(14), 60))
-    assert "route move: decode is free sooner" in shown
+    assert "decoded by the other (decode is free sooner)" in " ".join(shown.split())
     assert "energy 55 J = prefill 20 J + decode 35 J" in shown
     assert "slow because it waited behind 31k prompt tokens" in shown

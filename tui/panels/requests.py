@@ -238,7 +238,7 @@ _PAIRS = (
     ("stream",),
 )
 """Facts that stand beside each other; what is left has lines of its own."""
-_FACT_TONES = {"waits": Tone.WARN, "slow": Tone.STRONG}
+_FACT_TONES = {"waits": Tone.WARN, "slow because": Tone.STRONG}
 
 
 def waterfall(known: Mapping[str, Any], width: int) -> list[Line]:

@@ -17,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from appliance.frame.protocol import RequestFrame
-from tui.feed import KeyUnderDialog
+from tui.feed_messages import KeyUnderDialog
 from tui.lines import Line, Run, Tone, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.requests import detail

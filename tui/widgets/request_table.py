@@ -20,7 +20,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from appliance.frame.protocol import RequestFrame
-from tui.feed import WindowMoved
+from tui.feed_messages import WindowMoved
 from tui.lines import Line
 from tui.panels import requests as rows
 from tui.panels.requests import detail

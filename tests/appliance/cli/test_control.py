@@ -243,7 +243,7 @@ STATE = {"roles": "elastic", "slo_ttft_ms": None, "slo_itl_ms": 40}
 
 def test_without_a_change_it_shows_what_is_so(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.replies = {"GET /v1/penstock/state": (200, STATE)}
-    assert penstock(environ, "roles").stdout == "elastic, targets gaps 40ms\n"
+    assert penstock(environ, "roles").stdout == "elastic, targets itl 40ms\n"
 
 
 def test_a_switch_shows_what_the_daemon_then_has(

@@ -38,18 +38,18 @@ def live(phase, **changes):
     [
         ({}, None),
         ({"queue_ms": 99.0}, None),
-        ({"queue_ms": 1500.0}, "queue: it waited 1.5 s for its turn, usually 20 ms"),
+        ({"queue_ms": 1500.0}, "queue: it waited 1.5s for its turn, usually 20ms"),
         (
             {"prefill_ms": 2100.0},
-            "prefill: 2.1 s for 500 prompt tokens, usually 100 ms",
+            "prefill: 2.1s for 500 prompt tokens, usually 100ms",
         ),
         ({"prefill_ms": 199.0}, None),
-        ({"handoff_ms": 300.0}, "handoff: its KV was on the way for 300 ms, usually 1.0 ms"),
-        ({"decode_wait_ms": 400.0}, "wait: 400 ms to its first step of decoding, usually 1.0 ms"),
-        ({"tpot_ms": 60.0}, "decode: 60 ms a token, usually 10 ms"),
+        ({"handoff_ms": 300.0}, "handoff: its KV was on the way for 300ms, usually 1ms"),
+        ({"decode_wait_ms": 400.0}, "wait: 400ms to its first step of decoding, usually 1ms"),
+        ({"tpot_ms": 60.0}, "decode: 60ms a token, usually 10ms"),
         (
             {"tpot_ms": 60.0, "queue_ms": 2000.0},
-            "queue: it waited 2.0 s for its turn, usually 20 ms",
+            "queue: it waited 2.0s for its turn, usually 20ms",
         ),
         ({"queue_ms": 150.0, "e2e_ms": 9000.0}, None),
     ],
@@ -60,8 +60,8 @@ def test_the_stage_that_took_most_too_much_is_named(changes, because):
 
 def test_a_wait_for_another_model_is_told_from_a_wait_for_a_turn():
     frame = finished(queue_ms=6000.0, e2e_ms=6400.0, age_ms=6400.0)
-    assert slow_because(frame, USUAL, 5900.0) == "swap: it waited 5.9 s for its model to be loaded"
-    assert slow_because(frame, USUAL, 500.0).startswith("queue: it waited 5.5 s for its turn")
+    assert slow_because(frame, USUAL, 5900.0) == "swap: it waited 5.9s for its model to be loaded"
+    assert slow_because(frame, USUAL, 500.0).startswith("queue: it waited 5.5s for its turn")
 
 
 def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
@@ -69,12 +69,12 @@ def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
     long.prompt_tokens = 4100
     assert slow_because(long, USUAL) is None
     long.prefill_ms = 3000.0
-    assert slow_because(long, USUAL) == "prefill: 3.0 s for 4100 prompt tokens, usually 820 ms"
+    assert slow_because(long, USUAL) == "prefill: 3.0s for 4100 prompt tokens, usually 820ms"
 
 
 def test_waiting_needs_no_comparison_and_computing_does():
     assert slow_because(finished(queue_ms=1500.0), Usual()) == (
-        "queue: it waited 1.5 s for its turn"
+        "queue: it waited 1.5s for its turn"
     )
     assert slow_because(finished(prefill_ms=9000.0, tpot_ms=900.0), Usual()) is None
 
@@ -83,14 +83,14 @@ def test_waiting_needs_no_comparison_and_computing_does():
     ("frame", "because"),
     [
         (live("queued", age_ms=50.0), None),
-        (live("queued", age_ms=801.0), "queue: it waited 800 ms for its turn, usually 20 ms"),
+        (live("queued", age_ms=801.0), "queue: it waited 800ms for its turn, usually 20ms"),
         (
             live("prefilling", age_ms=1021.0, queue_ms=20.0, prompt_tokens=700),
-            "prefill: 1.0 s for 700 prompt tokens, usually 140 ms",
+            "prefill: 1.0s for 700 prompt tokens, usually 140ms",
         ),
         (
             live("handing_off", age_ms=621.0, queue_ms=20.0, prefill_ms=100.0, ttft_ms=121.0),
-            "handoff: its KV was on the way for 500 ms, usually 1.0 ms",
+            "handoff: its KV was on the way for 500ms, usually 1ms",
         ),
     ],
 )
