@@ -36,7 +36,7 @@ from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
-from appliance.http.listeners import Closer, bind_socket, bind_tcp, inherited_sockets
+from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
 from appliance.journal import Formatter, has_terminal, notify, notify_watchdog
 from appliance.log.request_log import RequestLog
@@ -144,7 +144,7 @@ class _Daemon:
             listeners = self._bind(policy)
             for listener in listeners:
                 is_inherited = listener in self._inherited
-                stack.callback(Closer(listener, is_inherited=is_inherited).close)
+                stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
             stack.push_async_callback(self._stop_workers)
             fetching = None
             if self._first_plan is None and isinstance(self._config.model, HubName):

@@ -33,7 +33,7 @@ _MAX_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Marks:
+class ExamScore:
     """Right answers by (skill, tokens of document), and some wrong ones."""
 
     num_right: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -54,7 +54,7 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class ExamConversation:
     """One conversation: a document and questions, each asked after the right answers so far."""
 
     skill: str
@@ -65,23 +65,23 @@ class Paper:
 
 def papers(
     client: Client, lengths: tuple[int, ...], num_questions: int, seed: int
-) -> Iterator[Paper]:
+) -> Iterator[ExamConversation]:
     """Everything that is asked; half as many unknowns, and a quarter as many conversations."""
     writer = Writer(Random(seed), held_out=True)
     talk = [writer.talk() for _ in range(num_questions)]
-    yield from (Paper("talk", 0, Document("", []), [turn]) for turn in talk)
+    yield from (ExamConversation("talk", 0, Document("", []), [turn]) for turn in talk)
     for length in lengths:
         for index in range(num_questions):
             document = _document(client, writer, length)
-            yield Paper("lookup", length, document, [writer.lookup(document)])
+            yield ExamConversation("lookup", length, document, [writer.lookup(document)])
             if index % 2 == 0:
-                yield Paper("unknown", length, document, [writer.unknown(document)])
+                yield ExamConversation("unknown", length, document, [writer.unknown(document)])
             if index % 4 == 0:
                 turns = [writer.lookup(document) for _ in range(TURNS)]
-                yield Paper("turns", length, document, turns)
+                yield ExamConversation("turns", length, document, turns)
 
 
-def take(client: Client, paper: Paper) -> list[str]:
+def take(client: Client, paper: ExamConversation) -> list[str]:
     """The answers to one paper's questions.
 
     Raises:
@@ -118,7 +118,7 @@ def _document(client: Client, writer: Writer, length: int) -> Document:
         num_facts = max(1, len(document.facts)) * 0.98 * length / num_tokens
 
 
-def _table(marks: Marks) -> str:
+def _table(marks: ExamScore) -> str:
     lengths = sorted({length for _, length in marks.num_asked if length})
     lines = ["skill     " + "".join(f"{f'{length:,} tokens':>22}" for length in lengths)]
     for skill in ("lookup", "unknown", "turns"):
@@ -132,13 +132,13 @@ def _table(marks: Marks) -> str:
     return "\n".join([*lines, f"{'talk':10}{f'{right / asked:.1%} ({right}/{asked})':>22}"])
 
 
-def examine(client: Client, lengths: tuple[int, ...], num_questions: int, seed: int) -> Marks:
+def examine(client: Client, lengths: tuple[int, ...], num_questions: int, seed: int) -> ExamScore:
     """Ask everything, a few at a time.
 
     Raises:
         ClientError: the server could not answer.
     """
-    marks = Marks()
+    marks = ExamScore()
     every = list(papers(client, lengths, num_questions, seed))
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = pool.map(partial(take, client), every)

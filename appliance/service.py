@@ -31,7 +31,7 @@ from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.watch.deadlines import Availability, Deadlines
-from appliance.watch.frames import Frames, Standing
+from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
 from engine.cache.prefix_index import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, Unavailable
@@ -427,10 +427,10 @@ class Service:
                 self.event(*change)
         self._closed.complete(self._energy.take_complete())
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> ServiceState:
         self._totals.has_prefix_cache = self.hasher is not None
         live, reason = list(self._live.values()), self.not_ready_reason() or self.degraded_reason()
-        return Standing(reason, live, self._totals, self._log.rows_lost, self.swaps)
+        return ServiceState(reason, live, self._totals, self._log.rows_lost, self.swaps)
 
     def _check_when_idle(self) -> None:
         if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:

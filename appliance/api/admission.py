@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 
 from appliance.api.ask import Ask
 from appliance.api.prompts import infill_of
-from appliance.api.stream import Echo
+from appliance.api.stream import PromptEcho
 from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.api.tools import Constraint
 from appliance.api.wire import appliance_of, arrival_of, client_request_id, peer_of, require
@@ -168,7 +168,7 @@ class Accepted:
 
     ask: Ask
     request: Request
-    echoes: list[Echo]
+    echoes: list[PromptEcho]
     """One for each prompt, if the ask wants them repeated."""
     fields: Fields
     """The body."""
@@ -194,7 +194,7 @@ class _Prepared:
     prompts: list[list[int]]
     prefixes: list[PrefixChain | None]
     """Of the prompts."""
-    echoes: list[Echo]
+    echoes: list[PromptEcho]
     grammar: str | None
     bad_words: tuple[tuple[int, ...], ...]
 
@@ -398,13 +398,13 @@ def _grammar(
     return constraint.grammar
 
 
-def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> Echo:
+def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> PromptEcho:
     """A text comes back as it was, token ids as what they say; of a chat its last message."""
     if ask.chat:
-        return Echo(ask.chat.echo, [])
+        return PromptEcho(ask.chat.echo, [])
     if isinstance(prompt, str):
         starts = [start for start, _end in tokenizer.spans(prompt)] if ask.wants_tokens else []
-        return Echo(prompt, starts)
+        return PromptEcho(prompt, starts)
     detokenizer = Detokenizer(tokenizer)
     text, offsets = "", []
     for token_id in prompt:
@@ -413,7 +413,7 @@ def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> Echo:
             text += detokenizer.flush() + tokenizer.token_text(token_id)
         else:
             text += detokenizer.push(token_id)
-    return Echo(text + detokenizer.flush(), offsets)
+    return PromptEcho(text + detokenizer.flush(), offsets)
 
 
 def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:

@@ -51,13 +51,13 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """A part of the reasoning before an answer."""
 
     text: str
 
 
-Part = str | Thought | CallDelta
+Part = str | ReasoningDelta | CallDelta
 
 
 class TextReading:
@@ -115,7 +115,7 @@ class TextReading:
     def say(self, text: str) -> None:
         """Report text: of the answer, or of the reasoning that is under way."""
         if text and self.is_reasoning:
-            self.parts.append(Thought(text))
+            self.parts.append(ReasoningDelta(text))
         elif text:
             self.parts.append(text)
             self.has_text = True

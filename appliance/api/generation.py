@@ -32,7 +32,13 @@ from appliance.api.messages_api import MessageShape, in_anthropics_words, messag
 from appliance.api.ollama_api import OllamaShape, chat_ask_of, generate_ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
-from appliance.api.responses import ResponseShape, earlier, in_our_words, keeper, response_ask
+from appliance.api.responses import (
+    ResponseShape,
+    in_our_words,
+    previous_items,
+    response_ask,
+    store_for,
+)
 from appliance.api.stream import Delta, OpenReply
 from appliance.api.wire import (
     CLIENT_CLOSED_REQUEST,
@@ -41,7 +47,7 @@ from appliance.api.wire import (
     error_response,
     require,
 )
-from appliance.fleet.swaps import Asker
+from appliance.fleet.swaps import IncomingRequest
 from appliance.json_fields import Fields
 from appliance.request import HUNG_UP, Role
 from engine.errors import RequestError, Unavailable
@@ -141,7 +147,9 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     except msgspec.MsgspecError:
         asked = ""  # it will be refused in the usual words
     name, of_arrival = swaps.name_of(asked), (arrival.received_at, arrival.arrived_ns)
-    asker = Asker(arrival.peer.name, len(body), arrival.request_id, http.url.path, *of_arrival)
+    asker = IncomingRequest(
+        arrival.peer.name, len(body), arrival.request_id, http.url.path, *of_arrival
+    )
     if swaps.can_enter(name):
         await swaps.enter(name, asker)
         return swaps
@@ -321,7 +329,7 @@ def _response_shape(accepted: Accepted, http: Request) -> ResponseShape:
         accepted.request,
         accepted.fields,
         created_at=int(time.time()),
-        on_end=keeper(accepted.fields, http),
+        on_end=store_for(accepted.fields, http),
     )
 
 
@@ -341,7 +349,7 @@ ENDPOINTS = {
     "/v1/responses": Endpoint(
         id_prefix="resp_",
         read=lambda fields, http: response_ask(
-            fields, appliance_of(http).model, earlier(fields, http)
+            fields, appliance_of(http).model, previous_items(fields, http)
         ),
         shape=_response_shape,
         refusal=in_our_words,

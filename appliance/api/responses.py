@@ -312,12 +312,12 @@ _OUR_WORDS = {
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def response_ask(fields: Fields, model: ModelInfo, earlier: Sequence[Any] = ()) -> Ask:
-    """Validate a body of /v1/responses; it goes on from the items of an `earlier` response."""
+def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any] = ()) -> Ask:
+    """Validate a body of /v1/responses; it goes on from the items of an earlier one."""
     refuse_unsupported(fields, NEUTRAL)
     fields.get("previous_response_id"), fields.get("store")
     chat = {name: fields.get(name) for name in PASSED}
-    chat["messages"] = _messages(fields, earlier)
+    chat["messages"] = _messages(fields, previous_items)
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1)
     chat["response_format"] = _response_format(fields.nested("text"))
     tools = [
@@ -345,7 +345,7 @@ def _variables(fields: Fields) -> object:
     return {**said, **(own or {})}
 
 
-def _messages(fields: Fields, earlier: Sequence[Any]) -> list[Message]:
+def _messages(fields: Fields, previous_items: Sequence[Any]) -> list[Message]:
     """The conversation; an assistant's calls belong to what it said just before."""
     asked = fields.required("input")
     if isinstance(asked, str):
@@ -358,10 +358,10 @@ def _messages(fields: Fields, earlier: Sequence[Any]) -> list[Message]:
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    if len(earlier) + len(items) > MAX_MESSAGES:
+    if len(previous_items) + len(items) > MAX_MESSAGES:
         raise invalid_value("input", f"has more than {MAX_MESSAGES} items, earlier ones included")
     thought = ""
-    for index, item in enumerate([*earlier, *items], start=-len(earlier)):
+    for index, item in enumerate([*previous_items, *items], start=-len(previous_items)):
         message = _message(Fields.of(item, f"input[{index}]"))
         if message is None:
             continue
@@ -496,7 +496,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _StoredResponse:
     owner: str
     response: bytes
     items: bytes
@@ -512,13 +512,13 @@ class ResponseStore:
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def keep(self, owner: str, response: Json, items: list[Json]) -> None:
         """Remember one, and forget the oldest beyond the bounds."""
-        kept = _Kept(owner, msgspec.json.encode(response), msgspec.json.encode(items))
+        kept = _StoredResponse(owner, msgspec.json.encode(response), msgspec.json.encode(items))
         with self._lock:
             self._kept[response["id"]] = kept
             self._num_bytes += kept.num_bytes
@@ -554,7 +554,7 @@ class ResponseStore:
             if self._kept.pop(response_id, None) is not None:
                 self._num_bytes -= kept.num_bytes
 
-    def _of(self, response_id: str, owner: str) -> _Kept:
+    def _of(self, response_id: str, owner: str) -> _StoredResponse:
         with self._lock:
             kept = self._kept.get(response_id)
             if kept is None or kept.owner != owner:
@@ -584,7 +584,7 @@ async def forget(http: HttpRequest) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def earlier(fields: Fields, http: HttpRequest) -> list[Json]:
+def previous_items(fields: Fields, http: HttpRequest) -> list[Json]:
     """The items that a conversation goes on from; empty where it begins.
 
     Raises:
@@ -604,12 +604,12 @@ def earlier(fields: Fields, http: HttpRequest) -> list[Json]:
         ) from error
 
 
-def keeper(fields: Fields, http: HttpRequest) -> Callable[[Json], None] | None:
+def store_for(fields: Fields, http: HttpRequest) -> Callable[[Json], None] | None:
     """What keeps a response that has ended; None where its client does not want that."""
     if not fields.boolean("store", default=True):
         return None
     owner, store = peer_of(http).name, _store(http)
-    items = [*earlier(fields, http), *_items(fields.get("input"))]
+    items = [*previous_items(fields, http), *_items(fields.get("input"))]
 
     def keep(ended: Json) -> None:
         store.keep(owner, ended, [*items, *ended["output"]])

@@ -60,7 +60,7 @@ _EVERYTHING = "/*"
 _log = logging.getLogger(__name__)
 
 
-class Edge(Starlette):
+class ApiApplication(Starlette):
     """The ASGI application in front of an appliance.
 
     Set `state.stopping` to end the frame streams, which would otherwise never end.
@@ -181,9 +181,9 @@ async def _on_bug(http: Request, error: Exception) -> Response:
 # --------------------------------------------------------------------------------------------------
 
 
-def build_app(appliance: Appliance) -> Edge:
+def build_app(appliance: Appliance) -> ApiApplication:
     """The ASGI application in front of an appliance."""
-    edge = Edge(
+    edge = ApiApplication(
         appliance,
         [
             *generating_routes(),

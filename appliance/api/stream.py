@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
-from appliance.api.call_readers import CallDelta, Part, Thought, partial_match_chars
+from appliance.api.call_readers import CallDelta, Part, ReasoningDelta, partial_match_chars
 from appliance.api.output_parser import OutputParser
 from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.request import Request, TokensEmitted
@@ -29,7 +29,7 @@ _CONTEXT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class PromptEcho:
     """A prompt's text, as a completion repeats it."""
 
     text: str
@@ -51,7 +51,7 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
     """Where each token's text begins in the sequence's text; collected only with logprobs."""
-    echo: Echo | None = None
+    echo: PromptEcho | None = None
     """The text begins with it."""
     num_tokens: int = 0
     """Of the sequence's output so far."""
@@ -107,7 +107,7 @@ class Delta:
         """Add text, reasoning, or a part of a call."""
         if isinstance(part, str):
             self.text += part
-        elif isinstance(part, Thought):
+        elif isinstance(part, ReasoningDelta):
             self.reasoning += part.text
         elif self.calls and self.calls[-1].index == part.index:
             self.calls[-1].arguments += part.arguments
@@ -119,7 +119,11 @@ class OpenReply:
     """The deltas of one request, from the first token to the last finish reason."""
 
     def __init__(
-        self, appliance: Appliance, request: Request, ask: Ask, echoes: list[Echo] | None = None
+        self,
+        appliance: Appliance,
+        request: Request,
+        ask: Ask,
+        echoes: list[PromptEcho] | None = None,
     ) -> None:
         """Open a reply.
 
@@ -131,7 +135,7 @@ class OpenReply:
         """
         self._request = request
         self._voices = {
-            sequence.seq_id: _Voice(
+            sequence.seq_id: _SequenceText(
                 appliance,
                 sequence,
                 ask,
@@ -170,7 +174,7 @@ class OpenReply:
         return list(deltas.values())
 
 
-class _Voice:
+class _SequenceText:
     """One sequence's text."""
 
     def __init__(
@@ -178,7 +182,7 @@ class _Voice:
         appliance: Appliance,
         sequence: Sequence,
         ask: Ask,
-        echo: Echo | None,
+        echo: PromptEcho | None,
         prompt_text: str,
     ) -> None:
         tokenizer = appliance.tokenizer

@@ -268,7 +268,7 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ReasoningMarks:
     """What stands around the reasoning of a model."""
 
     signs: tuple[str, ...]
@@ -278,10 +278,12 @@ class Thoughts:
 
 
 THOUGHTS = {
-    "think": Thoughts(("<think>", "</think>"), ("<think>",), ("</think>",)),
-    "mistral": Thoughts(("[THINK]",), ("[THINK]",), ("[/THINK]",)),
-    "gemma": Thoughts(("<|channel>",), ("<|channel>thought\n", "<|channel>"), ("<channel|>",)),
-    "granite": Thoughts(
+    "think": ReasoningMarks(("<think>", "</think>"), ("<think>",), ("</think>",)),
+    "mistral": ReasoningMarks(("[THINK]",), ("[THINK]",), ("[/THINK]",)),
+    "gemma": ReasoningMarks(
+        ("<|channel>",), ("<|channel>thought\n", "<|channel>"), ("<channel|>",)
+    ),
+    "granite": ReasoningMarks(
         ("Here is my thought process:",),
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
@@ -295,7 +297,7 @@ class OutputFormat:
     """What is looked for in a model's text."""
 
     tools: ToolFormat
-    thoughts: Thoughts | None = None
+    thoughts: ReasoningMarks | None = None
     has_preamble: bool = False
     """The template says nothing of tools, so that a preamble must."""
 

@@ -41,7 +41,7 @@ class InterferencePlan:
     seconds: float
 
 
-class Disturbed(msgspec.Struct):
+class InterferenceResult(msgspec.Struct):
     """What long prompts did to the streams of one server in one round."""
 
     arm: str
@@ -77,7 +77,7 @@ class Disturbed(msgspec.Struct):
 
 async def disturb(
     target: Target, plan: InterferencePlan, label: str, round_index: int, tick: Tick
-) -> Disturbed:
+) -> InterferenceResult:
     """Measure all three.
 
     Raises:
@@ -90,7 +90,7 @@ async def disturb(
     tick(5 / 9)
     loaded, disturbing = await _phase(target, plan, has_prompts=True)
     tick(1.0)
-    return Disturbed(label, round_index, quiet, loaded, prompts.samples, disturbing)
+    return InterferenceResult(label, round_index, quiet, loaded, prompts.samples, disturbing)
 
 
 async def _phase(

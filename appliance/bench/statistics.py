@@ -129,7 +129,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 
 
-class Goodness(NamedTuple):
+class GoodputTargets(NamedTuple):
     """What makes a completed request a good one; None asks nothing."""
 
     ttft_ms: float | None = None
@@ -139,7 +139,7 @@ class Goodness(NamedTuple):
     @property
     def is_set(self) -> bool:
         """There is a bound to meet."""
-        return self != Goodness()
+        return self != GoodputTargets()
 
     def is_met(self, sample: Sample) -> bool:
         """Completed within both bounds."""
@@ -165,7 +165,7 @@ def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def summarize(
-    samples: Sequence[Sample], window_ms: float, slo: Goodness, energy_j: float | None = None
+    samples: Sequence[Sample], window_ms: float, slo: GoodputTargets, energy_j: float | None = None
 ) -> Figures:
     """One round of one arm in figures."""
     num_tokens = sum(at_ms <= window_ms for sample in samples for at_ms in sample.token_times_ms())

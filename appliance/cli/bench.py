@@ -31,10 +31,10 @@ from appliance.bench.arms import (
     rows,
     turn_metrics,
 )
-from appliance.bench.conversing import APIS, TurnPace, converse
-from appliance.bench.interference import Disturbed, InterferencePlan, disturb
+from appliance.bench.conversations import APIS, TurnPace, converse
+from appliance.bench.interference import InterferencePlan, InterferenceResult, disturb
 from appliance.bench.load import Load, Measured, Target, measure
-from appliance.bench.statistics import Figures, Goodness, Sample, by_turn, summarize, times
+from appliance.bench.statistics import Figures, GoodputTargets, Sample, by_turn, summarize, times
 from appliance.bench.workloads import (
     CONVERSATIONS,
     PlannedConversation,
@@ -157,7 +157,7 @@ def run(
     with arms, arms.ready(place) as target:
         measured = asyncio.run(measure(target, load, place, 0, bar.turn(place)))
     bar.end()
-    figures = _figures(measured, Goodness(slo_ttft_ms, slo_itl_ms))
+    figures = _figures(measured, GoodputTargets(slo_ttft_ms, slo_itl_ms))
     about = {"figures": figures, "statuses": _statuses(measured.samples)}
     _keep(about, [measured], save)
     _draw({place: [measured]}, plot_file)
@@ -188,7 +188,7 @@ def compare(
     The first has two turns in each round: by how much they differ is the A/A band, and a ratio
     within it says nothing.
     """
-    slo, bar = Goodness(slo_ttft_ms, slo_itl_ms), Bar(rounds * (len(specs) + 1))
+    slo, bar = GoodputTargets(slo_ttft_ms, slo_itl_ms), Bar(rounds * (len(specs) + 1))
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
         return asyncio.run(measure(target, load, label, round_index, bar.turn(label)))
@@ -232,7 +232,7 @@ def turns(
     if api not in APIS:
         raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
     conversations = conversations_of(workload, count, seed)
-    slo = Goodness(slo_ttft_ms, slo_itl_ms)
+    slo = GoodputTargets(slo_ttft_ms, slo_itl_ms)
     pace, bar = TurnPace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
@@ -278,7 +278,7 @@ def interference(
         Bar(rounds * (len(specs) + 1)),
     )
 
-    def turn(target: Target, label: str, round_index: int) -> Disturbed:
+    def turn(target: Target, label: str, round_index: int) -> InterferenceResult:
         return asyncio.run(disturb(target, plan, label, round_index, bar.turn(label)))
 
     with Arms(specs, model=model, is_text=prompt_text, is_alone=alone, seed=seed) as arms:
@@ -331,7 +331,7 @@ def step(
         terminal.write(terminal.listing("bench", bench_pages.STEPS, output).render(rows))
 
 
-def _figures(measured: Measured, slo: Goodness) -> Figures:
+def _figures(measured: Measured, slo: GoodputTargets) -> Figures:
     return summarize(measured.samples, measured.window_ms, slo, measured.energy_j)
 
 

@@ -325,19 +325,19 @@ def worker(
             where="--discovery",
             hint="give file:FOLDER, etcd or kubernetes",
         )
-    from appliance.dynamo.plane import Names
+    from appliance.dynamo.runtime import DynamoNames
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    names = Names(namespace, component, discovery=kind, model_name=model_name)
+    names = DynamoNames(namespace, component, discovery=kind, model_name=model_name)
     raise typer.Exit(asyncio.run(_run(address.path, names, drain_s)))
 
 
 async def _run(socket: Path, names: object, drain_s: float) -> int:
-    from appliance.dynamo.plane import DynamoPlane, Names
+    from appliance.dynamo.runtime import DynamoNames, DynamoRuntime
     from appliance.dynamo.worker import Adapter
 
-    assert isinstance(names, Names)
-    plane = DynamoPlane(names)
+    assert isinstance(names, DynamoNames)
+    plane = DynamoRuntime(names)
     adapter = plane.adapter = Adapter(socket, plane)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

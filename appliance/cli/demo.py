@@ -34,14 +34,14 @@ _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the ca
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TokenGap:
     """The time between two tokens of one reply."""
 
     ended_s: float
     ms: float
 
 
-class Chats:
+class DemoChats:
     """Short chats that stream one after another until the `with` ends.
 
     Args:
@@ -49,12 +49,12 @@ class Chats:
     """
 
     def __init__(self, client: Client) -> None:
-        self.gaps: list[Gap] = []
+        self.gaps: list[TokenGap] = []
         self._client = client
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(NUM_CHATS)]
 
-    def __enter__(self) -> Chats:
+    def __enter__(self) -> DemoChats:
         for thread in self._threads:
             thread.start()
         return self
@@ -78,7 +78,7 @@ class Chats:
                     for _ in _pieces(events):
                         now_s = time.perf_counter()
                         if last_s is not None:
-                            self.gaps.append(Gap(now_s, (now_s - last_s) * 1e3))
+                            self.gaps.append(TokenGap(now_s, (now_s - last_s) * 1e3))
                         last_s = now_s
             except ClientError as error:
                 terminal.note(f"penstock: a short chat failed: {error}")
@@ -100,7 +100,7 @@ def demo() -> None:
         client = Client(where, timeout_s=600)
         state = client.get("/v1/penstock/state")
         terminal.write(f"{_opening(state, text)}\n{_made_up(text, questions)}\n\n")
-        with Chats(client) as chats:
+        with DemoChats(client) as chats:
             started_s = time.perf_counter()
             time.sleep(QUIET_S)
             quiet_ms = chats.gaps_between(started_s, time.perf_counter())
@@ -139,7 +139,7 @@ def _made_up(text: str, questions: list[dict[str, str]]) -> str:
 
 
 def _ask(
-    client: Client, chats: Chats, text: str, question: dict[str, str], loaded_ms: list[float]
+    client: Client, chats: DemoChats, text: str, question: dict[str, str], loaded_ms: list[float]
 ) -> bool:
     """Ask one question over the document, and print how it went."""
     asked_s = time.perf_counter()

@@ -119,7 +119,7 @@ def devices(output: Output = Format.TABLE) -> None:
     import msgspec
 
     from appliance.devices.machine import Devices
-    from appliance.fleet.placing import this_inventory
+    from appliance.fleet.placer import this_inventory
     from appliance.frame.protocol import DeviceFrame
 
     machine, inventory = Devices.of_machine(), this_inventory()

@@ -43,7 +43,7 @@ class Priority(StrEnum):
     ERROR = "error"
 
 
-class By(StrEnum):
+class UsageKey(StrEnum):
     """What usage can be summed up by."""
 
     USER = "user"
@@ -100,7 +100,7 @@ def events(
 
 
 def usage(
-    by: Annotated[By, typer.Option(help="Which sums.")] = By.USER,
+    by: Annotated[UsageKey, typer.Option(help="Which sums.")] = UsageKey.USER,
     since: Since = None,
     until: Until = None,
     host: Host = None,

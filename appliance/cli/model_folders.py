@@ -94,7 +94,7 @@ def detail(found: FoundModel) -> dict[str, Any]:
     }
 
 
-def need_of(found: FoundModel) -> fits.Need:
+def need_of(found: FoundModel) -> fits.MemoryNeed:
     """What serving it takes, by the tensors that it has, whatever its config.json says of those.
 
     Raises:

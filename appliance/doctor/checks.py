@@ -25,7 +25,7 @@ from appliance.configuration.address import TcpAddress
 from appliance.devices.inventory import list_gpus
 from appliance.devices.machine import Devices
 from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
-from appliance.dynamo import plane
+from appliance.dynamo import runtime
 from appliance.fleet import placement
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
@@ -42,26 +42,26 @@ from engine.units import part_text, size_text
 # Invariant: nothing of it stays in the cache. Never: downloads weights.
 
 
-def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.PlaceToServe]:
+def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.ServingPlace]:
     """This machine's memory and GPUs, and GPUs that one thinks of.
 
     Args:
         imagined: how many, and bytes of each.
     """
     cores = f"this machine, {len(available_cores())} cores"
-    found = [fits.PlaceToServe(cores, available_memory_bytes(), is_gpu=False)]
+    found = [fits.ServingPlace(cores, available_memory_bytes(), is_gpu=False)]
     found += [
-        fits.PlaceToServe(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
+        fits.ServingPlace(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
         for gpu in list_gpus()
         if gpu.obstacle is None
     ]
     for count, num_bytes in imagined:
         name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"
-        found.append(fits.PlaceToServe(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
+        found.append(fits.ServingPlace(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
     return found
 
 
-def on_hub(name: HubName, where: Sequence[fits.PlaceToServe]) -> dict[str, Any]:
+def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
     """What `models show` says of a model that is on the hub.
 
     Raises:
@@ -89,7 +89,7 @@ def on_hub(name: HubName, where: Sequence[fits.PlaceToServe]) -> dict[str, Any]:
     return about | {"fits": fits.rows(need, where, files)}
 
 
-def described(config: ModelConfig, need: fits.Need) -> dict[str, Any]:
+def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
     """What its configuration says."""
     return {
         "family": config.family.name,
@@ -193,13 +193,13 @@ def _packages() -> Finding:
 
 def _dynamo() -> Finding:
     """What `penstock worker --dynamo` lacks here, which most machines do not need."""
-    what = plane.missing()
+    what = runtime.missing()
     if what is None:
-        return Finding("dynamo", "ok", f"{plane.PACKAGE} {plane.VERSION}")
+        return Finding("dynamo", "ok", f"{runtime.PACKAGE} {runtime.VERSION}")
     about = f"{what}: for `penstock worker --dynamo` alone"
     if what.endswith("not installed"):
-        return Finding("dynamo", "ok", f"{about}, {plane.INSTALL}")
-    return Finding("dynamo", "note", about, plane.INSTALL)
+        return Finding("dynamo", "ok", f"{about}, {runtime.INSTALL}")
+    return Finding("dynamo", "note", about, runtime.INSTALL)
 
 
 def _kernels() -> Finding:

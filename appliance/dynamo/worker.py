@@ -18,8 +18,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.dynamo.asked import Asked, Prompts, Served, asked_of, served_of, used_blocks
-from appliance.dynamo.line import Line, LostError, get, output_of, raise_error
+from appliance.dynamo.daemon_http import DaemonExchange, LostError, get, output_of, raise_error
+from appliance.dynamo.requests import (
+    CompletionBody,
+    Prompts,
+    ServedModel,
+    completion_body,
+    served_model,
+    used_blocks,
+)
 from engine.errors import PenstockError
 
 # What the daemon's prefix cache holds, told to Dynamo's router.
@@ -31,7 +38,7 @@ from engine.errors import PenstockError
 Json = dict[str, Any]
 
 
-class Publisher(Protocol):
+class KvEventPublisher(Protocol):
     """Where to tell it: Dynamo's, which makes the router's own hashes of the tokens."""
 
     def stored(self, token_ids: list[int], block_ids: list[int], parent_id: int | None) -> None:
@@ -41,14 +48,14 @@ class Publisher(Protocol):
         """Blocks are gone."""
 
 
-class RouterContents:
+class KvEvents:
     """Of one daemon.
 
     Args:
         publisher: is told.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher
         self._known: dict[int, int | None] = {}
         """Parents by block."""
@@ -105,7 +112,7 @@ PEERS_S = 1.0
 log = logging.getLogger("penstock.dynamo")
 
 
-class DaemonAsker(Protocol):
+class RequestContext(Protocol):
     """Who has asked: Dynamo's context."""
 
     def id(self) -> str:
@@ -115,10 +122,10 @@ class DaemonAsker(Protocol):
         """Call something when it does not want the answer any more; returns what undoes that."""
 
 
-class Plane(Publisher, Protocol):
+class Runtime(KvEventPublisher, Protocol):
     """What the adapter needs of Dynamo."""
 
-    async def register(self, served: Served) -> None:
+    async def register(self, served: ServedModel) -> None:
         """Tell frontends of the model, and serve requests from now on."""
 
     async def join(self) -> None:
@@ -142,14 +149,14 @@ class Adapter:
         plane: Dynamo.
     """
 
-    def __init__(self, socket: Path, plane: Plane) -> None:
+    def __init__(self, socket: Path, plane: Runtime) -> None:
         self._socket = socket
         self._plane = plane
-        self._contents = RouterContents(plane)
+        self._contents = KvEvents(plane)
         self.prompts = Prompts()
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
         self._is_joined = False
-        self._open: set[Line] = set()
+        self._open: set[DaemonExchange] = set()
         self._idle = asyncio.Event()  # while no reply is under way
         self._idle.set()
         self._ended = asyncio.Event()
@@ -197,7 +204,7 @@ class Adapter:
     async def _follow_frames(self) -> None:
         contents: asyncio.Task[None] | None = None
         try:
-            async with Line(self._socket, SILENCE_S) as line:
+            async with DaemonExchange(self._socket, SILENCE_S) as line:
                 await line.ask("GET", "/v1/penstock/stream")
                 async for raw in line.lines():
                     frame = msgspec.json.decode(raw)
@@ -216,7 +223,7 @@ class Adapter:
     async def _ready(self, frame: Json) -> None:
         if self._is_joined and self._served is not None and frame["model"] == self._served.model_id:
             return
-        served = served_of(await get(self._socket, "/v1/models"), frame)
+        served = served_model(await get(self._socket, "/v1/models"), frame)
         if self._served is None:
             await self._plane.register(served)
             self._served = served
@@ -251,7 +258,7 @@ class Adapter:
 
     async def _follow_contents(self) -> None:
         try:
-            async with Line(self._socket) as line:
+            async with DaemonExchange(self._socket) as line:
                 await line.ask("GET", "/v1/penstock/cache")
                 if line.status != 200:
                     log.warning("no events of the prefix cache: %s", await line.body())
@@ -269,7 +276,7 @@ class Adapter:
         """Another adapter has got a request, whose prompt is so long."""
         self.prompts.came(request_id, num_tokens)
 
-    async def generate(self, request: Json, asker: DaemonAsker) -> AsyncIterator[Json]:
+    async def generate(self, request: Json, asker: RequestContext) -> AsyncIterator[Json]:
         """Outputs for one request, the last with a finish reason.
 
         Raises:
@@ -283,7 +290,7 @@ class Adapter:
             yield {"token_ids": [], "finish_reason": "length"}
             return
         telling = asyncio.create_task(self._tell_peers(request_id, num_tokens)) if is_new else None
-        line = Line(self._socket)
+        line = DaemonExchange(self._socket)
         undo = asker.on_stop(line.hang_up)
         self._open.add(line)
         self._idle.clear()
@@ -317,14 +324,14 @@ class Adapter:
             if telling is not None:
                 telling.cancel()
 
-    def _asked(self, request: Json, request_id: str) -> Asked:
+    def _asked(self, request: Json, request_id: str) -> CompletionBody:
         """What the daemon is asked, where it stands."""
         if self._served is None:
             raise LostError("the daemon is not there yet")
         num_output = self.prompts.num_output(request_id, len(request["token_ids"]))
         if num_output:
             log.info("%s goes on here after %d tokens", request_id, num_output)
-        return asked_of(request, request_id, num_output, self._served)
+        return completion_body(request, request_id, num_output, self._served)
 
     async def _tell_peers(self, request_id: str, num_tokens: int) -> None:
         try:

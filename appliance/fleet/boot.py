@@ -268,9 +268,9 @@ def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
     """The checkpoint, the dtype to serve it in, and where everything goes."""
     checkpoint = Checkpoint.open(model_folder(config.model))
     is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
-    placing = Placing(config, checkpoint, this_inventory(), installed_torch(), this_machine())
+    placer = Placer(config, checkpoint, this_inventory(), installed_torch(), this_machine())
     # the starter's greedy output is exactly reproducible in float32
-    placed = placing.place("float32" if is_starter else None)
+    placed = placer.place("float32" if is_starter else None)
     dtype, placement = placed.dtype, placed.placement
     if placed.about is not None:
         log.warning("%s", placed.about)

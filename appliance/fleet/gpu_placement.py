@@ -29,8 +29,8 @@ from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import (
     AttentionChoice,
+    AttentionNeeds,
     Machine,
-    Needs,
     choose_attention,
     triton_fault,
 )
@@ -149,7 +149,7 @@ def packing_on(gpus: Iterable[Gpu]) -> tuple[str, str | None]:
 
 def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> AttentionChoice:
     """What computes attention, with blocks as large as it likes them."""
-    return choose_attention(Needs.of(checkpoint.config, dtype), machine)
+    return choose_attention(AttentionNeeds.of(checkpoint.config, dtype), machine)
 
 
 def _room_of_one(checkpoint: Checkpoint, gpu: Gpu) -> int:

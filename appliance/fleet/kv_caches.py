@@ -23,7 +23,7 @@ from engine.schedule.router import Router
 from engine.tiers.arena import CacheArena, WorkerCopies
 from engine.tiers.files import DIGEST_BYTES, PAGE, SlabHead
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import Context, Job, Patience
+from engine.tiers.jobs import Context, CopyDeadlines, Job
 from engine.tiers.loads import Costs
 from engine.tiers.tier import Tier
 from engine.units import size_text
@@ -33,7 +33,7 @@ from engine.units import size_text
 # Never: decides what is stored or loaded; reads or writes the arena.
 
 
-PATIENCE = Patience(load_ms=60_000, store_s=60, counts_waiting=False)
+PATIENCE = CopyDeadlines(load_ms=60_000, store_s=60, counts_waiting=False)
 """Copies come behind steps, which may be long; of a worker that hangs the watchdog takes care."""
 
 

@@ -26,7 +26,7 @@ from engine.wire.messages import Command, MapPool, MapShared, Setup, SharedMemor
 # Never: looks into what it passes on; ends a process.
 
 
-class Sharing:
+class MemorySharing:
     """What passes between workers by way of the daemon.
 
     Args:

@@ -41,7 +41,7 @@ MAX_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class WorkerDevice:
     """The GPU or the cores of one worker."""
 
     name: str
@@ -117,8 +117,8 @@ def check_weights(gpus: Sequence[Gpu], shape: ModelShape, where: str) -> None:
 
 
 def spread(
-    prefill: Sequence[Spot],
-    decode: Sequence[Spot],
+    prefill: Sequence[WorkerDevice],
+    decode: Sequence[WorkerDevice],
     inventory: Inventory,
     shape: ModelShape,
     *,
@@ -172,7 +172,9 @@ def spread(
     )
 
 
-def _transport(one: Spot, other: Spot, inventory: Inventory, asked: str) -> tuple[str, str]:
+def _transport(
+    one: WorkerDevice, other: WorkerDevice, inventory: Inventory, asked: str
+) -> tuple[str, str]:
     """How blocks go from the one to the other, and why so."""
     best, why = _best_transport(one, other, inventory)
     if asked in ("auto", best):
@@ -187,7 +189,9 @@ def _transport(one: Spot, other: Spot, inventory: Inventory, asked: str) -> tupl
     )
 
 
-def _best_transport(one: Spot, other: Spot, inventory: Inventory) -> tuple[str, str]:
+def _best_transport(
+    one: WorkerDevice, other: WorkerDevice, inventory: Inventory
+) -> tuple[str, str]:
     if other.gpu is None:
         return "peer", "written into the host's memory" if one.gpu else "within the host's memory"
     if one.gpu is None:
@@ -203,7 +207,7 @@ def _best_transport(one: Spot, other: Spot, inventory: Inventory) -> tuple[str, 
 
 
 def _rooms(
-    spots: Sequence[Spot], inventory: Inventory, shape: ModelShape, asked: int | None
+    spots: Sequence[WorkerDevice], inventory: Inventory, shape: ModelShape, asked: int | None
 ) -> dict[str, int]:
     """Bytes by worker for its pool, at most."""
     on_host = [spot for spot in spots if spot.gpu is None]
@@ -248,7 +252,7 @@ def _counts(places: Places, rooms: Mapping[str, int], shape: ModelShape) -> dict
     return counts
 
 
-def _cores(spots: Sequence[Spot], inventory: Inventory) -> dict[str, tuple[int, ...]]:
+def _cores(spots: Sequence[WorkerDevice], inventory: Inventory) -> dict[str, tuple[int, ...]]:
     """By worker: those on GPUs divide what is near their GPU and nobody else's."""
     found = {spot.name: spot.cpus for spot in spots if spot.gpu is None}
     taken = {cpu for cpus in found.values() for cpu in cpus}
@@ -283,7 +287,7 @@ def _link_reasons(links: Mapping[tuple[str, str], tuple[str, str]]) -> list[str]
 
 
 def _core_reasons(
-    spots: Sequence[Spot], cores: Mapping[str, tuple[int, ...]], inventory: Inventory
+    spots: Sequence[WorkerDevice], cores: Mapping[str, tuple[int, ...]], inventory: Inventory
 ) -> list[str]:
     """Which cores are near which GPU, where that makes a difference."""
     if len(inventory.nodes) == 1:

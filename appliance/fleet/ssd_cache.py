@@ -19,7 +19,7 @@ from functools import partial
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
-from appliance.fleet.ssd_room import HINT, Allowance, allowance
+from appliance.fleet.ssd_room import HINT, SsdAllowance, allowance
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.tier_parts import Prediction, frame_of, worker_of
 from appliance.frame.protocol import TierFrame
@@ -27,9 +27,9 @@ from engine.cache.places import DRAM, SSD
 from engine.schedule.router import Router
 from engine.tiers.arena import WorkerCopies
 from engine.tiers.disk import Disk, probe
-from engine.tiers.files import BusyError, Contents
+from engine.tiers.files import BusyError, SlabContents
 from engine.tiers.index import SlabIndex
-from engine.tiers.jobs import Context, Job, Patience
+from engine.tiers.jobs import Context, CopyDeadlines, Job
 from engine.tiers.loads import Costs
 from engine.tiers.slabs import Reclaimed, Slabs
 from engine.tiers.staging import StagedDisk
@@ -40,12 +40,12 @@ SWEEP_INTERVAL_S = 60.0
 FLUSH_S = 5.0
 CLOSE_S = 2.0
 _DAY_S = 86_400
-STAGED_PATIENCE = Patience(load_ms=1000, store_s=30)
+STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
 """Where workers copy, which may be behind a step; a disk that hangs is found out later."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockFormat:
     """What the blocks of the served model are, by which the disk's are judged."""
 
     fingerprint: bytes
@@ -58,7 +58,7 @@ class Blocks:
     """Blocks in the host's memory, by way of which those go that are on GPUs."""
 
 
-def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> Blocks:
+def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
     """What is kept of a plan's pools, rings left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
@@ -66,7 +66,7 @@ def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> Blocks:
     if plan.arena is not None and plan.num_staging:
         pool_fds[DRAM] = plan.arena.fd
         slots = range(plan.arena.num_blocks - plan.num_staging, plan.arena.num_blocks)
-    return Blocks(
+    return BlockFormat(
         hasher.fingerprint,
         plan.placement.block_bytes,
         # its own: a thread that is stuck may use them after the pools were closed
@@ -168,9 +168,9 @@ class SsdCache:
     def _attach(
         self,
         slabs: Slabs,
-        found: list[Contents],
+        found: list[SlabContents],
         bytes_per_s: float,
-        blocks: Blocks,
+        blocks: BlockFormat,
         router: Router,
         copies: WorkerCopies,
     ) -> None:
@@ -200,7 +200,7 @@ class SsdCache:
             now_s=lambda: int(time.time()),
             later=loop.call_later,
             tell=self._tell,
-            patience=Patience() if self._staged is None else STAGED_PATIENCE,
+            patience=CopyDeadlines() if self._staged is None else STAGED_PATIENCE,
             numbers=router.prefixes.tiers.numbers,
         )
         self.tier = Tier(
@@ -213,7 +213,7 @@ class SsdCache:
         router.prefixes.tiers.each.append(self.tier)
         self._sweep()
 
-    def _say_what_is_there(self, slabs: Slabs, allowed: Allowance) -> None:
+    def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance) -> None:
         if dropped := _dropped(slabs.reclaimed):
             self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
         if allowed.words:
@@ -272,7 +272,7 @@ class SsdCache:
             self._pool_fds = []
 
 
-def _open(slabs: Slabs) -> tuple[list[Contents], float]:
+def _open(slabs: Slabs) -> tuple[list[SlabContents], float]:
     """What is in the folder, and bytes per second at which it is read."""
     try:
         found = slabs.open()

@@ -29,7 +29,7 @@ HINT = "name another folder with --ssd-dir, or do without: --ssd-cache off"
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class SsdAllowance:
     """How large the cache may grow."""
 
     cap_bytes: int
@@ -48,7 +48,7 @@ class Allowance:
         )
 
 
-def allowance(folder: Path, asked: int | str) -> Allowance | str:
+def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     """How large it may grow, or why there is none.
 
     Args:
@@ -73,7 +73,7 @@ def allowance(folder: Path, asked: int | str) -> Allowance | str:
         free, reserve = size_text(free_bytes), size_text(reserve_bytes)
         return f"{folder}: of its disk {free} are free, and {reserve} stay so"
     is_cut = isinstance(asked, int) and cap_bytes < asked
-    return Allowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
+    return SsdAllowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
 
 
 def ssd_problem(folder: Path, asked: int | str) -> str | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from appliance.fleet.peer_pools import PeerPools, Sharing
+from appliance.fleet.peer_pools import MemorySharing, PeerPools
 from appliance.fleet.placement import WorkerPlan
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.units import part_text, size_text
@@ -216,7 +216,7 @@ class Supervisor:
         self._is_stopping = False
         self._logged_at_s = self._loading_since_s = 0.0
         self._started: asyncio.Future[None] | None = None
-        self._sharing = Sharing([plan for plan, _ in workers], self.send)
+        self._sharing = MemorySharing([plan for plan, _ in workers], self.send)
         self._peers = PeerPools((setup for _, setup in workers), self.send)
 
     @property

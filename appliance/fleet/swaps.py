@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from appliance.frame.protocol import RequestFrame, SwapsFrame
 from engine.errors import PenstockError, RequestError, Unavailable
-from engine.schedule.queue import Room
+from engine.schedule.queue import WaitingLimit
 
 log = logging.getLogger("penstock")
 
@@ -40,14 +40,14 @@ class SwapLimits(NamedTuple):
     """Their bodies together, which are in memory meanwhile."""
 
 
-class _Rest(NamedTuple):
+class _FailedModel(NamedTuple):
     """Why a model could not be started, and until when it is left alone."""
 
     about: str
     until_s: float
 
 
-class Asker(NamedTuple):
+class IncomingRequest(NamedTuple):
     """A request on its way in, as far as it is known before its body is read."""
 
     owner: str
@@ -63,7 +63,7 @@ class Asker(NamedTuple):
 class _WaitingRequest:
     name: str
     """The model; empty for whichever is served."""
-    asker: Asker
+    asker: IncomingRequest
     is_in: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -105,9 +105,11 @@ class Swaps(AbstractContextManager[None]):
         self._limits = limits
         self._since_s = time.monotonic()
         self._waiting: list[_WaitingRequest] = []
-        self._places = Room("requests for another model", limits().max_waiting)
-        self._bytes = Room("bytes of requests for another model", limits().max_waiting_bytes)
-        self._resting: dict[str, _Rest] = {}
+        self._places = WaitingLimit("requests for another model", limits().max_waiting)
+        self._bytes = WaitingLimit(
+            "bytes of requests for another model", limits().max_waiting_bytes
+        )
+        self._resting: dict[str, _FailedModel] = {}
         self._num_entering = 0
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -124,7 +126,7 @@ class Swaps(AbstractContextManager[None]):
         return is_served and not self._is_closed and not self._waits_for(name)
 
     async def enter(
-        self, name: str, asker: Asker, gone: asyncio.Future[None] | None = None
+        self, name: str, asker: IncomingRequest, gone: asyncio.Future[None] | None = None
     ) -> bool:
         """Wait until a request may come in; it holds the model from then until __exit__().
 
@@ -289,7 +291,7 @@ class Swaps(AbstractContextManager[None]):
             self.current = name
             self._num_swaps, self._last_swap_ms = self._num_swaps + 1, 1e3 * (now_s - began_s)
             return
-        self._resting[name] = _Rest(about, now_s + REST_S)
+        self._resting[name] = _FailedModel(about, now_s + REST_S)
         self._refuse(_cannot(name, about, REST_S), name)
 
     def _check(self, one: _WaitingRequest) -> None:

@@ -180,14 +180,14 @@ class Credentials:
 
 
 @dataclass(frozen=True, slots=True)
-class People:
+class UserDirectory:
     """Users and groups, by number."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
 
     @classmethod
-    def named(cls, names: Iterable[str], setting: str) -> People:
+    def named(cls, names: Iterable[str], setting: str) -> UserDirectory:
         """By their names; the default's group need not exist.
 
         Raises:
@@ -219,9 +219,9 @@ class People:
 class AccessPolicy:
     """Who may come in as what, how many at once, and with how large a body."""
 
-    operators: People = People()
+    operators: UserDirectory = UserDirectory()
     """Besides root and the daemon's own user."""
-    viewers: People = People()
+    viewers: UserDirectory = UserDirectory()
     keys: tuple[ApiKey, ...] = ()
     max_connections: int = 1024
     max_body_bytes: int = 8 << 20
@@ -246,8 +246,8 @@ class AccessPolicy:
         if path is None and config.listen is not None:
             raise _no_keys("listen")
         return cls(
-            operators=People.named(config.operators, "operators"),
-            viewers=People.named(config.viewers, "viewers"),
+            operators=UserDirectory.named(config.operators, "operators"),
+            viewers=UserDirectory.named(config.viewers, "viewers"),
             keys=() if path is None else read_keys(path),
             max_connections=config.max_connections,
             max_body_bytes=config.max_body_bytes,

@@ -60,7 +60,7 @@ def too_many_connections() -> Unavailable:
     )
 
 
-class TurnedAway:
+class RejectedConnections:
     """All of a server's."""
 
     def __init__(self) -> None:

@@ -187,7 +187,7 @@ def _is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-class Closer:
+class ListenerCloser:
     """Closes a listener, and removes the file of a Unix socket unless it is another's by now.
 
     Args:

@@ -22,9 +22,14 @@ from starlette.applications import Starlette
 
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
-from appliance.http.connection import ClientLimits, ClientProtocol, TurnedAway, too_many_connections
+from appliance.http.connection import (
+    ClientLimits,
+    ClientProtocol,
+    RejectedConnections,
+    too_many_connections,
+)
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
-from appliance.http.listeners import Acceptor, Closer
+from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.process_limits import max_connections
 from appliance.request import Role
 
@@ -64,7 +69,7 @@ class ApiServer:
         self._listeners = listeners
         self._inherited = inherited
         self._closers = [
-            Closer(listener, is_inherited=listener in inherited) for listener in listeners
+            ListenerCloser(listener, is_inherited=listener in inherited) for listener in listeners
         ]
         self._gate = Gate(app, policy or AccessPolicy())
         self._limits = limits or ClientLimits()
@@ -84,7 +89,7 @@ class ApiServer:
         self._acceptors: dict[socket.socket, Acceptor] = {}
         self._arriving: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._turned_away: TurnedAway
+        self._turned_away: RejectedConnections
 
     @property
     def policy(self) -> AccessPolicy:
@@ -107,7 +112,7 @@ class ApiServer:
         """
         if not self._inherited:
             self.open()
-        self._turned_away = TurnedAway()
+        self._turned_away = RejectedConnections()
         # Uvicorn gets no sockets: its accepting knows no limits.
         self._task = asyncio.create_task(self._server.serve(sockets=[]))
         started = asyncio.create_task(self._server.has_started.wait())

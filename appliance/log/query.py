@@ -38,7 +38,7 @@ _SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s)?", re.AS
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class SlowFilter:
     """A bound on one stage: `ttft>500`."""
 
     stage: str
@@ -59,7 +59,7 @@ class RowQuery:
     user: str | None = None
     """Peer.name: a user's name, `key:NAME` or `uid:N`."""
     failed_only: bool = False
-    slow: Slow | None = None
+    slow: SlowFilter | None = None
     after: int | None = None
     """Only rows written after the one with this `cursor`, and the oldest first."""
 
@@ -169,7 +169,7 @@ def _time(params: Mapping[str, str], name: str) -> str | None:
     return None if text is None else parse_time(text, name, datetime.now(UTC))
 
 
-def _slow(params: Mapping[str, str]) -> Slow | None:
+def _slow(params: Mapping[str, str]) -> SlowFilter | None:
     text = params.get("slow")
     if text is None:
         return None
@@ -179,7 +179,7 @@ def _slow(params: Mapping[str, str]) -> Slow | None:
             "slow", f"must be a stage and a time such as ttft>500 (ms) or e2e>2s; {_listed(STAGES)}"
         )
     scale = 1000 if match[4] == "s" else 1
-    return Slow(match[1], match[2] == ">", float(match[3]) * scale)
+    return SlowFilter(match[1], match[2] == ">", float(match[3]) * scale)
 
 
 def _limit(params: Mapping[str, str]) -> int:
@@ -372,7 +372,7 @@ def _where(*conditions: _Condition) -> tuple[str, list[object]]:
     return where and f" WHERE {where}", [value for sql, value in given if "?" in sql]
 
 
-def _is_slow(slow: Slow | None) -> _Condition:
+def _is_slow(slow: SlowFilter | None) -> _Condition:
     if slow is None:
         return "", None
     return f"{slow.stage}_ms {'>' if slow.is_above else '<'} ?", slow.bound_ms

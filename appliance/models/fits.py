@@ -46,7 +46,7 @@ _QUANTISED_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceToServe:
+class ServingPlace:
     """Somewhere that could serve."""
 
     name: str
@@ -58,7 +58,7 @@ class PlaceToServe:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """What serving a model takes."""
 
     num_parameters: int | None
@@ -72,7 +72,7 @@ class Need:
     embedding_bytes: int | None = None
     """In the dtype that is served; None: not known."""
 
-    def bytes_at(self, place: PlaceToServe) -> int:
+    def bytes_at(self, place: ServingPlace) -> int:
         """Of the weights there; a GPU is one that Triton's kernels run on."""
         if self.packed_bytes is None:
             return self.weights_bytes
@@ -84,7 +84,7 @@ class Need:
         return min(self.weights_bytes, self.packed_bytes + embedding_bytes)
 
 
-def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
+def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
     """As stored; KV in the dtype of the weights.
 
     Args:
@@ -93,7 +93,7 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
     """
     dtype = config.stored_dtype or "bfloat16"
     num_parameters = sum(math.prod(shape) for _, shape in expected_shapes(config))
-    return Need(
+    return MemoryNeed(
         num_parameters,
         num_parameters * DTYPE_BYTES[dtype],
         config.kv_block_bytes(1, dtype),
@@ -103,7 +103,7 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> Need:
     )
 
 
-def need_of_files(config: ModelConfig, size_bytes: int) -> Need:
+def need_of_files(config: ModelConfig, size_bytes: int) -> MemoryNeed:
     """Of a folder whose files nobody has opened: much smaller than its weights, they are quantised.
 
     They take in memory what they take in the files (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
@@ -113,19 +113,19 @@ def need_of_files(config: ModelConfig, size_bytes: int) -> Need:
     return replace(need, packed_bytes=size_bytes) if is_quantised else need
 
 
-def need_of_file(name: str, size_bytes: int) -> Need:
+def need_of_file(name: str, size_bytes: int) -> MemoryNeed:
     """Of a GGUF file that nobody has opened, by what its name says of its quantisation."""
     bits = next(
         (bits for kind, bits in BITS_PER_WEIGHT.items() if is_quantised_as(name, kind)),
         min(BITS_PER_WEIGHT.values()),  # of a kind that is not known, the one that has most values
     )
     if any(is_quantised_as(name, kind) for kind in ("F16", "BF16", "F32")):
-        return Need(None, size_bytes, None, None)
+        return MemoryNeed(None, size_bytes, None, None)
     widened = int(size_bytes / bits * _WIDENED_BITS)
-    return Need(None, widened, None, None, int(size_bytes * _PACKED_GROWTH))
+    return MemoryNeed(None, widened, None, None, int(size_bytes * _PACKED_GROWTH))
 
 
-def kv_rows(need: Need) -> dict[str, int]:
+def kv_rows(need: MemoryNeed) -> dict[str, int]:
     """Bytes of KV of one request, by its length."""
     if need.kv_bytes_per_token is None or need.max_model_len is None:
         return {}
@@ -134,7 +134,7 @@ def kv_rows(need: Need) -> dict[str, int]:
 
 
 def rows(
-    need: Need, places: Iterable[PlaceToServe], files: Sequence[tuple[str, int]] = ()
+    need: MemoryNeed, places: Iterable[ServingPlace], files: Sequence[tuple[str, int]] = ()
 ) -> list[dict[str, Any]]:
     """One row per place: what is left for KV, the verdict, and which quantised file would fit.
 
@@ -146,7 +146,7 @@ def rows(
     return [_row(need, place, files) for place in places]
 
 
-def _row(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def _row(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]) -> dict[str, Any]:
     spare = spare_bytes(need, place)
     tokens = None
     if need.kv_bytes_per_token is not None:
@@ -162,13 +162,13 @@ def _row(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> d
     }
 
 
-def spare_bytes(need: Need, place: PlaceToServe) -> int:
+def spare_bytes(need: MemoryNeed, place: ServingPlace) -> int:
     """What a device has left for KV; below 0: it does not even hold the weights."""
     overhead = GPU_OVERHEAD_BYTES if place.is_gpu else CPU_OVERHEAD_BYTES
     return place.memory_bytes - overhead - need.bytes_at(place)
 
 
-def _verdict(need: Need, place: PlaceToServe, spare: int, tokens: int | None) -> str:
+def _verdict(need: MemoryNeed, place: ServingPlace, spare: int, tokens: int | None) -> str:
     if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
         least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
         each = " each" if place.num_devices > 1 else ""
@@ -178,7 +178,7 @@ def _verdict(need: Need, place: PlaceToServe, spare: int, tokens: int | None) ->
     return f"up to {tokens:,} tokens"
 
 
-def smaller(need: Need, place: PlaceToServe, files: Sequence[tuple[str, int]]) -> str | None:
+def smaller(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]) -> str | None:
     """The best quantised file that leaves room for a useful request; None: none does."""
     known = [
         (name, need_of_file(name, size)) for name, size in sorted(files, key=lambda each: -each[1])

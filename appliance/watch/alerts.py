@@ -42,7 +42,7 @@ class Signal(NamedTuple):
     subject: str = ""
 
 
-class _Point(NamedTuple):
+class _PastReading(NamedTuple):
     """What later frames are compared with."""
 
     uptime_s: float
@@ -53,16 +53,16 @@ class _Point(NamedTuple):
     decode_rate: float | None
 
 
-class Past:
+class LastMinute:
     """The last minute, as far as signals need it."""
 
     def __init__(self) -> None:
-        self._points: deque[_Point] = deque()
+        self._points: deque[_PastReading] = deque()
 
     def add(self, frame: Frame) -> None:
         """Take in a frame, which is the newest, and forget what is too old."""
         totals = frame.totals
-        point = _Point(
+        point = _PastReading(
             frame.uptime_s,
             totals.failed,
             totals.finished + totals.failed,
@@ -112,7 +112,7 @@ def used_ratio(pool: PoolFrame) -> float | None:
     return None if pool.name == RING else pool.used_ratio
 
 
-def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def kv_used_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """How full a pool is."""
     for pool in frame.pools:
         used = used_ratio(pool)
@@ -120,14 +120,14 @@ def kv_used_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
 
 
-def preempted(frame: Frame, past: Past) -> Iterator[Signal]:
+def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Times in the last minute that a sequence has lost its blocks to others."""
     number = past.num_preemptions
     about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
     yield Signal(number, f"{about}; those sequences pause until there are blocks again")
 
 
-def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """The longest wait, in targets of the time to the first token."""
     waited_ms = frame.queue.oldest_queued_ms
     if waited_ms is not None:
@@ -136,7 +136,7 @@ def queue_wait_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(waited_ms / target_ms, f"{about} within {target_ms / 1000:g} s")
 
 
-def queue_full_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """How much of the room in the queue is taken."""
     queue = frame.queue
     for unit, number, most in (
@@ -147,7 +147,7 @@ def queue_full_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(number / most, f"{number} of at most {most} {unit} wait", unit)
 
 
-def late_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """The share that misses its target."""
     latency = frame.latency
     for subject, what, ratio, target_ms in (
@@ -159,7 +159,7 @@ def late_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(1 - ratio, about, subject)
 
 
-def failed_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """The share of requests that fail, of the last minute's."""
     number = past.num_ended
     if number:
@@ -167,7 +167,7 @@ def failed_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(past.num_failed / number, about)
 
 
-def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
+def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """How far decoding has fallen below its usual rate while prompts are computed."""
     rate, usual = _decode_rate(frame), past.decode_rate
     if rate is not None and usual and frame.queue.prefilling:
@@ -175,7 +175,7 @@ def decode_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(1 - rate / usual, about)
 
 
-def link_down(frame: Frame, past: Past) -> Iterator[Signal]:
+def link_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Links between devices that were taken down."""
     for link in frame.links:
         if link.down is not None:
@@ -184,17 +184,17 @@ def link_down(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(1, about, name)
 
 
-def ssd_off(frame: Frame, past: Past) -> Iterator[Signal]:
+def ssd_off(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """An SSD cache that was asked for, and cannot be had."""
     yield from _tier_in(frame.ssd, "failed", "there is no SSD cache")
 
 
-def ssd_down(frame: Frame, past: Past) -> Iterator[Signal]:
+def ssd_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """The disk cannot be relied on: nothing is stored or loaded until a probe passes."""
     yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe passes")
 
 
-def dram_down(frame: Frame, past: Past) -> Iterator[Signal]:
+def dram_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Copies to or from the DRAM cache fail, or did when it was tried at start."""
     yield from _tier_in(frame.dram, "down", "the DRAM cache is off until a while has passed")
     yield from _tier_in(frame.dram, "failed", "there is no DRAM cache")
@@ -205,7 +205,7 @@ def _tier_in(tier: TierFrame | None, state: str, about: str) -> Iterator[Signal]
         yield Signal(1, f"{about}: {tier.reason}")
 
 
-def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
+def link_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """How far a link between devices has fallen below what it did at start."""
     for link in frame.links:
         probe, rate = link.probe_bytes_per_s, link.copy_bytes_per_s
@@ -216,14 +216,14 @@ def link_slowdown(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(1 - rate / probe, about, name)
 
 
-def worker_stuck(frame: Frame, past: Past) -> Iterator[Signal]:
+def worker_stuck(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
     for worker in frame.workers:
         reason = _reason(frame, f"worker {worker.name}: ")
         yield Signal(reason is not None, f"{reason}; it gets nothing more", worker.name)
 
 
-def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
+def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 for a worker that has died and is not back."""
     for worker in frame.workers:
         is_down = worker.state == "restarting" or (
@@ -235,7 +235,7 @@ def worker_down(frame: Frame, past: Past) -> Iterator[Signal]:
         yield Signal(bool(is_down), about, worker.name)
 
 
-def state_degraded(frame: Frame, past: Past) -> Iterator[Signal]:
+def state_degraded(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 where it is not a worker that is the reason."""
     of_workers = chain(worker_down(frame, past), worker_stuck(frame, past))
     is_told = any(signal.value for signal in of_workers)
@@ -248,13 +248,13 @@ def _reason(frame: Frame, beginning: str) -> str | None:
     return next((each for each in reasons if each.startswith(beginning)), None)
 
 
-def log_rows_lost(frame: Frame, past: Past) -> Iterator[Signal]:
+def log_rows_lost(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Rows that the request log has lost in the last minute."""
     number = past.num_rows_lost
     yield Signal(number, f"the request log has lost {number} rows in {PAST_S:.0f} s")
 
 
-def device_power_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
+def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """A device's power over its limit."""
     for device in frame.devices:
         power_w, limit_w = device.power_w, device.power_limit_w
@@ -263,7 +263,7 @@ def device_power_ratio(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(power_w / limit_w, about, device.name)
 
 
-def device_temperature_c(frame: Frame, past: Past) -> Iterator[Signal]:
+def device_temperature_c(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """A device's temperature in degrees Celsius."""
     for device in frame.devices:
         if device.temperature_c is not None:
@@ -271,7 +271,7 @@ def device_temperature_c(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(device.temperature_c, about, device.name)
 
 
-def device_throttled(frame: Frame, past: Past) -> Iterator[Signal]:
+def device_throttled(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Reasons why a device is slower than it could be."""
     for device in frame.devices:
         if device.throttle_reasons is not None:
@@ -280,7 +280,7 @@ def device_throttled(frame: Frame, past: Past) -> Iterator[Signal]:
             yield Signal(len(reasons), about, device.name)
 
 
-def device_xid(frame: Frame, past: Past) -> Iterator[Signal]:
+def device_xid(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 for a device whose driver has reported a critical error since the daemon started."""
     for device in frame.devices:
         has_failed = device.last_xid is not None
@@ -299,7 +299,7 @@ class Threshold(NamedTuple):
 
     code: str
     """Of the alert and of its events."""
-    read: Callable[[Frame, Past], Iterator[Signal]]
+    read: Callable[[Frame, LastMinute], Iterator[Signal]]
     warn: float | None
     """From this value on it is a warning; None: never."""
     crit: float | None
@@ -428,7 +428,7 @@ class Alerts:
 
     def __init__(self, thresholds: tuple[Threshold, ...] = THRESHOLDS) -> None:
         self._thresholds = thresholds
-        self._past = Past()
+        self._past = LastMinute()
         self._watched: dict[tuple[str, str], _Watch] = {}
 
     def update(self, frame: Frame) -> list[Change]:

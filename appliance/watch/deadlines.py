@@ -61,7 +61,7 @@ class WorkerReading(NamedTuple):
     is_loading: bool = False
 
 
-class Silence:
+class WorkerSilence:
     """How long one worker has been silent, and how long it may be."""
 
     def __init__(self, reading: WorkerReading) -> None:
@@ -98,12 +98,12 @@ class Watchdog:
     """Looks at all workers, again and again."""
 
     def __init__(self) -> None:
-        self._silences: dict[str, Silence] = {}
+        self._silences: dict[str, WorkerSilence] = {}
 
     def look(self, readings: Mapping[str, WorkerReading], elapsed_s: float) -> None:
         """Take in a reading of every worker, `elapsed_s` after the last ones."""
         for name, reading in readings.items():
-            self._silences.setdefault(name, Silence(reading)).look(reading, elapsed_s)
+            self._silences.setdefault(name, WorkerSilence(reading)).look(reading, elapsed_s)
 
     @property
     def stalled(self) -> dict[str, str]:

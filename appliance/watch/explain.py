@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from appliance.frame.figures import TTFT_STAGES, duration, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
-from appliance.watch.windows import Usual
-from engine.schedule.queue import Ahead
+from appliance.watch.windows import UsualTimes
+from engine.schedule.queue import PromptsAhead
 from engine.schedule.router import Router
 from engine.schedule.sequence import Phase, Sequence
 
@@ -46,7 +46,7 @@ class _Cause(NamedTuple):
     usual_ms: float | None
 
 
-def slow_because(frame: RequestFrame, usual: Usual, swap_wait_ms: float = 0.0) -> str | None:
+def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0.0) -> str | None:
     """The stage that took most of what was not needed; None if none took much.
 
     Args:
@@ -62,7 +62,7 @@ def slow_because(frame: RequestFrame, usual: Usual, swap_wait_ms: float = 0.0) -
     return worst.text + ("" if worst.usual_ms is None else f", usually {duration(worst.usual_ms)}")
 
 
-def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_Cause]:
+def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Iterator[_Cause]:
     if swap_wait_ms:
         text = f"swap: it waited {duration(swap_wait_ms)} for its model to be loaded"
         yield _Cause(swap_wait_ms, text, None)
@@ -80,7 +80,7 @@ def _waits(frame: RequestFrame, usual: Usual, swap_wait_ms: float) -> Iterator[_
             yield _Cause(actual_ms, text.format(duration(actual_ms)), usual_ms)
 
 
-def _computing(frame: RequestFrame, usual: Usual) -> Iterator[_Cause]:
+def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
     usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
@@ -176,7 +176,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
         if not _has_begun(sequence):
             found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
         left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
-    under_way = Ahead(router.at.running.values(), now_ns)
+    under_way = PromptsAhead(router.at.running.values(), now_ns)
     ready = sorted(router.roles.ready_workers)
     busiest = max(ready, key=lambda name: left[name], default=None)
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):

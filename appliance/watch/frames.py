@@ -49,7 +49,7 @@ from appliance.watch.alerts import Alerts, Change
 from appliance.watch.energy import Energy
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
 from appliance.watch.telemetry import Telemetry
-from appliance.watch.windows import Usual
+from appliance.watch.windows import UsualTimes
 from engine.cache.blocks import BlockPool
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.router import Router
@@ -223,7 +223,7 @@ _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServiceState:
     """The state of the service at one moment: what a frame shows and only the service knows."""
 
     reason: str | None
@@ -262,7 +262,7 @@ class Frames:
         self._record = record
         self._caches = caches
         self._alerts = Alerts()
-        self._usual = Usual()
+        self._usual = UsualTimes()
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
@@ -273,7 +273,7 @@ class Frames:
         """Show another model from now on; numbers and counts go on."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
 
-    def make(self, standing: Standing) -> list[Change]:
+    def make(self, standing: ServiceState) -> list[Change]:
         """Take one reading and wake those who wait for it; which alerts it has changed."""
         now_ns = time.monotonic_ns()
         plan, telemetry, router = self._plan, self._telemetry, self._router
@@ -323,7 +323,7 @@ class Frames:
         assert self._frame is not None, "the service makes one before it is asked"
         return self._frame
 
-    def now(self, standing: Standing) -> Frame:
+    def now(self, standing: ServiceState) -> Frame:
         """Everything as it is now; rates, readings and alerts are those of the newest frame."""
         parts = self._parts(standing, self.newest.workers, time.monotonic_ns())
         return msgspec.structs.replace(self.newest, **parts)
@@ -345,12 +345,16 @@ class Frames:
             frames.append(frame)
         return frames
 
-    def live(self, standing: Standing, now_ns: int, most: int | None = None) -> list[RequestFrame]:
+    def live(
+        self, standing: ServiceState, now_ns: int, most: int | None = None
+    ) -> list[RequestFrame]:
         """So many of the requests that have no reply yet, those last that wait for their model."""
         waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
         return [*self.of_requests(standing.live[:most], now_ns), *waiting][:most]
 
-    def _parts(self, standing: Standing, workers: list[WorkerFrame], now_ns: int) -> dict[str, Any]:
+    def _parts(
+        self, standing: ServiceState, workers: list[WorkerFrame], now_ns: int
+    ) -> dict[str, Any]:
         """The fields of a frame that are true at any time, not over an interval."""
         router, block_bytes = self._router, self._plan.placement.block_bytes
         swaps = None if standing.swaps is None else standing.swaps.frame()
@@ -375,7 +379,7 @@ class Frames:
             **roles_frame(router),
         }
 
-    def _totals(self, standing: Standing) -> TotalsFrame:
+    def _totals(self, standing: ServiceState) -> TotalsFrame:
         """The service's counts, and those that others keep."""
         counters = self._router.counters
         return msgspec.structs.replace(

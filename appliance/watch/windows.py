@@ -27,7 +27,7 @@ MIN_STALL_MS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class UsualTimes:
     """Medians of finished sequences; None: there were none that reached it."""
 
     queue_ms: float | None = None
@@ -49,7 +49,7 @@ class Windows:
         self._handoff_ms = Window(WINDOW_S)
         self._e2e_ms = Window(WINDOW_S)
         self._requests = Window(WINDOW_S)
-        self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(Usual)}
+        self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(UsualTimes)}
 
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
         """A sequence has its first token."""
@@ -82,11 +82,11 @@ class Windows:
             if (value_ms := seen[name]) is not None:
                 window.add(now_ns, value_ms)
 
-    def usual(self, now_ns: int) -> Usual:
+    def usual(self, now_ns: int) -> UsualTimes:
         """What a stage takes as a rule."""
         seen = {name: window.values(now_ns) for name, window in self._usual.items()}
         enough = {name: each for name, each in seen.items() if len(each) >= MIN_USUAL}
-        return Usual(**{name: median(values) for name, values in enough.items()})
+        return UsualTimes(**{name: median(values) for name, values in enough.items()})
 
     def latency(self, slo: Slo, now_ns: int) -> LatencyFrame:
         """The window in figures, against the targets of this moment."""

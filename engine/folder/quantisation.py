@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.errors import CheckpointError
 from engine.folder.json_keys import JsonKeys
-from engine.folder.tensor_info import Apart, TensorInfo
+from engine.folder.tensor_info import SeparateTensors, TensorInfo
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -98,7 +98,9 @@ class Quantisation:
         is_rounded = is_known and group == depth and self.inputs == kind
         if is_rounded and kind == "int8":
             form = "int8_row"
-        apart = Apart(kind, 8, group, scale_rows, parts.parts, form, rounds_inputs=is_rounded)
+        apart = SeparateTensors(
+            kind, 8, group, scale_rows, parts.parts, form, rounds_inputs=is_rounded
+        )
         return parts.matrix(kind, shape, apart)
 
     def _of_words(self, parts: _Parts, shape: _Shape) -> TensorInfo:
@@ -119,7 +121,7 @@ class Quantisation:
         if parts.has("g_idx"):
             _check_shape(parts.add("order", "g_idx", ("I32", "I64")), (depth,))
         form = None if self.has_order or bits != 4 else _int4(group, depth)
-        apart = Apart(self.method, bits, group, 1, parts.parts, form, self.zero_shift)
+        apart = SeparateTensors(self.method, bits, group, 1, parts.parts, form, self.zero_shift)
         return parts.matrix(f"{self.method}_int{bits}", shape, apart)
 
 
@@ -149,7 +151,7 @@ class _Parts:
         self.parts[part] = tensor
         return tensor
 
-    def matrix(self, dtype: str, shape: _Shape, apart: Apart) -> TensorInfo:
+    def matrix(self, dtype: str, shape: _Shape, apart: SeparateTensors) -> TensorInfo:
         """All of them as one tensor of the model."""
         codes = self.codes
         name = f"{self._stem}weight"
@@ -173,7 +175,7 @@ def _of_packed(parts: _Parts, shape: _Shape) -> TensorInfo:
         form = "int8_128"
     if "order" in parts.parts:
         form = None
-    apart = Apart("packed", bits, group, 1, parts.parts, form, 1 << (bits - 1))
+    apart = SeparateTensors("packed", bits, group, 1, parts.parts, form, 1 << (bits - 1))
     return parts.matrix(f"packed_int{bits}", shape, apart)
 
 

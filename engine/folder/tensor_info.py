@@ -35,7 +35,7 @@ share a byte, and a file has the scales in a tensor of their own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SeparateTensors:
     """Of a matrix whose codes, scales and zeros are tensors of their own."""
 
     kind: str
@@ -83,7 +83,7 @@ class TensorInfo:
     a row to the next; None: rows lie end to end."""
     scales: TensorInfo | None = None
     """Of blocks that have them elsewhere: a byte for each block, laid out as these are."""
-    apart: Apart | None = None
+    apart: SeparateTensors | None = None
     """Of a matrix of several tensors; file, start and num_bytes are then those of its codes."""
 
     @property

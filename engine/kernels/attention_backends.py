@@ -142,7 +142,7 @@ there is, and tensor cores know no bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class AttentionNeeds:
     """What a model asks of attention."""
 
     dtype: str
@@ -154,7 +154,7 @@ class Needs:
     has_uneven_heads: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> Needs:
+    def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> AttentionNeeds:
         """Those of a model that is computed in a dtype."""
         has_softcap = config.attention_softcap is not None
         is_uneven = len(set(config.heads)) > 1
@@ -199,7 +199,7 @@ def this_machine(capability: tuple[int, int] | None = None) -> Machine:
     return Machine((int(torch[0]), int(torch[1])), faults, capability)
 
 
-def choose_attention(needs: Needs, machine: Machine) -> AttentionChoice:
+def choose_attention(needs: AttentionNeeds, machine: Machine) -> AttentionChoice:
     """The first backend that can do what is needed."""
     passed_over: list[str] = []
     for backend in ATTENTION_BACKENDS[:-1]:
@@ -210,7 +210,7 @@ def choose_attention(needs: Needs, machine: Machine) -> AttentionChoice:
     return AttentionChoice(ATTENTION_BACKENDS[-1], tuple(passed_over))
 
 
-def _objection(backend: AttentionBackend, needs: Needs, machine: Machine) -> str | None:
+def _objection(backend: AttentionBackend, needs: AttentionNeeds, machine: Machine) -> str | None:
     """Why a backend cannot be taken; None: it can."""
     for package in ("triton", backend.package):
         if package is not None and package in machine.faults:

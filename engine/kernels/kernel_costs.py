@@ -29,7 +29,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """The shape of attention."""
 
     num_heads: int
@@ -39,7 +39,7 @@ class Heads:
     window: int | None = None
 
 
-def attention_cost(heads: Heads, sequences: Sequence[tuple[int, int]]) -> Cost:
+def attention_cost(heads: AttentionShape, sequences: Sequence[tuple[int, int]]) -> Cost:
     """Of sequences as (tokens before, new tokens): each visible key and value is read once."""
     num_keys = num_pairs = num_queries = 0
     for context, new in sequences:
@@ -55,7 +55,7 @@ def attention_cost(heads: Heads, sequences: Sequence[tuple[int, int]]) -> Cost:
     )
 
 
-def place_cost(heads: Heads, num_tokens: int) -> Cost:
+def place_cost(heads: AttentionShape, num_tokens: int) -> Cost:
     """Of rotating in place and writing to the pool."""
     read = heads.num_heads + 2 * heads.num_kv_heads
     written = read + 2 * heads.num_kv_heads

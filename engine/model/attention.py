@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.folder.model_config import SCALE_BYTES
-from engine.model.layers import bend
+from engine.model.layers import soft_cap
 
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
@@ -359,7 +359,7 @@ def _plain_attention(
     grouped = q.reshape(num_sequences, num_kv_heads, -1, q.shape[3])
     scores = (grouped * scale) @ keys.transpose(2, 3)
     if softcap is not None:
-        bend(scores, softcap)
+        soft_cap(scores, softcap)
     if mask is not None:
         scores.view(num_sequences, num_kv_heads, -1, q.shape[2], num_keys).add_(mask[:, :, None])
     if sinks is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.folder.model_config import ModelConfig
-from engine.kernels.attention_backends import Needs, choose_attention, this_machine
+from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.compiled import CompiledBackend, Take, find_kernels, fresh
 from engine.model.layers import gated, rms_norm, rotate
@@ -207,7 +207,7 @@ def choose_backend(
 def _choose_cuda_backend(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int | None
 ) -> Backend:
-    needs = Needs.of(config, str(dtype).removeprefix("torch."), block_size)
+    needs = AttentionNeeds.of(config, str(dtype).removeprefix("torch."), block_size)
     choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability(device)))
     if choice.backend.name == "torch":
         return TorchBackend(choice.title)

@@ -40,7 +40,7 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def bend(x: torch.Tensor, cap: float) -> torch.Tensor:
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Overwrite x with cap * tanh(x / cap): small values as they are, none beyond the cap."""
     return x.div_(cap).tanh_().mul_(cap)
 

@@ -23,7 +23,7 @@ from engine.folder.panels import (
 )
 from engine.folder.panels_layout import PanelsLayout
 from engine.model.packing import fill
-from engine.model.stored import Parts, Stored, parts_of
+from engine.model.stored_tensors import Parts, Stored, parts_of
 from engine.model.weight import PLAIN, Weight
 
 

@@ -25,7 +25,7 @@ from engine.kernels.cpu import ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.compiled import Buffers, CompiledBackend
-from engine.model.layers import bend, query_growth, rope_table
+from engine.model.layers import query_growth, rope_table, soft_cap
 from engine.model.linear import Linears, choose_linears
 from engine.model.quantised import embedded
 from engine.model.tape import MAX_TOKENS, Tapes
@@ -247,7 +247,7 @@ class Transformer:
         logits = self._head(x).float()
         if config.logit_divisor != 1:
             logits.div_(config.logit_divisor)
-        return logits if config.logit_softcap is None else bend(logits, config.logit_softcap)
+        return logits if config.logit_softcap is None else soft_cap(logits, config.logit_softcap)
 
     def _run_layers(
         self, x: torch.Tensor, kv: torch.Tensor, plan: Any, growth: torch.Tensor | None = None

@@ -23,7 +23,7 @@ from engine.folder.model_config import DTYPE_BYTES
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, panels_layout
 from engine.model.packing import memory_of, pack_weights
 from engine.model.quantised import packed_weights
-from engine.model.stored import Stored
+from engine.model.stored_tensors import Stored
 from engine.model.weight import Weight
 
 Progress = Callable[[int, int], None]

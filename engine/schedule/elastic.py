@@ -66,7 +66,7 @@ Predict = Callable[[str, int, StepLoad], float | None]
 """A step's ms by worker, its number of cores (0 where none are lent), and its load."""
 
 
-class Way(NamedTuple):
+class PredictionKind(NamedTuple):
     """What is alike enough that one outcome tells of the next."""
 
     pair: Pair
@@ -108,14 +108,14 @@ class Situation:
     """The kind of way that was taken last, as Pair.route has it."""
     num_cached: Mapping[str, int] = field(default_factory=dict)
     """By worker, of the prompt, what it would find computed."""
-    closed: frozenset[Way] = frozenset()
+    closed: frozenset[PredictionKind] = frozenset()
     """Ways that turned out far worse than predicted, and have not been measured since."""
 
 
 class Forecast(NamedTuple):
     """What one way would mean."""
 
-    way: Way
+    way: PredictionKind
     ttft_ms: float
     own_ms: float
     """The steps of its own prompt."""
@@ -285,7 +285,7 @@ class _Forecaster:
         ttft_ms = ahead_ms + own_ms
         target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
         return Forecast(
-            way=Way(
+            way=PredictionKind(
                 pair,
                 is_beside=any(self._s.loads[name].batch for name in pair),
                 num_cores=cores,
@@ -374,12 +374,12 @@ ANEW_STEPS = 3
 _ERROR_SHARE = 0.3
 """That the newest outcome has in a way's average error."""
 
-Measured = Callable[[Way], int]
+Measured = Callable[[PredictionKind], int]
 """Steps that have been made of a way's size, on the cores that it uses."""
 
 
 @dataclass(slots=True)
-class Record:
+class PredictionRecord:
     """A way's outcomes since the start."""
 
     num_judged: int = 0
@@ -426,11 +426,11 @@ class Outcomes:
     """
 
     def __init__(self, measured: Measured) -> None:
-        self.records: dict[Way, Record] = {}
+        self.records: dict[PredictionKind, PredictionRecord] = {}
         self._measured = measured
         self._open: dict[int, _OpenPrompt] = {}
 
-    def closed(self) -> frozenset[Way]:
+    def closed(self) -> frozenset[PredictionKind]:
         """Ways not to be taken; those that have been measured anew are open again."""
         ways = [way for way, record in self.records.items() if record.closed_at is not None]
         for way in ways:
@@ -516,7 +516,7 @@ class Outcomes:
     def _judge(self, prompt: _OpenPrompt, gave_way: bool) -> bool:
         """Enter an outcome into its way's record; True if it is a miss."""
         forecast = prompt.forecast
-        record = self.records.setdefault(forecast.way, Record())
+        record = self.records.setdefault(forecast.way, PredictionRecord())
         record.num_gave_way += gave_way
         ratios = []
         if prompt.judged_tokens * 2 >= prompt.num_tokens or (gave_way and prompt.judged_tokens):

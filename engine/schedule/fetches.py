@@ -21,7 +21,7 @@ from engine.cache.places import Link
 from engine.cache.prefix_index import PrefixChain
 from engine.schedule.copies import Copies
 from engine.schedule.sequence import Sequence
-from engine.schedule.whereabouts import Counters
+from engine.schedule.sequence_table import Counters
 
 OVERHEAD_MS = 1.0
 """Of a fetch, however small: messages, and the wait for the threads that copy."""
@@ -31,7 +31,7 @@ PredictMs = Callable[[str, int, int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class PrefixLookup:
     """What there is of a prompt."""
 
     worker: str
@@ -87,7 +87,7 @@ class Fetches:
         self._awaited.pop(sequence.seq_id, None)
         self._asked.discard(sequence.seq_id)
 
-    def begin(self, sequence: Sequence, chain: PrefixChain, lookup: Lookup) -> bool:
+    def begin(self, sequence: Sequence, chain: PrefixChain, lookup: PrefixLookup) -> bool:
         """Have the blocks copied that are only there, if that is cheaper than computing them.
 
         Returns:
@@ -115,14 +115,14 @@ class Fetches:
         self._asked.add(sequence.seq_id)
         return True
 
-    def _is_worth_it(self, lookup: Lookup) -> bool:
+    def _is_worth_it(self, lookup: PrefixLookup) -> bool:
         size = self._ledger.pools[lookup.link.to_pool].block_size
         first, end = len(lookup.here), len(lookup.there)
         fetch_ms = self.expected_ms(lookup, first, end)
         compute_ms = self.predict_ms(lookup.worker, (end - first) * size, first * size)
         return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
 
-    def expected_ms(self, lookup: Lookup, first: int, end: int) -> float | None:
+    def expected_ms(self, lookup: PrefixLookup, first: int, end: int) -> float | None:
         """What blocks at these places of a prompt take, fetched as far as they are there.
 
         Those behind them are computed. None: it is not known, or none of them is there.
@@ -163,7 +163,7 @@ class Fetches:
 
 def longest(
     found: Mapping[str, list[int]], links: Collection[Link], worker: str, pool: str
-) -> Lookup | None:
+) -> PrefixLookup | None:
     """The link whose beginning has most of a prompt, if that is more than its end has.
 
     Args:
@@ -176,4 +176,4 @@ def longest(
     best = max(links, key=lambda link: len(found.get(link.from_pool, ())), default=None)
     if best is None or len(there := found.get(best.from_pool, [])) <= len(here):
         return None
-    return Lookup(worker, here, there, best)
+    return PrefixLookup(worker, here, there, best)

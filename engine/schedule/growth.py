@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from engine.cache.blocks import BlockPool, BlockState, Ledger
 from engine.cache.places import Places
-from engine.schedule.journeys import MAX_PREEMPTIONS, reach, whole_length
+from engine.schedule.journeys import MAX_PREEMPTIONS, positions_needed, whole_length
 from engine.schedule.sequence import On, Sequence
-from engine.schedule.whereabouts import Whereabouts, age
+from engine.schedule.sequence_table import SequenceTable, age
 from engine.wire.messages import Command, Extend, Extension, Release
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PreemptionCandidate:
     """What choosing a victim takes into account."""
 
     sequence: Sequence
@@ -36,7 +36,7 @@ class Holder:
     """Positions that would have to be computed again: what others keep is not lost."""
 
 
-def victim(holders: Collection[Holder]) -> Holder | None:
+def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
     """Who loses its blocks: least to compute again for each block freed, the youngest of equals.
 
     Args:
@@ -56,7 +56,7 @@ def victim(holders: Collection[Holder]) -> Holder | None:
     return max(open_to_it, key=_gain, default=None)
 
 
-def _gain(holder: Holder) -> tuple[float, tuple[int, int]]:
+def _gain(holder: PreemptionCandidate) -> tuple[float, tuple[int, int]]:
     return -holder.num_lost / holder.num_freed, age(holder.sequence)
 
 
@@ -67,12 +67,12 @@ class Growth:
         self,
         places: Places,
         ledger: Ledger,
-        whereabouts: Whereabouts,
+        sequences: SequenceTable,
         send: Callable[[str, Command], None],
     ) -> None:
         self._places = places
         self._ledger = ledger
-        self._whereabouts = whereabouts
+        self._sequences = sequences
         self._send = send
         self._short: dict[int, Sequence] = {}
         self._leaving: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Growth:
         decodes, and all that is missing: else somebody new would be preempted at once, or others.
         """
         spare = {name: pool.num_free for name, pool in self._ledger.pools.items()}
-        for sequence in self._whereabouts.holders():
+        for sequence in self._sequences.holders():
             pool = self._places.pool_of(sequence.legs[-1].worker)
             books = self._ledger.pools[pool]
             num_held = len(self._ledger.table(sequence.seq_id, pool))
@@ -150,7 +150,7 @@ class Growth:
         ):
             return 0
         pool = self._places.pool_of(where.leg.worker)
-        wanted = self._ledger.pools[pool].num_blocks_for(reach(sequence))
+        wanted = self._ledger.pools[pool].num_blocks_for(positions_needed(sequence))
         return wanted - len(self._ledger.table(sequence.seq_id, pool))
 
     def _leaves(self, sequence: Sequence) -> bool:
@@ -164,14 +164,14 @@ class Growth:
             books = self._ledger.pools[pool]
             coming = books.num_free + books.counts[BlockState.DRAINING] - books.num_stuck
             holders = []
-            for sequence in self._whereabouts.holders():
+            for sequence in self._sequences.holders():
                 table = self._ledger.table(sequence.seq_id, pool)
                 num_freed = self._num_freed(books.name, table)
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
                     num_lost = self._num_lost(sequence, books)
-                    holders.append(Holder(sequence, num_freed, num_lost))
+                    holders.append(PreemptionCandidate(sequence, num_freed, num_lost))
             while coming < missing[pool] and (found := victim(holders)) is not None:
                 holders.remove(found)
                 chosen[found.sequence.seq_id] = found.sequence

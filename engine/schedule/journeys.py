@@ -59,14 +59,14 @@ def whole_length(sequence: Sequence) -> int:
     return sequence.num_prompt_tokens + sequence.sampling.max_tokens
 
 
-def reach(sequence: Sequence) -> int:
+def positions_needed(sequence: Sequence) -> int:
     """Positions that it should have blocks for now, where it decodes."""
     if sequence.num_preemptions >= MAX_PREEMPTIONS:
         return whole_length(sequence)
     return min(sequence.num_tokens + AHEAD_TOKENS, whole_length(sequence))
 
 
-def wants(
+def blocks_needed(
     sequence: Sequence,
     legs: tuple[Leg, ...],
     num_tokens: int,
@@ -123,12 +123,14 @@ class Journeys:
 
     def needs(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
         """Blocks by pool that a way takes to begin with."""
-        return wants(sequence, legs, reach(sequence), self._places, self._ledger.pools)
+        return blocks_needed(
+            sequence, legs, positions_needed(sequence), self._places, self._ledger.pools
+        )
 
     def has_capacity(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
         """True if the pools of a way could hold it to its end."""
         pools, length = self._ledger.pools, whole_length(sequence)
-        needed = wants(sequence, legs, length, self._places, pools)
+        needed = blocks_needed(sequence, legs, length, self._places, pools)
         return all(count <= pools[name].capacity for name, count in needed.items())
 
     def fits(self, sequence: Sequence, room: Mapping[str, int]) -> bool:
@@ -171,7 +173,7 @@ class Journeys:
             RequestError: `context_length_exceeded`.
         """
         legs, pools = legs_of(sequence, self._moving[0]), self._ledger.pools
-        needed = wants(sequence, legs, whole_length(sequence), self._places, pools)
+        needed = blocks_needed(sequence, legs, whole_length(sequence), self._places, pools)
         for name, count in needed.items():
             capacity = pools[name].capacity
             if count > capacity:
@@ -209,7 +211,7 @@ class Journeys:
             room: blocks by pool that there are for it, with those that others have already.
         """
         places, batches = self._places, Counter(other.legs[-1].worker for other in held)
-        length, most = sequence.num_tokens, reach(sequence)
+        length, most = sequence.num_tokens, positions_needed(sequence)
 
         def there(role: str, num_tokens: int, load: Callable[[str], int]) -> list[str]:
             def key(name: str) -> tuple[bool, int, int, int]:

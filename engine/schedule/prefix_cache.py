@@ -24,11 +24,11 @@ from typing import NamedTuple
 from engine.cache.blocks import BlockPool, BlockState, Ledger
 from engine.cache.places import PREFILL, Places
 from engine.cache.prefix_index import Hash
-from engine.schedule.fetches import Fetches, Lookup, longest
-from engine.schedule.queue import Ahead
+from engine.schedule.fetches import Fetches, PrefixLookup, longest
+from engine.schedule.queue import PromptsAhead
 from engine.schedule.sequence import Leg, On, Paused, Sequence
-from engine.schedule.whereabouts import Counters
-from engine.tiers.loads import Wanted
+from engine.schedule.sequence_table import Counters
+from engine.tiers.loads import WantedBlocks
 from engine.tiers.tier import Tiers
 
 # What the prefix cache holds by tokens, and how that changes: for who chooses among appliances.
@@ -209,7 +209,7 @@ class PrefixCache:
         worker: str,
         hits: Mapping[str, int],
         open_workers: Collection[str],
-    ) -> Lookup | None:
+    ) -> PrefixLookup | None:
         """What another pool holds of it beyond what is where it would be computed."""
         pool = self._places.pool_of(worker)
         if max(hits.values(), default=0) <= hits.get(pool, 0):
@@ -232,7 +232,7 @@ class PrefixCache:
         return room
 
     def tokens_until(
-        self, sequence: Sequence, hits: Mapping[str, int], ahead: Ahead
+        self, sequence: Sequence, hits: Mapping[str, int], ahead: PromptsAhead
     ) -> Callable[[str], int]:
         """What a worker would have to compute until the sequence is: before it, and of it."""
 
@@ -242,12 +242,14 @@ class PrefixCache:
 
         return num_tokens
 
-    def is_coming(self, sequence: Sequence, ahead: Ahead, open_workers: Collection[str]) -> bool:
+    def is_coming(
+        self, sequence: Sequence, ahead: PromptsAhead, open_workers: Collection[str]
+    ) -> bool:
         """True if more of its prompt is about to be there, and it is cheaper to wait for that."""
         is_restored = self.is_restored(sequence, open_workers)
         return is_restored or self.leader(sequence, ahead) is not None
 
-    def leader(self, sequence: Sequence, ahead: Ahead) -> Sequence | None:
+    def leader(self, sequence: Sequence, ahead: PromptsAhead) -> Sequence | None:
         """Who computes more of its prompt, where it is cheaper to wait for that; or None.
 
         Waiting delays this one until the other's step is made. Computing it twice makes everybody
@@ -294,7 +296,7 @@ class PrefixCache:
             lookup = self._elsewhere(sequence, worker, hits, open_workers)
             fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
             wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
-            self.tiers.decide(Wanted(*wanted))
+            self.tiers.decide(WantedBlocks(*wanted))
         return self.tiers.loading(sequence.seq_id) is not None
 
     def comes_back(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
@@ -328,7 +330,7 @@ class PrefixCache:
         sequence: Sequence,
         other: Sequence,
         hits: Mapping[str, int],
-        ahead: Ahead,
+        ahead: PromptsAhead,
         alone: int,
     ) -> bool:
         """True if a sequence should wait for what another computes.

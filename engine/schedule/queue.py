@@ -48,7 +48,7 @@ MAX_RETRY_MS = 120_000
 """A longer time OpenAI's client does not keep to."""
 
 
-class Room:
+class WaitingLimit:
     """Room for one kind of thing."""
 
     def __init__(self, unit: str, limit: int) -> None:
@@ -56,8 +56,8 @@ class Room:
         """Plural, as messages name it."""
         self.limit = limit
         self.total = 0
-        self.pace = Pace()
-        self.first_tokens = tuple(map(Pace, FIRST_WINDOWS_S))
+        self.pace = QueueRate()
+        self.first_tokens = tuple(map(QueueRate, FIRST_WINDOWS_S))
         """How fast prompts get theirs, in time that one was waited for."""
         self.assumed_ms = 0.0
         """For one of it, where no pace is known yet; 0: nothing is."""
@@ -207,7 +207,7 @@ class Room:
             )
 
 
-class Pace:
+class QueueRate:
     """How fast a queue goes down: what left it, over the time that somebody waited, lately.
 
     Args:
@@ -258,8 +258,8 @@ class FairQueue:
     """Sequences by owner, from submit until they are placed or end."""
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
-        self._sequences = Room("sequences", max_sequences)
-        self._tokens = Room("prompt tokens", max_tokens)
+        self._sequences = WaitingLimit("sequences", max_sequences)
+        self._tokens = WaitingLimit("prompt tokens", max_tokens)
         self._waiting: dict[str, dict[int, Sequence]] = {}
         self._charged: dict[str, float] = {}
         """Tokens over the owner's weight, by owner, since somebody began to wait; also of owners
@@ -501,7 +501,7 @@ class FairQueue:
 # Never: places anything.
 
 
-class Ahead:
+class PromptsAhead:
     """Prompts that the workers have to compute.
 
     Args:

@@ -17,7 +17,7 @@ from engine.schedule.copies import Copies
 from engine.schedule.journeys import Journeys
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.sequence import Leg, Moving, On, Sequence
-from engine.schedule.whereabouts import Counters
+from engine.schedule.sequence_table import Counters
 
 # Which sequence is to blame when a worker dies.
 #

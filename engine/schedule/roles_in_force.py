@@ -21,9 +21,9 @@ from engine.schedule.elastic import (
     Outcome,
     Outcomes,
     PairChoice,
+    PredictionKind,
     Situation,
     Slo,
-    Way,
     WorkerLoad,
     choose,
 )
@@ -390,7 +390,7 @@ class Roles:
         others = [name for name in self.places.names if name != worker]
         return [worker, *others] if self.places.shares_memory_bus else [worker]
 
-    def _num_measured(self, way: Way) -> int:
+    def _num_measured(self, way: PredictionKind) -> int:
         """Steps made of its size on the cores that it uses."""
         likes = self._times_like(way.worker, way.num_cores)
         return sum(times.num_prompt_steps(way.size) for times in likes)

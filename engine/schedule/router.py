@@ -20,11 +20,11 @@ from engine.schedule.fetches import Fetches
 from engine.schedule.growth import Growth
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
 from engine.schedule.prefix_cache import PrefixCache
-from engine.schedule.queue import Ahead, FairQueue
+from engine.schedule.queue import FairQueue, PromptsAhead
 from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.sequence import Ended, FinishReason, Leg, Moving, On, Paused, Sequence, Waiting
-from engine.schedule.whereabouts import Counters, Whereabouts, age
+from engine.schedule.sequence_table import Counters, SequenceTable, age
 from engine.wire.messages import (
     Command,
     Copied,
@@ -81,7 +81,7 @@ class Router:
         )
         self.queue = queue
         """New, and holding no blocks."""
-        self.at = Whereabouts()
+        self.at = SequenceTable()
         self.growth = Growth(places, ledger, self.at, send)
         self._send = send
         self._emit = emit
@@ -242,7 +242,7 @@ class Router:
 
     def _dispatch_queue(self, now_ns: int) -> None:
         """Place what holds no blocks; nothing new while one that did does not fit."""
-        ahead = Ahead(self.at.running.values(), now_ns)
+        ahead = PromptsAhead(self.at.running.values(), now_ns)
         spare, there = self.growth.spare(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
         there = self.roles.open_workers
@@ -261,7 +261,7 @@ class Router:
                 break
 
     def _place(
-        self, sequence: Sequence, ahead: Ahead, spare: Mapping[str, int], now_ns: int
+        self, sequence: Sequence, ahead: PromptsAhead, spare: Mapping[str, int], now_ns: int
     ) -> bool:
         """Route a sequence, reserve what it needs and admit it, if all of that can be now.
 

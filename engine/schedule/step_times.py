@@ -117,7 +117,7 @@ class _Fit:
         return one, x / x_scale, y / y_scale
 
 
-class _Ground:
+class _MeasuredRange:
     """What has been measured of a kind: how large steps were, and how far they were mispredicted.
 
     A size is a class: tokens to within a quarter of a doubling for the extent, to within a doubling
@@ -170,7 +170,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode = _Fit((1.0, 8.0, 4096.0))
         self._prefill = _Fit((1.0, 256.0, 65536.0))
-        self._decode_ground, self._prefill_ground = _Ground(), _Ground()
+        self._decode_ground, self._prefill_ground = _MeasuredRange(), _MeasuredRange()
 
     def observe(self, load: StepLoad, elapsed_ms: float) -> None:
         """Take in a step that was made."""

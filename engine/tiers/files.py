@@ -153,7 +153,7 @@ class BusyError(OSError):
 
 
 @dataclass(slots=True)
-class Contents:
+class SlabContents:
     """A slab as it was found."""
 
     head: SlabHead
@@ -162,7 +162,7 @@ class Contents:
     """Numbers of records that are neither empty nor whole by their headers."""
 
 
-def survey(folder: Path) -> Iterator[tuple[Path, Contents | None]]:
+def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:
     """Each slab in a folder and what its headers say; None: its first page is damaged.
 
     Reads only, and takes no lock: of a daemon's folder it is how it was a moment ago.
@@ -176,7 +176,7 @@ def survey(folder: Path) -> Iterator[tuple[Path, Contents | None]]:
             os.close(fd)
 
 
-def check_records(path: Path, contents: Contents) -> Iterator[bool]:
+def check_records(path: Path, contents: SlabContents) -> Iterator[bool]:
     """Read each of a slab's records to its end; True if it is as it was stored."""
     head = contents.head
     with path.open("rb") as file:
@@ -250,9 +250,9 @@ def head_of(fd: int, number: int) -> SlabHead | None:
     return head if head is not None and head.number == number else None
 
 
-def contents_of(fd: int, head: SlabHead) -> Contents:
+def contents_of(fd: int, head: SlabHead) -> SlabContents:
     """What the headers of a slab's records say."""
-    contents, page = Contents(head), memoryview(mmap.mmap(-1, PAGE))
+    contents, page = SlabContents(head), memoryview(mmap.mmap(-1, PAGE))
     for index in range(head.num_records):
         try:
             size = os.preadv(fd, [page], head.offset(index))

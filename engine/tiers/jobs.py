@@ -113,7 +113,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class CopyDeadlines:
     """How long is waited for copies."""
 
     load_ms: float = 200.0
@@ -153,7 +153,7 @@ class Context:
     """Unix time."""
     later: Later
     tell: Tell
-    patience: Patience = Patience()
+    patience: CopyDeadlines = CopyDeadlines()
     counts: Counts = field(default_factory=Counts)
     numbers: count[int] = field(default_factory=lambda: count(1))
     """All tiers of a router have the same."""

@@ -124,7 +124,7 @@ PredictMs = Callable[[str, int, int], float | None]
 """For computing so many tokens of a prompt after so many, with blocks in a pool; None: unknown."""
 
 
-class Wanted(NamedTuple):
+class WantedBlocks(NamedTuple):
     """A queued prompt's blocks."""
 
     seq_id: int
@@ -155,7 +155,7 @@ class Restored(NamedTuple):
 class _Load:
     """What one prompt waits for."""
 
-    wanted: Wanted
+    wanted: WantedBlocks
     num_blocks: int
     predicted: str
     """In words."""
@@ -218,7 +218,7 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: WantedBlocks) -> None:
         """Load what is worth it of a prompt's blocks."""
         context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
         hashes, books = chain.hashes[:num_useful], context.ledger.pools[pool]
@@ -264,7 +264,9 @@ class Loads:
                 return number
         return len(hashes)
 
-    def _begin_jobs(self, wanted: Wanted, here: list[int], places: list[int]) -> list[CopyJob]:
+    def _begin_jobs(
+        self, wanted: WantedBlocks, here: list[int], places: list[int]
+    ) -> list[CopyJob]:
         """Take blocks for these places of a chain, and have them filled."""
         context, chain, jobs = self._context, wanted.chain, []
         ledger, pool = context.ledger, wanted.pool

@@ -25,8 +25,8 @@ from threading import Lock
 from engine.tiers.files import (
     HEADER_BYTES,
     PAGE,
-    Contents,
     RecordHead,
+    SlabContents,
     SlabHead,
     contents_of,
     head_of,
@@ -147,7 +147,7 @@ class Slabs:
 
     # Start and end
 
-    def open(self) -> list[Contents]:
+    def open(self) -> list[SlabContents]:
         """Take the folder; what is in it of ours. What is not is reclaimed.
 
         Raises:
@@ -164,7 +164,7 @@ class Slabs:
                 found.append(contents)
         return found
 
-    def _adopt(self, number: int, path: Path) -> Contents | None:
+    def _adopt(self, number: int, path: Path) -> SlabContents | None:
         fd = self.open_file(path, os.O_RDWR)
         head = head_of(fd, number)
         reclaimed = self.reclaimed

@@ -19,7 +19,7 @@ from itertools import count
 from engine.cache.prefix_index import Hash
 from engine.tiers.index import ReuseDistances, SlabIndex
 from engine.tiers.jobs import Context, CopyJob, Counts, GrowJob, Job, ProbeJob, SweepJob
-from engine.tiers.loads import Costs, Loads, PredictMs, Restored, Wanted, joined
+from engine.tiers.loads import Costs, Loads, PredictMs, Restored, WantedBlocks, joined
 from engine.tiers.stores import Stores
 
 MAX_MISSES = 3
@@ -107,7 +107,7 @@ class Tier:
         """True if it was asked about a queued sequence before."""
         return seq_id in self._decisions and seq_id not in self._undecided
 
-    def decide(self, wanted: Wanted) -> None:
+    def decide(self, wanted: WantedBlocks) -> None:
         """Load blocks of a queued prompt, if that is worth it."""
         self._decisions[wanted.seq_id] += 1
         self._undecided.discard(wanted.seq_id)
@@ -313,7 +313,7 @@ class Tiers:
             return True
         return all(tier.has_decided(seq_id) for tier in self.each)
 
-    def decide(self, wanted: Wanted) -> None:
+    def decide(self, wanted: WantedBlocks) -> None:
         """Load blocks of a queued prompt from the first tier where that is worth it."""
         for tier in self.each:
             if not tier.has_decided(wanted.seq_id):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
     from engine.kernels.cpu import ProductWays
     from engine.model.weight import Weight
-    from engine.workers.affinity import Near
+    from engine.workers.affinity import NodeMemory
     from engine.workers.running import Grammars
 
 _PR_SET_PDEATHSIG = 1
@@ -78,7 +78,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.model.transformer import Transformer
     from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
-    from engine.workers.affinity import Near, use_cores
+    from engine.workers.affinity import NodeMemory, use_cores
     from engine.workers.copying import map_pool, probe
     from engine.workers.logits_loss import kv_loss, weights_loss
     from engine.workers.loop import StepLoop
@@ -95,7 +95,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     )
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars)
-    near = Near(setup.node)
+    near = NodeMemory(setup.node)
     weights, ways, is_measurer = _loaded(checkpoint, setup, near, _Progress(channel))
     channel.send(WeightsLoaded())
     channel.expect(Go)
@@ -125,7 +125,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
 
 
 def _loaded(
-    checkpoint: Checkpoint, setup: Setup, near: Near, progress: _Progress
+    checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
 ) -> tuple[dict[str, Weight], ProductWays | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
     from engine.folder.panels_layout import AS_STORED

@@ -93,7 +93,7 @@ def node_of(memory: torch.Tensor) -> int | None:
     return None if failed else found.value
 
 
-class Near:
+class NodeMemory:
     """What a worker's memory is to be near, and what came of it.
 
     Args:

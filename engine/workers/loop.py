@@ -109,7 +109,7 @@ MIN_COPYING_NS = 5_000_000
 
 
 @dataclass(slots=True)
-class _Flight:
+class _LaunchedStep:
     """A step that is not collected yet."""
 
     planned: list[tuple[Running, int]]
@@ -151,7 +151,7 @@ class StepLoop:
         self._running: dict[int, Running] = {}
         self._entries: list[SequenceStep] = []
         """Releases to report with the next message."""
-        self._flight: _Flight | None = None
+        self._flight: _LaunchedStep | None = None
         """The step that follows one whose end was not known yet."""
         self._ended: list[Running] = []
         """Sequences of that step that have ended in the one before."""
@@ -198,7 +198,7 @@ class StepLoop:
         # those whose next step waits for it wait no longer than if it shared the cores with them
         self._copier.work(ended_ns + max(ended_ns - flight.started_ns, MIN_COPYING_NS))
 
-    def _launch(self) -> _Flight:
+    def _launch(self) -> _LaunchedStep:
         """Start the step that is due."""
         started_ns = time.monotonic_ns()
         runnable = [] if self._is_parked else self._runnable()
@@ -212,7 +212,7 @@ class StepLoop:
         if planned:
             self._choose_cores()
         launched = self._runner.launch(planned)
-        return _Flight(planned, launched, num_prefill_tokens, started_ns, len(self._used))
+        return _LaunchedStep(planned, launched, num_prefill_tokens, started_ns, len(self._used))
 
     def _choose_cores(self) -> None:
         """Compute on what was given; for a step after a handoff, on own cores alone.
@@ -227,7 +227,7 @@ class StepLoop:
             self._use_cores(cpus)
             self._used = cpus
 
-    def _follow(self, flight: _Flight) -> _Flight | None:
+    def _follow(self, flight: _LaunchedStep) -> _LaunchedStep | None:
         """Start the same sequences' next step, if they are all that there is to run."""
         planned = flight.planned
         is_whole = all(self._running.get(r.seq_id) is r for r, _ in planned)
@@ -236,9 +236,9 @@ class StepLoop:
         launched = self._runner.follow(flight.launched)
         if launched is None:
             return None
-        return _Flight(planned, launched, 0, flight.started_ns, flight.num_cores)
+        return _LaunchedStep(planned, launched, 0, flight.started_ns, flight.num_cores)
 
-    def _collect(self, flight: _Flight) -> list[SequenceStep]:
+    def _collect(self, flight: _LaunchedStep) -> list[SequenceStep]:
         """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
         sampled = self._runner.collect(flight.launched)
         entries, self._entries = self._entries, []

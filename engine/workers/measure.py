@@ -29,10 +29,10 @@ import torch
 from engine.errors import PenstockError, WorkerFailed
 from engine.folder.checkpoint import expected_shapes, layout_of
 from engine.folder.model_config import ModelConfig
-from engine.kernels.attention_backends import Needs, choose_attention, this_machine
+from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.kernels.kernel_costs import (
+    AttentionShape,
     Cost,
-    Heads,
     attention_cost,
     gated_cost,
     norm_cost,
@@ -95,7 +95,7 @@ class KernelCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Bed:
+class KernelFixture:
     """What all cases are of.
 
     Args:
@@ -117,7 +117,7 @@ class Bed:
     @classmethod
     def of(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int
-    ) -> Bed:
+    ) -> KernelFixture:
         """With the backend that a worker would choose."""
         backend = choose_backend(device, dtype, config, block_size)
         num_layers = NUM_LAYERS if device.type == "cuda" else 1
@@ -136,9 +136,9 @@ class Bed:
             yield from self._samplers(num_rows)
 
     @property
-    def _heads(self) -> Heads:
+    def _heads(self) -> AttentionShape:
         c = self.config
-        return Heads(c.num_heads, c.num_kv_heads, c.head_dim, self.dtype.itemsize)
+        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, self.dtype.itemsize)
 
     def _noise(self, *sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=self.device).to(self.dtype)
@@ -297,7 +297,7 @@ class Bench:
         self.block_size = 64
         if self.device is not None:
             machine = this_machine(torch.cuda.get_device_capability())
-            choice = choose_attention(Needs.of(config, self.dtype), machine)
+            choice = choose_attention(AttentionNeeds.of(config, self.dtype), machine)
             self.block_size = choice.backend.default_block_size
         dtype = getattr(torch, self.dtype)
         self.attention = choose_backend(self.on, dtype, config, self.block_size).name
@@ -425,7 +425,7 @@ def _step(runner: Runner, planned: list[tuple[Running, int]]) -> None:
 def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
     """Each kernel on its own, by what it has to read and write, or to compute."""
     dtype = getattr(torch, bench.dtype)
-    bed = Bed.of(bench.config, dtype, bench.on, bench.block_size)
+    bed = KernelFixture.of(bench.config, dtype, bench.on, bench.block_size)
     sequences, token_counts = (SMALL_SEQUENCES, [4]) if is_small else (SEQUENCES, [1, 64, 4096])
     for case in bed.cases(sequences, token_counts):
         ms = bench.time_layers(case.call, bed.num_layers)

@@ -4,12 +4,12 @@ import re
 import subprocess
 import sys
 
-from appliance.exam import Marks
+from appliance.exam import ExamScore
 from engine.starter.documents import Turn
 
 
 def test_an_answer_is_right_only_as_it_stands():
-    marks = Marks()
+    marks = ExamScore()
     turn = Turn("What is the owner of a?", "Ida Holt", "lookup")
     for answer in ("Ida Holt", "Ida Holt.", "ida Holt"):
         marks.add("lookup", 1024, turn, answer)

@@ -59,7 +59,7 @@ from engine.tiers import disk as disk_module
 from engine.tiers.disk import Disk, probe
 from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.jobs import Context, CopyJob, GrowJob
-from engine.tiers.loads import Costs, Wanted
+from engine.tiers.loads import Costs, WantedBlocks
 from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 from engine.tiers.tier import Tier
 from engine.wire.messages import Copy
@@ -485,7 +485,7 @@ def decisions(options: argparse.Namespace) -> None:
                 for block_hash in chain.hashes:
                     index.end_store(index.begin_store(block_hash, 1), is_written=True)
             began_ns = time.perf_counter_ns()
-            tier.decide(Wanted(number, "kv", chain, len(chain), "ana"))
+            tier.decide(WantedBlocks(number, "kv", chain, len(chain), "ana"))
             tier.is_loading(number)
             tier.forget(number)
             tier.placed(chain.hashes, len(chain))
@@ -621,7 +621,7 @@ def throttled(options: argparse.Namespace) -> None:
         for number in range(options.prompts):
             slabs.read = slowly if number >= 20 else read
             chain, began_s = rng.choice(chains), time.monotonic()
-            tier.decide(Wanted(number, "kv", chain, len(chain), "ana"))
+            tier.decide(WantedBlocks(number, "kv", chain, len(chain), "ana"))
             work(lambda n=number: not tier.is_loading(n))
             there = len(books.index.blocks(chain.hashes))
             tier.forget(number)

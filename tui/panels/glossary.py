@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tui.lines import Line, Run, Tone, wrap
 
 
-class Gloss(NamedTuple):
+class Entry(NamedTuple):
     """What a word on a page means, where it comes from and what to do about it."""
 
     word: str
@@ -25,116 +25,116 @@ class Gloss(NamedTuple):
 
 REQUEST = "request"
 """The dialog of one request; all others are pages."""
-_QUEUED = Gloss(
+_QUEUED = Entry(
     "queued", "sequences accepted but not yet placed, of the most that may wait",
     "router queue", "long and growing: more than the machine can do; see what limits it",
 )  # fmt: skip
-_TTFT = Gloss(
+_TTFT = Entry(
     "ttft", "time to first token: tokenize + queue + restore + prefill",
     "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
 )  # fmt: skip
-_USED = Gloss(
+_USED = Entry(
     "used", "blocks that new work cannot take",
     "the ledger", "near full: shorter max_tokens, fewer requests, more --kv-memory",
 )  # fmt: skip
 
-GLOSSARY: Mapping[str, tuple[Gloss, ...]] = MappingProxyType(
+GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
     {
         "overview": (
             _QUEUED,
-            Gloss("busy", "share of the last second that the worker spent in steps",
+            Entry("busy", "share of the last second that the worker spent in steps",
                   "worker's step times", "both near 100%: the machine is full"),
-            Gloss("!", "a tick: decode fell below a quarter of its median while a prompt ran",
+            Entry("!", "a tick: decode fell below a quarter of its median while a prompt ran",
                   "this console, from frames", "elastic roles or an itl target keep prompts away"),
-            Gloss("itl", "inter-token latency: time between two tokens of a reply",
+            Entry("itl", "inter-token latency: time between two tokens of a reply",
                   "daemon's clock, exact over the window", "grows with the batch and stalls"),
             _TTFT,
-            Gloss("ok", "share of first tokens or itl within their target",
+            Entry("ok", "share of first tokens or itl within their target",
                   "daemon, over the window", "set targets with T; alerts follow them"),
             _USED,
-            Gloss("J/token", "energy of a phase's steps by its tokens",
+            Entry("J/token", "energy of a phase's steps by its tokens",
                   "device meters, shared by step time", "larger batches cost less a token"),
         ),
         "requests": (
-            Gloss("phase", "queued, prefilling, handing off, paused, decoding; then how it ended",
+            Entry("phase", "queued, prefilling, handing off, paused, decoding; then how it ended",
                   "the least advanced sequence", "enter shows where its time went"),
             _TTFT,
-            Gloss("tpot", "mean time per output token after the first",
+            Entry("tpot", "mean time per output token after the first",
                   "daemon's clock", "compare with itl"),
-            Gloss("blocks", "KV blocks held, for all tokens so far and some to come",
+            Entry("blocks", "KV blocks held, for all tokens so far and some to come",
                   "the ledger", "ask for less at a time"),
-            Gloss("restore", "in the queue until its prefix had come from DRAM or the SSD",
+            Entry("restore", "in the queue until its prefix had come from DRAM or the SSD",
                   "daemon's clock", "only where computing was predicted to take longer"),
-            Gloss("paused", "its KV blocks went to others; it is computed again and goes on",
+            Entry("paused", "its KV blocks went to others; it is computed again and goes on",
                   "the router, when the pool is full", "fewer at a time, more --kv-memory"),
-            Gloss("J", "energy of its share of the steps",
+            Entry("J", "energy of its share of the steps",
                   "device meters", "- means that no device reports power"),
         ),
         REQUEST: (
-            Gloss("tokenize", "from the body's arrival to its token ids", "daemon's clock",
+            Entry("tokenize", "from the body's arrival to its token ids", "daemon's clock",
                   "long: a very long prompt"),
-            Gloss("queue", "until a worker took it", "daemon's clock",
+            Entry("queue", "until a worker took it", "daemon's clock",
                   "large: more work than the machine does; fewer at a time"),
-            Gloss("prefill", "until its first token", "daemon's clock",
+            Entry("prefill", "until its first token", "daemon's clock",
                   "shorter prompts, or ones that begin as earlier ones did"),
-            Gloss("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
+            Entry("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
                   "large: see the page handoff"),
-            Gloss("decode_wait", "until the decode worker's first step with it", "daemon's clock",
+            Entry("decode_wait", "until the decode worker's first step with it", "daemon's clock",
                   "large: decode steps are long; fewer at a time"),
-            Gloss("decode", "the steps of all further tokens", "daemon's clock",
+            Entry("decode", "the steps of all further tokens", "daemon's clock",
                   "many at a time share the steps"),
-            Gloss("paused", "without KV blocks, which others needed more", "daemon's clock",
+            Entry("paused", "without KV blocks, which others needed more", "daemon's clock",
                   "fewer at a time, more --kv-memory"),
-            Gloss("residual", "what the stages leave of the whole", "daemon's clock",
+            Entry("residual", "what the stages leave of the whole", "daemon's clock",
                   "large: a client that reads slowly"),
         ),
         "kv": (
             _USED,
-            Gloss("active", "blocks that hold keys and values now", "the ledger", "-"),
-            Gloss("reserved", "blocks of sequences on their way, or without a worker",
+            Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
+            Entry("reserved", "blocks of sequences on their way, or without a worker",
                   "the ledger", "large for long: a worker is down"),
-            Gloss("cached", "in use by nobody, found by prompts that begin alike",
+            Entry("cached", "in use by nobody, found by prompts that begin alike",
                   "the ledger", "few hits: more --kv-memory, or prompts that begin differently"),
-            Gloss("stored", "blocks written to DRAM or to the disk since the start",
+            Entry("stored", "blocks written to DRAM or to the disk since the start",
                   "each cache", "of use at the second use, or when the daemon ends"),
-            Gloss("loaded", "blocks that prompts got from there instead of computing them",
+            Entry("loaded", "blocks that prompts got from there instead of computing them",
                   "each cache", "none: nothing was asked again that has left the pool"),
-            Gloss("computing", "what computing those blocks was predicted to take",
+            Entry("computing", "what computing those blocks was predicted to take",
                   "measured prefills", "compare with took"),
-            Gloss("regret", "what loads took beyond that", "daemon's clock", "large: a slow disk"),
-            Gloss("finds", "of prompts' blocks, the share that a cache of this size finds",
+            Entry("regret", "what loads took beyond that", "daemon's clock", "large: a slow disk"),
+            Entry("finds", "of prompts' blocks, the share that a cache of this size finds",
                   "one block in eight, since the start", "-"),
-            Gloss("x2", "the same for a cache twice as large; x0.5, x4 likewise",
+            Entry("x2", "the same for a cache twice as large; x0.5, x4 likewise",
                   "one block in eight, since the start", "much more: a larger cache"),
-            Gloss("draining", "freed, but a command that names them is unanswered",
+            Entry("draining", "freed, but a command that names them is unanswered",
                   "the ledger", "large for long: a worker is stuck"),
         ),
         "power": (
-            Gloss("throttle", "why the device runs below its clock",
+            Entry("throttle", "why the device runs below its clock",
                   "driver", "power: raise the limit; thermal: cooling"),
-            Gloss("unattributed", "energy outside steps: idle power, the rest of the machine",
+            Entry("unattributed", "energy outside steps: idle power, the rest of the machine",
                   "total less both phases", "large: the machine idles"),
-            Gloss("method", "how energy was read and divided", "daemon", "-"),
+            Entry("method", "how energy was read and divided", "daemon", "-"),
         ),
         "handoff": (
-            Gloss("alias", "both workers map one pool; a handoff changes owners only",
+            Entry("alias", "both workers map one pool; a handoff changes owners only",
                   "probed at start", "nothing to tune"),
-            Gloss("shm", "blocks are copied through a ring in shared memory",
+            Entry("shm", "blocks are copied through a ring in shared memory",
                   "probed at start with a checksum", "rate below the probe's: memory bus is busy"),
-            Gloss("peer", "each worker has a pool; blocks are copied as they fill",
+            Entry("peer", "each worker has a pool; blocks are copied as they fill",
                   "probed at start", "rate below the probe's: memory bus is busy"),
-            Gloss("stale", "messages about what had moved on meanwhile", "router", "harmless"),
-            Gloss("recovered", "sequences that went on after a worker's death", "router",
+            Entry("stale", "messages about what had moved on meanwhile", "router", "harmless"),
+            Entry("recovered", "sequences that went on after a worker's death", "router",
                   "growing: read the log"),
-            Gloss("routes", "which way sequences went, and why", "router", "roles: r"),
-            Gloss("predictions", "of elastic roles: how far off, by way and size of step",
+            Entry("routes", "which way sequences went, and why", "router", "roles: r"),
+            Entry("predictions", "of elastic roles: how far off, by way and size of step",
                   "steps measured at start and since", "closed: not taken until measured anew"),
         ),
         "log": (
-            Gloss("alert", "a reading beyond its threshold for long enough",
+            Entry("alert", "a reading beyond its threshold for long enough",
                   "daemon's table of thresholds", "status --check exits by the same"),
-            Gloss("limit", "what holds the appliance up now", "daemon", "start there"),
-            Gloss("event", "something that happened once", "daemon; all in: penstock events", "-"),
+            Entry("limit", "what holds the appliance up now", "daemon", "start there"),
+            Entry("event", "something that happened once", "daemon; all in: penstock events", "-"),
         ),
     }
 )  # fmt: skip

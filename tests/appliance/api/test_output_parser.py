@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.api.call_readers import CallDelta, Thought
+from appliance.api.call_readers import CallDelta, ReasoningDelta
 from appliance.api.output_parser import OutputParser
 from appliance.api.tool_format import FORMATS, THOUGHTS, OutputFormat
 from appliance.api.tools import Tools
@@ -41,7 +41,7 @@ def read(parser: OutputParser, pieces: list[str]):
             assert part.index == len(calls) - 1
             calls[-1][1] += part.arguments
     content = "".join(part for part in parts if isinstance(part, str))
-    return content, calls, "".join(part.text for part in parts if isinstance(part, Thought))
+    return content, calls, "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
 
 
 def parsed(name: str, pieces: list[str], is_parallel: bool = True):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.bench.interference import Disturbed, InterferencePlan, disturb, gaps_between
+from appliance.bench.interference import InterferencePlan, InterferenceResult, disturb, gaps_between
 from appliance.bench.load import Target
 from appliance.bench.statistics import Sample
 from engine.errors import PenstockError
@@ -34,13 +34,15 @@ def test_a_stream_that_never_began_leaves_nothing_to_say() -> None:
 
 
 def test_figures_are_none_where_nothing_was_seen() -> None:
-    figures = Disturbed("a", 0, [], [], [], [Sample(0, 0, error="full")]).figures()
+    figures = InterferenceResult("a", 0, [], [], [], [Sample(0, 0, error="full")]).figures()
     assert figures.pop("unanswered") == 1
     assert set(figures.values()) == {None}
 
 
 def test_the_ratio_is_worst_loaded_over_usual_quiet() -> None:
-    figures = Disturbed("a", 0, [10, 10, 12], [10, 10, 50], [stream(5)], [stream(20)]).figures()
+    figures = InterferenceResult(
+        "a", 0, [10, 10, 12], [10, 10, 50], [stream(5)], [stream(20)]
+    ).figures()
     assert figures["p99_loaded_over_p50_quiet"] == 5
     assert (figures["alone_ttft_ms_p50"], figures["loaded_ttft_ms_p50"]) == (5, 20)
 

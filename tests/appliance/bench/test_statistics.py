@@ -10,7 +10,7 @@ from appliance.bench.reply_events import Event, ReceivedReply
 from appliance.bench.statistics import (
     QUANTILES,
     TIMES,
-    Goodness,
+    GoodputTargets,
     Sample,
     Spread,
     band,
@@ -21,7 +21,7 @@ from appliance.bench.statistics import (
     verdict,
 )
 
-NONE = Goodness()
+NONE = GoodputTargets()
 positive = st.floats(0.001, 1e6)
 
 
@@ -50,9 +50,9 @@ def test_every_request_that_was_offered_is_counted_once() -> None:
 
 def test_goodput_is_a_share_of_what_was_offered() -> None:
     samples = [done(10, 5, 5), done(300, 5, 5), done(10, 5, 90), REFUSED]
-    assert summarize(samples, 1000, Goodness(100, 50))["goodput_ratio"] == 0.25
-    assert summarize(samples, 1000, Goodness(ttft_ms=100))["goodput_ratio"] == 0.5
-    assert summarize(samples, 1000, Goodness(itl_ms=50))["goodput_ratio"] == 0.5
+    assert summarize(samples, 1000, GoodputTargets(100, 50))["goodput_ratio"] == 0.25
+    assert summarize(samples, 1000, GoodputTargets(ttft_ms=100))["goodput_ratio"] == 0.5
+    assert summarize(samples, 1000, GoodputTargets(itl_ms=50))["goodput_ratio"] == 0.5
     assert summarize(samples, 1000, NONE)["goodput_ratio"] is None
 
 
@@ -65,12 +65,12 @@ def test_throughput_counts_what_came_within_the_window() -> None:
 
 
 def test_nothing_observed_is_none_and_not_zero() -> None:
-    figures = summarize([REFUSED], 1000, Goodness(1), energy_j=5)
+    figures = summarize([REFUSED], 1000, GoodputTargets(1), energy_j=5)
     assert all(figures[f"{name}_{q}"] is None for name in TIMES for q in QUANTILES)
     assert figures["joules_per_token"] is None
     assert figures["output_tokens"] is None
     assert figures["goodput_ratio"] == 0
-    assert summarize([], 1000, Goodness(1))["goodput_ratio"] is None
+    assert summarize([], 1000, GoodputTargets(1))["goodput_ratio"] is None
 
 
 @settings(deadline=None, max_examples=50)

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from appliance.doctor import checks as doctor
-from appliance.dynamo import plane
+from appliance.dynamo import runtime
 from tests.appliance.cli_process import ROOT, penstock
 
 FOUND = ("--discovery", "file:found")
@@ -29,24 +29,24 @@ def test_what_it_cannot_know_it_asks_for(environ, words, says):
     assert says in ended.stderr
 
 
-@pytest.mark.skipif(plane.missing() is None, reason="Dynamo is here")
+@pytest.mark.skipif(runtime.missing() is None, reason="Dynamo is here")
 def test_without_the_wheels_it_says_which_and_how(environ, tmp_path):
     ended = penstock(environ, "worker", "--dynamo", *FOUND, "--host", str(tmp_path / "p.sock"))
     assert ended.returncode == 78
-    assert plane.PACKAGE in ended.stderr
-    assert plane.INSTALL in ended.stderr
+    assert runtime.PACKAGE in ended.stderr
+    assert runtime.INSTALL in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("what", "verdict"),
     [
         (None, "ok"),
-        (f"{plane.PACKAGE} is not installed", "ok"),
-        (f"{plane.PACKAGE} is 9.9; the adapter was made for {plane.VERSION}", "note"),
+        (f"{runtime.PACKAGE} is not installed", "ok"),
+        (f"{runtime.PACKAGE} is 9.9; the adapter was made for {runtime.VERSION}", "note"),
     ],
 )
 def test_doctor_names_what_is_missing(monkeypatch, what, verdict):
-    monkeypatch.setattr(plane, "missing", lambda: what)
+    monkeypatch.setattr(runtime, "missing", lambda: what)
     finding = doctor._dynamo()
     assert (finding.check, finding.verdict) == ("dynamo", verdict)
     assert what is None or what in finding.found
@@ -55,4 +55,4 @@ def test_doctor_names_what_is_missing(monkeypatch, what, verdict):
 def test_the_extra_is_the_version_that_the_adapter_was_made_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["dynamo"]
-    assert extra == [f"{plane.PACKAGE}=={plane.VERSION}"]
+    assert extra == [f"{runtime.PACKAGE}=={runtime.VERSION}"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.dynamo import worker
-from appliance.dynamo.asked import RefusedAsk
-from appliance.dynamo.line import LostError
-from appliance.dynamo.worker import Adapter, RouterContents
+from appliance.dynamo.daemon_http import LostError
+from appliance.dynamo.requests import UnsupportedRequest
+from appliance.dynamo.worker import Adapter, KvEvents
 from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
@@ -184,7 +184,7 @@ async def test_who_does_not_want_it_any_more_frees_the_daemon(running, daemon):
 
 async def test_refusals_are_the_clients_and_a_full_daemon_is_not(running, daemon):
     adapter, _, _ = running
-    with pytest.raises(RefusedAsk, match="min_tokens"):
+    with pytest.raises(UnsupportedRequest, match="min_tokens"):
         await outputs(adapter, asked(min_tokens=50))
     daemon.unavailable = Unavailable("draining", code="draining")
     with pytest.raises(LostError, match="draining"):
@@ -296,7 +296,7 @@ def block(block_id: int, parent: int | None) -> dict:
 
 def test_rows_of_blocks_are_told_together_each_after_its_parent():
     router = Router()
-    contents = RouterContents(router)
+    contents = KvEvents(router)
     contents.read({"cleared": True, "block_size": 2})
     contents.read({"stored": [block(1, None), block(2, 1), block(5, None), block(3, 2)]})
     assert router.known == {i: (p, [i, i]) for i, p in ((1, None), (2, 1), (5, None), (3, 2))}
@@ -309,7 +309,7 @@ def test_rows_of_blocks_are_told_together_each_after_its_parent():
 
 def test_a_block_without_the_one_before_it_is_not_told():
     router = Router()
-    contents = RouterContents(router)
+    contents = KvEvents(router)
     contents.read({"stored": [block(2, 1), block(3, None)]})
     assert sorted(router.known) == [3]
 
@@ -319,7 +319,7 @@ def test_a_block_without_the_one_before_it_is_not_told():
 def test_the_router_knows_what_the_daemon_has(changes):
     """Blocks of one chain come from the front and go from the back, as tails go before heads."""
     router, there = Router(), []
-    contents = RouterContents(router)
+    contents = KvEvents(router)
     for is_stored, number in changes:
         if is_stored:
             new = [

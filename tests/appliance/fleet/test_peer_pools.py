@@ -12,7 +12,7 @@ import pytest
 
 from appliance.devices.inventory import Gpu
 from appliance.fleet import peer_pools
-from appliance.fleet.peer_pools import PeerPools, Sharing
+from appliance.fleet.peer_pools import MemorySharing, PeerPools
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import Command, GpuSpec, MapPool, MapShared, PoolSpec, Setup, SharedMemory
@@ -112,7 +112,7 @@ def told():
 
 @pytest.fixture
 def sharing(told):
-    return Sharing(PLANS, lambda name, command: told.append((name, command)))
+    return MemorySharing(PLANS, lambda name, command: told.append((name, command)))
 
 
 @pytest.mark.parametrize("is_exported_first", [True, False])

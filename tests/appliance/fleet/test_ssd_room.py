@@ -5,7 +5,7 @@ from collections import namedtuple
 import pytest
 
 from appliance.fleet import ssd_room
-from appliance.fleet.ssd_room import Allowance, allowance, ssd_problem
+from appliance.fleet.ssd_room import SsdAllowance, allowance, ssd_problem
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
@@ -23,18 +23,18 @@ def disk(monkeypatch):
 def test_more_than_the_disk_has_is_cut_to_what_it_has_and_said(disk, tmp_path):
     disk(62 * GIB)
     allowed = allowance(tmp_path, 500 * GIB)
-    assert allowed == Allowance(52 * GIB, 10 * GIB, 500 * GIB)
+    assert allowed == SsdAllowance(52 * GIB, 10 * GIB, 500 * GIB)
     assert allowed.words == "asked for 500 GiB, the disk allows 52.0 GiB"
     assert allowed.words in ssd_problem(tmp_path, 500 * GIB)
-    assert allowance(tmp_path, 5 * GIB) == Allowance(5 * GIB, 10 * GIB)
+    assert allowance(tmp_path, 5 * GIB) == SsdAllowance(5 * GIB, 10 * GIB)
     assert ssd_problem(tmp_path, 5 * GIB) is None
 
 
 def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_path):
     disk(1000 * GIB)
-    assert allowance(tmp_path, "auto") == Allowance(20 * GIB, 10 * GIB)
+    assert allowance(tmp_path, "auto") == SsdAllowance(20 * GIB, 10 * GIB)
     disk(11 * GIB)
-    assert allowance(tmp_path, "auto") == Allowance(GIB, 10 * GIB)
+    assert allowance(tmp_path, "auto") == SsdAllowance(GIB, 10 * GIB)
     disk(10 * GIB)
     assert f"{tmp_path}: of its disk 10.0 GiB are free" in allowance(tmp_path, "auto")
 

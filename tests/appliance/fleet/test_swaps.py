@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.fleet.swaps import Asker, SwapLimits, Swaps
+from appliance.fleet.swaps import IncomingRequest, SwapLimits, Swaps
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 
@@ -59,7 +59,7 @@ class House:
         gone: asyncio.Future[None] | None = None,
     ) -> str:
         """Come in, live for a while, end; the model that served it, empty if its client left."""
-        if not await self.swaps.enter(name, Asker(owner, num_bytes, arrived_ns=1), gone):
+        if not await self.swaps.enter(name, IncomingRequest(owner, num_bytes, arrived_ns=1), gone):
             return ""
         with self.swaps:
             await asyncio.sleep(0)  # it is read and tokenized
@@ -109,9 +109,13 @@ async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
     house, end = House(), asyncio.Event()
     first = asyncio.create_task(house.request("a", end))
     await until(lambda: house.num_live == 1)
-    second = asyncio.create_task(house.swaps.enter("b", Asker("ann", 5, "r2", arrived_ns=0)))
+    second = asyncio.create_task(
+        house.swaps.enter("b", IncomingRequest("ann", 5, "r2", arrived_ns=0))
+    )
     await until(lambda: house.swaps.next == "b")
-    third = asyncio.create_task(house.swaps.enter("a", Asker("bob", 5, "r3", arrived_ns=10**9)))
+    third = asyncio.create_task(
+        house.swaps.enter("a", IncomingRequest("bob", 5, "r3", arrived_ns=10**9))
+    )
     await until(lambda: len(house.swaps.requests(0)) == 2)
     shown = house.swaps.requests(3 * 10**9)
     assert [(each.id, each.user, each.model, each.phase) for each in shown] == [

@@ -23,7 +23,7 @@ from appliance.http.access import (
     AccessPolicy,
     ApiKey,
     Credentials,
-    People,
+    UserDirectory,
     credentials_of,
     find_key,
     new_key,
@@ -54,14 +54,14 @@ def test_whoever_the_kernel_knows_and_nobody_named_is_a_user():
 
 
 def test_root_and_the_daemons_own_user_are_operators_always():
-    policy = AccessPolicy(viewers=People(uids=frozenset({0, os.geteuid()})))
+    policy = AccessPolicy(viewers=UserDirectory(uids=frozenset({0, os.geteuid()})))
     for uid in (0, os.geteuid()):
         assert policy.peer_of(Credentials(uid, 1, 1, frozenset())).role is Role.OPERATOR
 
 
 def test_users_and_groups_get_the_role_they_are_named_for():
-    by_uid = People(uids=frozenset({54321}))
-    by_group = People(gids=frozenset({777}))
+    by_uid = UserDirectory(uids=frozenset({54321}))
+    by_group = UserDirectory(gids=frozenset({777}))
     for people in (by_uid, by_group):
         assert AccessPolicy(operators=people).peer_of(STRANGER).role is Role.OPERATOR
         assert AccessPolicy(viewers=people).peer_of(STRANGER).role is Role.VIEWER
@@ -71,7 +71,7 @@ def test_users_and_groups_get_the_role_they_are_named_for():
 def test_names_become_numbers_and_the_defaults_group_need_not_exist():
     user, group = pwd.getpwall()[-1], grp.getgrall()[-1]
     names = [user.pw_name, f"@{group.gr_name}", "@penstock-admin"]
-    people = People.named(names, "operators")
+    people = UserDirectory.named(names, "operators")
     assert people.uids == {user.pw_uid}
     assert group.gr_gid in people.gids
 
@@ -79,7 +79,7 @@ def test_names_become_numbers_and_the_defaults_group_need_not_exist():
 @pytest.mark.parametrize(("name", "kind"), [("no-such-user", "user"), ("@no-such-group", "group")])
 def test_a_name_that_nobody_has_is_refused_and_not_left_out(name, kind):
     with pytest.raises(ConfigError, match=f"no {kind} 'no-such-{kind}'") as error:
-        People.named([name], "viewers")
+        UserDirectory.named([name], "viewers")
     assert error.value.where == "viewers"
 
 

@@ -24,7 +24,7 @@ from appliance.client import Client
 from appliance.configuration.address import TcpAddress
 from appliance.http import listeners
 from appliance.http.access import AccessPolicy, new_key, read_keys
-from appliance.http.listeners import Closer, bind_socket, bind_tcp, tls_context
+from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, tls_context
 from appliance.http.server import ApiServer
 from engine.errors import ConfigError, PenstockError
 from engine.text.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def test_a_folder_that_someone_keeps_locked_is_named(tmp_path, monkeypatch):
 
 def test_a_listener_takes_its_file_with_it(tmp_path):
     path = tmp_path / "api.sock"
-    closer = Closer(bind_socket(path))
+    closer = ListenerCloser(bind_socket(path))
     closer.close()
     assert not path.exists()
     with bind_socket(path):
@@ -165,7 +165,7 @@ def test_a_listener_takes_its_file_with_it(tmp_path):
 
 def test_a_file_that_is_anothers_by_now_is_left(tmp_path):
     path = tmp_path / "api.sock"
-    closer = Closer(bind_socket(path))
+    closer = ListenerCloser(bind_socket(path))
     path.unlink()
     with bind_socket(path):
         closer.close()

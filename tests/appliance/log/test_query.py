@@ -20,7 +20,7 @@ from appliance.log.query import (
     STAGES,
     EventQuery,
     RowQuery,
-    Slow,
+    SlowFilter,
     Span,
     UsageQuery,
     event_query,
@@ -63,7 +63,7 @@ def test_every_parameter_is_read() -> None:
         until="2026-01-03T03:05:06.789Z",
         user="key:ci",
         failed_only=True,
-        slow=Slow("ttft", is_above=True, bound_ms=500.5),
+        slow=SlowFilter("ttft", is_above=True, bound_ms=500.5),
         after=17,
     )
     assert event_query({"severity": "warning", "after": "0"}).severity == "warning"
@@ -73,13 +73,13 @@ def test_every_parameter_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "slow"),
     [
-        ("ttft>500", Slow("ttft", is_above=True, bound_ms=500)),
-        ("e2e > 2s", Slow("e2e", is_above=True, bound_ms=2000)),
-        ("queue>1.5 s", Slow("queue", is_above=True, bound_ms=1500)),
-        ("tpot<40ms", Slow("tpot", is_above=False, bound_ms=40)),
+        ("ttft>500", SlowFilter("ttft", is_above=True, bound_ms=500)),
+        ("e2e > 2s", SlowFilter("e2e", is_above=True, bound_ms=2000)),
+        ("queue>1.5 s", SlowFilter("queue", is_above=True, bound_ms=1500)),
+        ("tpot<40ms", SlowFilter("tpot", is_above=False, bound_ms=40)),
     ],
 )
-def test_a_bound_is_in_milliseconds_unless_it_says_seconds(text: str, slow: Slow) -> None:
+def test_a_bound_is_in_milliseconds_unless_it_says_seconds(text: str, slow: SlowFilter) -> None:
     assert row_query({"slow": text}).slow == slow
 
 
@@ -193,8 +193,8 @@ def test_after_a_cursor_rows_come_in_the_order_in_which_they_were_written(path: 
         (RowQuery(user="ann", since=DAYS[1]), ["d"]),
         (RowQuery(user="' OR 1=1 --"), []),
         (RowQuery(failed_only=True), ["c"]),
-        (RowQuery(slow=Slow("ttft", is_above=True, bound_ms=500)), ["e"]),
-        (RowQuery(slow=Slow("ttft", is_above=False, bound_ms=500), limit=2), ["d", "c"]),
+        (RowQuery(slow=SlowFilter("ttft", is_above=True, bound_ms=500)), ["e"]),
+        (RowQuery(slow=SlowFilter("ttft", is_above=False, bound_ms=500), limit=2), ["d", "c"]),
         (RowQuery(user="key:bob", failed_only=True, after=1), ["c"]),
     ],
 )
@@ -225,7 +225,7 @@ def test_who_hangs_up_or_cancels_has_no_error(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_row_can_be_slow_in_every_stage(path: Path, stage: str) -> None:
-    rows = read_rows(path, RowQuery(slow=Slow(stage, is_above=True, bound_ms=0)))
+    rows = read_rows(path, RowQuery(slow=SlowFilter(stage, is_above=True, bound_ms=0)))
     assert "a" in rids(rows)
 
 

@@ -16,12 +16,12 @@ from tests.appliance.models.recorded import CONFIGS, GGUF, repository
 from tests.hub import Hub, Repository, serving
 
 GIB = 1 << 30
-GPU_24 = fits.PlaceToServe("24", 24 * GIB, is_gpu=True)
-TWO_H100 = fits.PlaceToServe("2x80", 80 * GIB, is_gpu=True, num_devices=2)
-SMALL_BOX = fits.PlaceToServe("box", 16 * GIB, is_gpu=False)
+GPU_24 = fits.ServingPlace("24", 24 * GIB, is_gpu=True)
+TWO_H100 = fits.ServingPlace("2x80", 80 * GIB, is_gpu=True, num_devices=2)
+SMALL_BOX = fits.ServingPlace("box", 16 * GIB, is_gpu=False)
 
 
-def need(folder: Path, name: str) -> fits.Need:
+def need(folder: Path, name: str) -> fits.MemoryNeed:
     (folder / "config.json").write_text(json.dumps(CONFIGS[name][0]))
     return fits.need_of(ModelConfig.from_folder(folder))
 
@@ -54,23 +54,23 @@ def test_kv_grows_with_the_length(tmp_path: Path) -> None:
         ("meta-llama/Llama-3.3-70B-Instruct", TWO_H100, "no: "),
     ],
 )
-def test_verdicts(tmp_path: Path, name: str, place: fits.PlaceToServe, verdict: str) -> None:
+def test_verdicts(tmp_path: Path, name: str, place: fits.ServingPlace, verdict: str) -> None:
     row = fits.rows(need(tmp_path, name), [place])[0]
     assert row["verdict"].startswith(verdict)
 
 
 def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
-    box = fits.PlaceToServe("box", 13 * GIB // 2, is_gpu=False)
+    box = fits.ServingPlace("box", 13 * GIB // 2, is_gpu=False)
     assert fits.rows(eight, [box], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q4_K_M.gguf"
     assert fits.rows(eight, [box])[0]["quantised"] == "about 4.6 GiB as Q4_K_M"
-    larger = fits.PlaceToServe("box", 11 * GIB, is_gpu=False)
+    larger = fits.ServingPlace("box", 11 * GIB, is_gpu=False)
     assert fits.rows(eight, [larger])[0]["quantised"] == "about 8.1 GiB as Q8_0"
     assert (
-        fits.rows(eight, [fits.PlaceToServe("tiny", 2 * GIB, is_gpu=False)])[0]["quantised"] is None
+        fits.rows(eight, [fits.ServingPlace("tiny", 2 * GIB, is_gpu=False)])[0]["quantised"] is None
     )
     assert fits.rows(eight, [TWO_H100])[0]["quantised"] is None
-    short = fits.PlaceToServe("8", 17 * GIB // 2, is_gpu=True)  # where its embedding is widened
+    short = fits.ServingPlace("8", 17 * GIB // 2, is_gpu=True)  # where its embedding is widened
     assert fits.rows(eight, [short], list(GGUF.items()))[0]["quantised"] == "Qwen3-8B-Q4_K_M.gguf"
 
 
@@ -100,7 +100,7 @@ def test_files_that_are_much_smaller_than_the_weights_are_quantised(tmp_path: Pa
 def test_a_little_less_memory_never_fits_more(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
     tokens = [
-        fits.rows(eight, [fits.PlaceToServe("x", n * GIB, is_gpu=True)])[0]["kv_tokens"]
+        fits.rows(eight, [fits.ServingPlace("x", n * GIB, is_gpu=True)])[0]["kv_tokens"]
         for n in range(8, 90)
     ]
     assert tokens == sorted(tokens)

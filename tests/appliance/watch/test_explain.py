@@ -10,14 +10,14 @@ import pytest
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.frame.protocol import LatencyFrame
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
-from appliance.watch.windows import Usual
+from appliance.watch.windows import UsualTimes
 from engine.cache.prefix_index import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.test_prefix_cache import next_turn
 from tests.engine.schedule.test_router import World
 from tests.tui.frames import request, worker
 
-USUAL = Usual(20.0, 0.2, 1.0, 1.0, 10.0)
+USUAL = UsualTimes(20.0, 0.2, 1.0, 1.0, 10.0)
 QUICK = {"tokenize_ms": 1.0, "queue_ms": 20.0, "prefill_ms": 100.0, "ttft_ms": 121.0}
 DONE = {**QUICK, "handoff_ms": 1.0, "decode_wait_ms": 1.0, "decode_ms": 290.0, "tpot_ms": 10.0}
 
@@ -73,10 +73,10 @@ def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
 
 
 def test_waiting_needs_no_comparison_and_computing_does():
-    assert slow_because(finished(queue_ms=1500.0), Usual()) == (
+    assert slow_because(finished(queue_ms=1500.0), UsualTimes()) == (
         "queue: it waited 1.5s for its turn"
     )
-    assert slow_because(finished(prefill_ms=9000.0, tpot_ms=900.0), Usual()) is None
+    assert slow_because(finished(prefill_ms=9000.0, tpot_ms=900.0), UsualTimes()) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
-from appliance.watch.windows import MIN_STALL_MS, WINDOW_S, Usual, Windows
+from appliance.watch.windows import MIN_STALL_MS, WINDOW_S, UsualTimes, Windows
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import SamplingParams
@@ -39,7 +39,7 @@ def test_nothing_seen_is_none_and_no_stall():
     figures = [getattr(frame, name) for name in frame.__struct_fields__]
     assert figures.count(None) == len(figures) - 3
     assert (frame.window_s, frame.num_requests, frame.num_stalls) == (WINDOW_S, 0, 0)
-    assert Windows().usual(SECOND) == Usual()
+    assert Windows().usual(SECOND) == UsualTimes()
 
 
 def test_shares_in_time_are_against_the_targets_of_the_moment():
@@ -78,12 +78,12 @@ def test_a_stall_is_long_against_the_usual_gap_and_for_a_person():
 def test_the_usual_is_the_median_of_what_finished_also_when_it_is_quiet():
     windows = Windows()
     for queue_ms in (10, 20, 3000):
-        assert windows.usual(SECOND) == Usual(), "two say nothing of what is usual"
+        assert windows.usual(SECOND) == UsualTimes(), "two say nothing of what is usual"
         ended(windows, sequence(queue_ms=queue_ms))
     usual = windows.usual(SECOND + 120 * SECOND)
     per_token = 100.0 / sequence().num_prompt_tokens
     assert (usual.queue_ms, usual.prefill_ms_per_token, usual.tpot_ms) == (20.0, per_token, 10.0)
-    assert windows.usual(SECOND + 1000 * SECOND) == Usual()
+    assert windows.usual(SECOND + 1000 * SECOND) == UsualTimes()
 
 
 @given(st.lists(st.floats(0, 1e5)), st.sampled_from([(GAP_S,), (STAGE_S, REQUEST_S)]))

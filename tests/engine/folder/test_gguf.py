@@ -16,7 +16,7 @@ from engine.errors import CheckpointError, PenstockError
 from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.folder.gguf_header import GgufModel, models_in
 from engine.folder.tensor_info import BLOCKS
-from engine.model.stored import dequantised
+from engine.model.stored_tensors import dequantised
 from engine.model.weights import convert_weights
 from engine.text.tokenizer import Tokenizer
 from engine.workers.streaming import arena_views

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.kernels import attention_backends
 from engine.kernels.attention_backends import (
     ATTENTION_BACKENDS,
+    AttentionNeeds,
     Machine,
-    Needs,
     choose_attention,
     flash_attn_fault,
     import_fault,
@@ -18,7 +18,7 @@ from engine.kernels.attention_backends import (
     triton_fault,
 )
 
-LLAMA = Needs("bfloat16", 128, has_softcap=False)
+LLAMA = AttentionNeeds("bfloat16", 128, has_softcap=False)
 
 
 def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0)):
@@ -37,39 +37,39 @@ def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0))
             "triton (flash: no flash_attn; torch_varlen: needs torch 2.12)",
         ),
         (
-            Needs("bfloat16", 256, has_softcap=True),
+            AttentionNeeds("bfloat16", 256, has_softcap=True),
             machine(packages=["triton"]),
             "triton (flash: no flash_attn; torch_varlen: no softcap)",
         ),
         (
-            Needs("float32", 128, has_softcap=False),
+            AttentionNeeds("float32", 128, has_softcap=False),
             machine(),
             "triton (flash: no float32; torch_varlen: no float32)",
         ),
         (
-            Needs("bfloat16", 128, has_softcap=False, block_size=64),
+            AttentionNeeds("bfloat16", 128, has_softcap=False, block_size=64),
             machine(),
             "triton (flash: blocks of 256; torch_varlen: blocks of 256)",
         ),
         (
-            Needs("float16", 100, has_softcap=False),
+            AttentionNeeds("float16", 100, has_softcap=False),
             machine(capability=None),
             "triton (flash: no heads of 100; torch_varlen: no heads of 100)",
         ),
         (
-            Needs("bfloat16", 64, has_softcap=False, has_sinks=True),
+            AttentionNeeds("bfloat16", 64, has_softcap=False, has_sinks=True),
             machine(),
             "triton (flash: no sinks; torch_varlen: no sinks)",
         ),
         (
-            Needs("bfloat16", 256, has_softcap=False, has_uneven_heads=True),
+            AttentionNeeds("bfloat16", 256, has_softcap=False, has_uneven_heads=True),
             machine(),
             "torch (flash: no layers that differ in their heads; "
             "torch_varlen: no layers that differ in their heads; "
             "triton: no layers that differ in their heads)",
         ),
         (
-            Needs("float16", 64, has_softcap=False),
+            AttentionNeeds("float16", 64, has_softcap=False),
             machine(capability=(7, 5)),
             "torch (flash: needs compute capability 8.0; "
             "torch_varlen: needs compute capability 8.0; triton: needs compute capability 8.0)",
@@ -96,8 +96,8 @@ def test_a_pool_sized_for_the_chosen_one_does_not_change_the_choice(
     dtype, head_dim, has_softcap, torch, packages
 ):
     there = machine(torch, packages, None)
-    chosen = choose_attention(Needs(dtype, head_dim, has_softcap), there).backend
-    sized = Needs(dtype, head_dim, has_softcap, chosen.default_block_size)
+    chosen = choose_attention(AttentionNeeds(dtype, head_dim, has_softcap), there).backend
+    sized = AttentionNeeds(dtype, head_dim, has_softcap, chosen.default_block_size)
     assert choose_attention(sized, there).backend is chosen
 
 

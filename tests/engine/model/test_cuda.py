@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.folder.checkpoint import Checkpoint
-from engine.kernels.kernel_costs import Cost, Heads, attention_cost, product_cost
+from engine.kernels.kernel_costs import AttentionShape, Cost, attention_cost, product_cost
 from engine.model import transformer
 from engine.model.attention import StepBatch, reference_attention
 from engine.model.cuda import (
@@ -17,7 +17,7 @@ from engine.model.cuda import (
     torch_varlen_attention,
 )
 from engine.model.paged import num_parts, paged_step, several_queries_tiling, single_query_tiling
-from engine.workers.measure import Bed
+from engine.workers.measure import KernelFixture
 from tests.checkpoints import make_checkpoint
 from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, filled
 from tests.engine.model.test_transformer import load
@@ -106,7 +106,9 @@ def test_tiles_hold_a_group_and_what_is_staged_fits(group_size, head_dim, itemsi
 def test_every_kernel_has_a_case_that_can_be_measured(tmp_path):
     config = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_hidden_layers=2)).config
     backend = interpreted(None, torch.float32, config, 16)
-    bed = Bed(config, backend, torch.float32, torch.device("cpu"), num_layers=2, block_size=16)
+    bed = KernelFixture(
+        config, backend, torch.float32, torch.device("cpu"), num_layers=2, block_size=16
+    )
     sequences = {"prefill": [(0, 20), (9, 3)], "decode": [(30, 1), (5, 1)]}
     measured = list(bed.cases(sequences, [3]))
     for case in measured:
@@ -118,7 +120,7 @@ def test_every_kernel_has_a_case_that_can_be_measured(tmp_path):
 
 
 def test_attention_costs_what_it_sees():
-    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=8, itemsize=2)
+    heads = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, itemsize=2)
     assert attention_cost(heads, [(9, 1)]) == Cost((20 * 2 + 2 * 4) * 16, 4 * 10 * 4 * 8)
     assert attention_cost(heads, [(0, 3)]) == Cost((6 * 2 + 6 * 4) * 16, 4 * 6 * 4 * 8)
     windowed = replace(heads, window=2)

@@ -15,7 +15,7 @@ from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.quantised import embedded, pack_panels, panels_of
-from engine.model.stored import Parts, Stored, dequantised, quantised
+from engine.model.stored_tensors import Parts, Stored, dequantised, quantised
 from engine.model.weight import Weight
 
 LEVELS = load_kernels("portable")[0].supported()

@@ -11,7 +11,7 @@ from engine.folder.panels import FORM_BY_KIND, FORMS
 from engine.folder.panels_layout import gpu_layout
 from engine.model.linear import Linears
 from engine.model.quantised import panels_of
-from engine.model.stored import dequantised, quantised
+from engine.model.stored_tensors import dequantised, quantised
 from engine.model.triton_linear import multiply, rounded_inputs, rounded_to_fp8
 from engine.model.weight import Weight
 from engine.model.weights import quantised_weights

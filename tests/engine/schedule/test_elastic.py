@@ -11,9 +11,9 @@ from engine.schedule.elastic import (
     Forecast,
     Outcomes,
     PairChoice,
+    PredictionKind,
     Situation,
     Slo,
-    Way,
     WorkerLoad,
     choose,
 )
@@ -138,7 +138,7 @@ def test_a_way_that_is_closed_is_not_taken_and_others_are():
     assert first.pair == DECODE
     choice = choose(replace(busy, closed=frozenset({first.forecast.way})), linear)
     assert (choice.pair, choice.reason) == (MOVE, "wary")
-    assert first.forecast.way == Way(DECODE, is_beside=True, num_cores=2, size=3)
+    assert first.forecast.way == PredictionKind(DECODE, is_beside=True, num_cores=2, size=3)
     larger = replace(busy, closed=frozenset({first.forecast.way._replace(size=4)}))
     assert choose(larger, linear) == first
 
@@ -307,9 +307,9 @@ def test_every_situation_has_a_choice_that_is_open(situation):
 # --------------------------------------------------------------------------------------------------
 #
 
-BESIDE = Way(Pair("decode", "decode"), is_beside=True, num_cores=2, size=10)
-ALONE = Way(Pair("decode", "decode"), is_beside=False, num_cores=2, size=10)
-MOVED = Way(Pair("prefill", "decode"), is_beside=True, num_cores=2, size=10)
+BESIDE = PredictionKind(Pair("decode", "decode"), is_beside=True, num_cores=2, size=10)
+ALONE = PredictionKind(Pair("decode", "decode"), is_beside=False, num_cores=2, size=10)
+MOVED = PredictionKind(Pair("prefill", "decode"), is_beside=True, num_cores=2, size=10)
 
 
 class Ways:

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.growth import Holder, victim
+from engine.schedule.growth import PreemptionCandidate, victim
 from engine.schedule.journeys import MAX_PREEMPTIONS
 from engine.schedule.sequence import Sequence, Stamps
-from engine.schedule.whereabouts import age
+from engine.schedule.sequence_table import age
 from engine.wire.messages import SamplingParams
 
 
@@ -14,7 +14,7 @@ def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0):
     sampling = SamplingParams(max_tokens=9, seed=0)
     sequence = Sequence(seq_id, "r", 0, [1], sampling, Stamps(arrived_ns))
     sequence.num_preemptions = num_preemptions
-    return Holder(sequence, num_freed, num_lost)
+    return PreemptionCandidate(sequence, num_freed, num_lost)
 
 
 HOLDERS = st.lists(

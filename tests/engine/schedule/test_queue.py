@@ -14,8 +14,8 @@ from engine.schedule.queue import (
     OWNER_SHARE,
     UNKNOWN_RETRY_MS,
     FairQueue,
-    Pace,
-    Room,
+    QueueRate,
+    WaitingLimit,
 )
 from engine.schedule.sequence import Sequence, Stamps
 from engine.wire.messages import SamplingParams
@@ -484,7 +484,7 @@ def fill(room, owner):
 
 
 def test_one_owner_gets_three_quarters():
-    room = Room("sequences", 512)
+    room = WaitingLimit("sequences", 512)
     fill(room, "flood")
     assert room.held("flood") == 384
     assert refusal(room, "flood", 1) == "user_quota"
@@ -492,7 +492,7 @@ def test_one_owner_gets_three_quarters():
 
 
 def test_more_owners_get_less_each():
-    room = Room("sequences", 512)
+    room = WaitingLimit("sequences", 512)
     for name in ("a", "b", "c"):
         fill(room, name)
     for _ in range(600):  # those who came late catch up while the first one's leave
@@ -505,7 +505,7 @@ def test_more_owners_get_less_each():
 
 
 def test_a_full_room_says_so_with_its_numbers():
-    room = Room("prompt tokens", 100)
+    room = WaitingLimit("prompt tokens", 100)
     room.enter("a", 70)
     with pytest.raises(QueueFull, match="70 prompt tokens are waiting, at most 100 may") as full:
         room.check("b", 40, is_single=True)
@@ -516,14 +516,14 @@ def test_a_full_room_says_so_with_its_numbers():
 
 
 def test_what_could_never_wait_is_a_bad_request():
-    room = Room("sequences", 4)
+    room = WaitingLimit("sequences", 4)
     with pytest.raises(RequestError, match="may be 3 sequences, these are 4") as refused:
         room.check("a", 4, is_single=False)
     assert (refused.value.code, refused.value.status) == ("invalid_value", 400)
 
 
 def test_a_single_sequence_of_any_size_waits_where_nothing_does():
-    room = Room("prompt tokens", 100)
+    room = WaitingLimit("prompt tokens", 100)
     assert refusal(room, "a", 1000, is_single=True) is None
     assert refusal(room, "b", 1, is_single=True) == "queue_full"
     room.leave("a", 1000)
@@ -531,7 +531,7 @@ def test_a_single_sequence_of_any_size_waits_where_nothing_does():
 
 
 def test_the_smallest_room_still_serves():
-    room = Room("sequences", 1)
+    room = WaitingLimit("sequences", 1)
     assert refusal(room, "a", 1, is_single=True) is None
     assert refusal(room, "a", 1, is_single=True) == "queue_full"
     room.leave("a", 1)
@@ -539,7 +539,7 @@ def test_the_smallest_room_still_serves():
 
 
 def test_a_smaller_limit_keeps_what_waits():
-    room = Room("sequences", 10)
+    room = WaitingLimit("sequences", 10)
     fill(room, "a")
     room.limit = 2
     assert room.total == 7
@@ -552,7 +552,7 @@ def test_a_smaller_limit_keeps_what_waits():
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9), st.booleans())),
 )
 def test_no_owner_has_more_than_its_share_and_a_newcomer_is_let_in(limit, arrivals):
-    room = Room("sequences", limit)
+    room = WaitingLimit("sequences", limit)
     for owner, wanted, leaves in arrivals:
         if leaves and room.held(owner):
             room.leave(owner, min(wanted, room.held(owner)))
@@ -567,14 +567,14 @@ def test_no_owner_has_more_than_its_share_and_a_newcomer_is_let_in(limit, arriva
 
 
 def test_nobody_knows_when_to_come_back_before_anything_has_left():
-    pace = Pace()
+    pace = QueueRate()
     pace.advance(SECOND_NS, is_waited=False)
     pace.advance(9 * SECOND_NS, is_waited=True)
     assert pace.retry_ms(10) == UNKNOWN_RETRY_MS
 
 
 def test_time_without_a_queue_does_not_count():
-    pace = Pace()
+    pace = QueueRate()
     for second in range(10):
         pace.advance(second * SECOND_NS, is_waited=second > 0)
         pace.count(2)
@@ -585,7 +585,7 @@ def test_time_without_a_queue_does_not_count():
 
 @given(st.floats(0.05, 200), st.integers(5, 400), st.integers(1, 2000))
 def test_the_time_to_come_back_is_what_a_steady_queue_needs(per_second, num_events, amount):
-    pace, now_ns = Pace(), 5 * SECOND_NS
+    pace, now_ns = QueueRate(), 5 * SECOND_NS
     pace.advance(now_ns, is_waited=False)
     for _ in range(num_events):
         now_ns += int(SECOND_NS / per_second)
@@ -598,7 +598,7 @@ def test_the_time_to_come_back_is_what_a_steady_queue_needs(per_second, num_even
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.booleans(), st.integers(1, 10**6))))
 def test_the_time_to_come_back_is_bounded_and_grows_with_what_must_leave(history):
-    pace, now_ns = Pace(), 0
+    pace, now_ns = QueueRate(), 0
     for elapsed_ns, is_waited, amount in history:
         now_ns += elapsed_ns
         pace.advance(now_ns, is_waited=is_waited)
@@ -610,7 +610,7 @@ def test_the_time_to_come_back_is_bounded_and_grows_with_what_must_leave(history
 
 
 def test_a_queue_that_stands_still_sends_clients_further_away():
-    pace = Pace()
+    pace = QueueRate()
     pace.advance(0, is_waited=False)
     for second in range(1, 20):
         pace.advance(second * SECOND_NS, is_waited=True)
@@ -622,7 +622,7 @@ def test_a_queue_that_stands_still_sends_clients_further_away():
 
 def paced(limit=1000, held=None, per_s=2.0):
     """A room that something has been leaving at a pace, with what each owner has waiting."""
-    room = Room("sequences", limit)
+    room = WaitingLimit("sequences", limit)
     room.pace.advance(0, is_waited=False)
     room.pace.advance(10_000_000_000, is_waited=True)
     room.pace.count(room.pace._waited_s * per_s)
@@ -649,6 +649,6 @@ def test_a_newcomer_waits_for_one_turn_of_each_and_not_for_their_queues():
 
 def test_nobody_is_refused_where_nothing_waits_or_the_pace_is_unknown():
     paced().check_wait("a", 5, 1, 1.0)
-    unknown = Room("sequences", 100)
+    unknown = WaitingLimit("sequences", 100)
     unknown.enter("a", 50)
     unknown.check_wait("a", 1, 1, 1.0)

@@ -8,7 +8,7 @@ from engine.cache.prefix_index import PrefixHasher
 from engine.tiers.files import SlabHead
 from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Context, CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.loads import Costs, Wanted
+from engine.tiers.loads import Costs, WantedBlocks
 from engine.tiers.tier import Tier
 
 BLOCK_SIZE = 4
@@ -176,7 +176,7 @@ class TierHarness(Rig):
 
     def ask(self, chain, seq_id=1000):
         if not self.ssd.has_decided(seq_id):
-            self.ssd.decide(Wanted(seq_id, "kv", chain, len(chain), "ana"))
+            self.ssd.decide(WantedBlocks(seq_id, "kv", chain, len(chain), "ana"))
         return self.ssd.is_loading(seq_id)
 
     def run(self, most=1000):

@@ -9,7 +9,7 @@ from engine.cache.places import DRAM
 from engine.tiers.arena import CacheArena, WorkerCopies
 from engine.tiers.files import SlabHead
 from engine.tiers.index import IndexEntry, RecordPlace
-from engine.tiers.jobs import CopyJob, GrowJob, Patience, ProbeJob, SweepJob
+from engine.tiers.jobs import CopyDeadlines, CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.wire.messages import Copied, Copy
 from tests.engine.schedule.test_router import walk
 from tests.engine.tiers.test_router import ARMS, TieredWorld
@@ -27,7 +27,7 @@ class ArenaWorld(TieredWorld):
             self.tiers.each.clear()
         copies = self.let_workers_copy()
         arena = CacheArena(HEAD, self.worker_of, copies, lambda job: self.dram.done(job))
-        patience = Patience(1e9, 1e9, counts_waiting=False)
+        patience = CopyDeadlines(1e9, 1e9, counts_waiting=False)
         more = {"patience": patience, "numbers": self.tiers.numbers}
         self.dram = self.tier(DRAM, arena, NUM_BLOCKS, lambda: dram_compute_ms, **more)
         self.tiers.each.insert(0, self.dram)

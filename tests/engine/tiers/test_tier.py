@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.blocks import BlockState
-from engine.tiers.jobs import Patience
+from engine.tiers.jobs import CopyDeadlines
 from engine.tiers.loads import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
 from engine.tiers.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, TierHarness
 
-DEADLINE_S, MIN_DEADLINE_MS = Patience().store_s, Patience().load_ms
+DEADLINE_S, MIN_DEADLINE_MS = CopyDeadlines().store_s, CopyDeadlines().load_ms
 LATE_S = MIN_DEADLINE_MS / 1e3 + 0.01
 
 

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from appliance.dynamo.asked import RefusedAsk
-from appliance.dynamo.line import LostError
+from appliance.dynamo.daemon_http import LostError
+from appliance.dynamo.requests import UnsupportedRequest
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from appliance.dynamo.asked import Served
+    from appliance.dynamo.requests import ServedModel
     from appliance.dynamo.worker import Adapter
 
 PACKAGE, VERSION = "ai-dynamo-runtime", "1.6.1"
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 log = logging.getLogger("penstock.dynamo")
 
 
-class Names(NamedTuple):
+class DynamoNames(NamedTuple):
     """Where it is in Dynamo, and how its parts find each other."""
 
     namespace: str = "penstock"
@@ -54,14 +54,14 @@ def missing() -> str | None:
     return None
 
 
-class DynamoPlane:
+class DynamoRuntime:
     """A place in Dynamo.
 
     Raises:
         ConfigError: its wheels are not there, or others.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: DynamoNames) -> None:
         if (what := missing()) is not None:
             raise ConfigError(what, where="penstock worker --dynamo", hint=INSTALL)
         self._names = names
@@ -80,7 +80,7 @@ class DynamoPlane:
         self.adapter: Adapter
         """Serves what comes; set before register()."""
 
-    async def register(self, served: Served) -> None:
+    async def register(self, served: ServedModel) -> None:
         """Tell frontends of the model, and serve requests from now on."""
         llm = self._llm
         about = llm.ModelRuntimeConfig()
@@ -156,9 +156,9 @@ class DynamoPlane:
 
     async def _generate(self, request: Json, context: Any) -> AsyncIterator[Json]:
         try:
-            async for output in self.adapter.generate(request, _Asker(context)):
+            async for output in self.adapter.generate(request, _RequestContext(context)):
                 yield output
-        except RefusedAsk as refusal:
+        except UnsupportedRequest as refusal:
             raise self._errors.InvalidArgument(str(refusal)) from refusal
         except LostError as error:
             if context.is_stopped():
@@ -166,7 +166,7 @@ class DynamoPlane:
             raise self._errors.Disconnected(str(error)) from error
 
 
-class _Asker:
+class _RequestContext:
     """Dynamo's context."""
 
     def __init__(self, context: Any) -> None:

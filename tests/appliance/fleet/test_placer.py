@@ -20,7 +20,7 @@ from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.balance import MeasuredModel, PairTimes, StepMemory, key_of
 from appliance.fleet.placement import placement_lines
-from appliance.fleet.placing import Placed, Placing
+from appliance.fleet.placer import PlacedModel, Placer
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine
@@ -47,10 +47,10 @@ def inventory_of(tmp_path: Path) -> Any:
     return lambda name: machines()[name].read(tmp_path / name)
 
 
-def placed(checkpoint: Checkpoint, inventory: Inventory, **settings: Any) -> Placed:
+def placed(checkpoint: Checkpoint, inventory: Inventory, **settings: Any) -> PlacedModel:
     settings = settings | {"place": parse_place(settings.get("place", "auto"))}
     config = ServeConfig(Path("socket"), Path("state"), **settings)
-    return Placing(config, checkpoint, inventory, TORCH, MACHINE).place("bfloat16")
+    return Placer(config, checkpoint, inventory, TORCH, MACHINE).place("bfloat16")
 
 
 @pytest.mark.parametrize("name", machines())
@@ -191,7 +191,7 @@ def test_one_gpu_has_one_worker_or_two_by_what_was_timed_there(
 
     def found(model: str, **settings: Any) -> Any:
         config = ServeConfig(Path("socket"), tmp_path, **settings)
-        return Placing(config, models[model], machine, TORCH, MACHINE).place("bfloat16").placement
+        return Placer(config, models[model], machine, TORCH, MACHINE).place("bfloat16").placement
 
     placement = found("8b")
     assert placement.places.names == workers
@@ -240,7 +240,7 @@ def test_of_several_gpus_as_many_prefill_as_step_times_say(
     memory = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", machine.gpus[0]))
     memory.write(MeasuredModel(steps=steps))
     config = ServeConfig(Path("socket"), tmp_path)
-    placement = Placing(config, models["8b"], machine, TORCH, MACHINE).place("bfloat16").placement
+    placement = Placer(config, models["8b"], machine, TORCH, MACHINE).place("bfloat16").placement
     assert len(placement.places.playing("prefill")) == num_prefill
     assert why in placement.reasons[0]
 
@@ -329,7 +329,7 @@ def test_a_dtype_that_cores_have_no_kernels_for_is_not_mixed(
         Path("socket"), Path("state"), place=parse_place("prefill=cuda:0 decode=0-3")
     )
     with pytest.raises(ConfigError, match="one dtype") as refused:
-        Placing(config, models["1b"], turing, TORCH, MACHINE).place()
+        Placer(config, models["1b"], turing, TORCH, MACHINE).place()
     assert "--dtype float32" in refused.value.hint
 
 
@@ -341,8 +341,8 @@ def test_blocks_suit_the_attention_of_every_gpu(
     config = ServeConfig(
         Path("socket"), Path("state"), place=parse_place("prefill=cuda:0 decode=cuda:1")
     )
-    placing = Placing(config, models["1b"], old, TORCH, Machine((2, 11), {}))
-    assert placing.place("bfloat16").placement.block_size == 256
+    placer = Placer(config, models["1b"], old, TORCH, Machine((2, 11), {}))
+    assert placer.place("bfloat16").placement.block_size == 256
 
 
 def test_without_torch_for_cuda_cores_serve_and_that_is_said(
@@ -350,7 +350,7 @@ def test_without_torch_for_cuda_cores_serve_and_that_is_said(
 ) -> None:
     config = ServeConfig(Path("socket"), Path("state"))
     machine = inventory_of("2xh100-nvlink")
-    found = Placing(config, models["1b"], machine, "2.13.0+cpu", MACHINE).place()
+    found = Placer(config, models["1b"], machine, "2.13.0+cpu", MACHINE).place()
     assert found.about is not None
     assert "gpu0, gpu1 not used" in found.about
     assert all(plan.gpu is None for plan in found.placement.workers)

@@ -48,7 +48,7 @@ REASONING_PARSERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model, and how a daemon serves it."""
 
     model_id: str
@@ -63,7 +63,7 @@ class Served:
     reasoning_parser: str | None = None
 
 
-def served_of(models: dict[str, Any], frame: dict[str, Any]) -> Served:
+def served_model(models: dict[str, Any], frame: dict[str, Any]) -> ServedModel:
     """Read /v1/models and a frame.
 
     Raises:
@@ -79,7 +79,7 @@ def served_of(models: dict[str, Any], frame: dict[str, Any]) -> Served:
         )
     pools = [pool for pool in frame["pools"] if pool["name"] != "ring"]
     tools, reasoning = _parsers(folder, model["tool_parser"], model["reasoning_parser"])
-    return Served(
+    return ServedModel(
         model_id=model["id"],
         folder=folder,
         max_model_len=model["max_model_len"],
@@ -118,7 +118,7 @@ MAX_PROMPTS = 1 << 16
 Json = dict[str, Any]
 
 
-class RefusedAsk(Exception):
+class UnsupportedRequest(Exception):
     """What was asked cannot be done; the message is for the client."""
 
 
@@ -146,7 +146,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionBody:
     """A body for the daemon."""
 
     body: Json
@@ -167,7 +167,9 @@ _SAME = (
 _FORMS = ("json", "regex", "choice", "grammar")
 
 
-def asked_of(request: Json, request_id: str, num_output: int, served: Served) -> Asked:
+def completion_body(
+    request: Json, request_id: str, num_output: int, served: ServedModel
+) -> CompletionBody:
     """The body for a request of Dynamo's.
 
     Args:
@@ -187,7 +189,7 @@ def asked_of(request: Json, request_id: str, num_output: int, served: Served) ->
     room = served.max_model_len - len(token_ids)
     if room < 1:
         what = f"the model's context is {served.max_model_len} tokens"
-        raise RefusedAsk(f"{what}, and the prompt has {len(token_ids)}")
+        raise UnsupportedRequest(f"{what}, and the prompt has {len(token_ids)}")
     body: Json = {
         "model": served.model_id,
         "prompt": token_ids,
@@ -212,25 +214,25 @@ def asked_of(request: Json, request_id: str, num_output: int, served: Served) ->
     num_alternatives = options.get("logprobs")
     if num_alternatives is not None:
         body |= {"logprobs": num_alternatives, "return_tokens_as_token_ids": True}
-    return Asked(body, num_alternatives)
+    return CompletionBody(body, num_alternatives)
 
 
 def _check(request: Json, sampling: Json, options: Json, routing: Json) -> None:
     for name, values in _NEUTRAL.items():
         if sampling.get(name) not in values:
-            raise RefusedAsk(f"`{name}` is not supported")
+            raise UnsupportedRequest(f"`{name}` is not supported")
     if options.get("prompt_logprobs") is not None:
-        raise RefusedAsk("`prompt_logprobs` are not supported in a stream")
+        raise UnsupportedRequest("`prompt_logprobs` are not supported in a stream")
     if routing.get("lora_name"):
-        raise RefusedAsk("there are no adapters (LoRA) here")
+        raise UnsupportedRequest("there are no adapters (LoRA) here")
     if request.get("multi_modal_data"):
-        raise RefusedAsk("the model takes text only")
+        raise UnsupportedRequest("the model takes text only")
 
 
 def _constraint(guided: Json) -> Json:
     """The form that an answer must have."""
     if guided.get("structural_tag") is not None:
-        raise RefusedAsk("`structural_tag` is not supported")
+        raise UnsupportedRequest("`structural_tag` is not supported")
     forms = {name: guided[name] for name in _FORMS if guided.get(name) is not None}
     return {"structured_outputs": forms} if forms else {}
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
 from appliance.dynamo import asked as asked_module
-from appliance.dynamo.asked import Prompts, RefusedAsk, Served, asked_of
-from appliance.dynamo.line import LostError, output_of, raise_error
+from appliance.dynamo.daemon_http import LostError, output_of, raise_error
+from appliance.dynamo.requests import Prompts, ServedModel, UnsupportedRequest, completion_body
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 
-SERVED = Served("tiny", Path("/models/tiny"), 100, 16, 50)
+SERVED = ServedModel("tiny", Path("/models/tiny"), 100, 16, 50)
 MODEL = ModelInfo("tiny", 100, 50, (1,), None, 0)
 STOP = {
     "max_tokens": 8, "stop": ["zz"], "stop_token_ids": None, "stop_token_ids_visible": None,
@@ -46,7 +46,7 @@ def request(*, token_ids=(5, 6, 7), stop=None, sampling=None, output=None, **mor
 
 
 def body(num_output=0, **fields) -> dict:
-    return asked_of(request(**fields), "r1", num_output, SERVED).body
+    return completion_body(request(**fields), "r1", num_output, SERVED).body
 
 
 def test_its_fields_are_ours():
@@ -68,7 +68,7 @@ def test_what_comes_again_goes_on_with_all_of_its_output():
 def test_without_a_seed_it_has_one_that_goes_with_it():
     first = body(sampling={"seed": None})["seed"]
     again = body(1, sampling={"seed": None})["seed"]
-    other = asked_of(request(sampling={"seed": None}), "r2", 0, SERVED).body["seed"]
+    other = completion_body(request(sampling={"seed": None}), "r2", 0, SERVED).body["seed"]
     assert first == again != other
     assert 0 <= first < 2**63
 
@@ -76,7 +76,7 @@ def test_without_a_seed_it_has_one_that_goes_with_it():
 def test_an_answer_may_be_as_long_as_the_context_leaves():
     assert body(stop={"max_tokens": None})["max_tokens"] == 97
     assert body(stop={"max_tokens": 1000})["max_tokens"] == 97
-    with pytest.raises(RefusedAsk, match="context is 100"):
+    with pytest.raises(UnsupportedRequest, match="context is 100"):
         body(token_ids=range(100))
 
 
@@ -98,7 +98,7 @@ def test_forms_of_answers_are_passed_on(form):
     ],
 )
 def test_what_is_not_done_here_is_refused_by_name(fields, says):
-    with pytest.raises(RefusedAsk, match=says):
+    with pytest.raises(UnsupportedRequest, match=says):
         body(**fields)
 
 
@@ -147,7 +147,7 @@ def test_log_probabilities_are_ranked():
 
 
 def test_the_clients_fault_stays_with_it_and_all_else_goes_elsewhere():
-    with pytest.raises(RefusedAsk, match="no such"):
+    with pytest.raises(UnsupportedRequest, match="no such"):
         raise_error({"message": "no such", "type": "invalid_request_error"})
     for kind in ("unavailable_error", "rate_limit_error", "server_error", None):
         with pytest.raises(LostError):

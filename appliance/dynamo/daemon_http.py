@@ -17,7 +17,7 @@ from typing import Any
 import h11
 import msgspec
 
-from appliance.dynamo.asked import RefusedAsk
+from appliance.dynamo.requests import UnsupportedRequest
 
 # What the daemon streams, as Dynamo reads it: outputs of token ids, and how they end.
 # Invariant: every token id that came is told once, in order.
@@ -71,7 +71,7 @@ def raise_error(error: Json) -> None:
     """
     message = str(error.get("message") or "the daemon failed")
     if error.get("type") in ("invalid_request_error", "not_found_error"):
-        raise RefusedAsk(message)
+        raise UnsupportedRequest(message)
     raise LostError(message)
 
 
@@ -103,7 +103,7 @@ _READ_BYTES = 1 << 16
 CONNECT_S = 5.0
 
 
-class Line:
+class DaemonExchange:
     """One exchange; use it as a context manager.
 
     Args:
@@ -120,7 +120,7 @@ class Line:
         self._is_hung_up = False
         self.status = 0
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> DaemonExchange:
         """Connect."""
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -196,7 +196,7 @@ async def get(socket: Path, target: str, silence_s: float = 10.0) -> Any:
         LostError: there is none, or it is a refusal.
     """
     with contextlib.suppress(msgspec.DecodeError):
-        async with Line(socket, silence_s) as line:
+        async with DaemonExchange(socket, silence_s) as line:
             await line.ask("GET", target)
             body = await line.body()
             if line.status == 200:

@@ -207,7 +207,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the code of each of eight neighbours is."""
 
 
-class ApartMatrix:
+class SeparateMatrix:
     """A quantised matrix whose codes and scales are mapped tensors of their own."""
 
     def __init__(self, info: TensorInfo, data: Mapping[str, torch.Tensor]) -> None:
@@ -420,9 +420,9 @@ class Stored:
         """Data are uint8, all bytes from the first to the last, of each part by its role."""
         self.info = info
         self.num_rows, self.depth = info.shape[0], prod(info.shape[1:])
-        self._apart: ApartMatrix | None = None
+        self._apart: SeparateMatrix | None = None
         if info.apart is not None:
-            self._apart = ApartMatrix(info, data)
+            self._apart = SeparateMatrix(info, data)
         else:
             self._data, self._scales = data["codes"], data.get("scales")
 

@@ -53,7 +53,7 @@ def age(sequence: Sequence) -> tuple[int, int]:
     return sequence.stamps.arrived_ns, sequence.seq_id
 
 
-class Whereabouts:
+class SequenceTable:
     """Every sequence that is neither in the queue nor ended."""
 
     def __init__(self) -> None:

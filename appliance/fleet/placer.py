@@ -32,7 +32,7 @@ from appliance.fleet.gpu_placement import (
     place_on_gpu,
 )
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
-from appliance.fleet.spread import ModelShape, Spot, check_weights, spread, too_small
+from appliance.fleet.spread import ModelShape, WorkerDevice, check_weights, spread, too_small
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint, choose_dtype
 from engine.folder.panels_layout import gpu_layout
@@ -40,7 +40,7 @@ from engine.kernels.attention_backends import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedModel:
     """What would be served, and where."""
 
     dtype: str
@@ -54,7 +54,7 @@ def this_inventory() -> Inventory:
     return read_inventory(available_cores(), available_memory_bytes())
 
 
-class Placing:
+class Placer:
     """One placement, on its way.
 
     Args:
@@ -79,7 +79,7 @@ class Placing:
         self._torch_version = torch_version
         self._machine = machine
 
-    def place(self, dtype: str | None = None) -> Placed:
+    def place(self, dtype: str | None = None) -> PlacedModel:
         """Where everything goes.
 
         Args:
@@ -94,7 +94,7 @@ class Placing:
             gpus = name_gpus(wanted.gpu_names, found, version, where="place")
             self._check_kv(gpus)
             dtype = self._dtype(gpus, dtype)
-            return Placed(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
+            return PlacedModel(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
         gpus, about = choose_gpus(config.devices, found, version)
         notes = [about]
         if gpus and config.devices == "auto":
@@ -116,7 +116,7 @@ class Placing:
         else:
             placement, about = self._on_several(gpus, self._shape(gpus, dtype), dtype)
             notes.append(about)
-        return Placed(dtype, placement, "; ".join(filter(None, notes)) or None)
+        return PlacedModel(dtype, placement, "; ".join(filter(None, notes)) or None)
 
     def _check_kv(self, gpus: list[Gpu]) -> None:
         if gpus and self._config.kv_dtype != "auto":
@@ -252,8 +252,8 @@ class Placing:
         prefill, decode = divide(gpus, num_prefill, num_decode, self._inventory)
         unused = [gpu.name for gpu in gpus if gpu not in (*prefill, *decode)]
         placement = spread(
-            [Spot(name, gpu) for name, gpu in zip(names[0], prefill, strict=True)],
-            [Spot(name, gpu) for name, gpu in zip(names[1], decode, strict=True)],
+            [WorkerDevice(name, gpu) for name, gpu in zip(names[0], prefill, strict=True)],
+            [WorkerDevice(name, gpu) for name, gpu in zip(names[1], decode, strict=True)],
             self._inventory,
             shape,
             transport=config.transport,
@@ -276,9 +276,9 @@ class Placing:
         cores = wanted.cores(inventory.cores)
         prefill, decode = (
             [
-                Spot(name, by_name[spot])
+                WorkerDevice(name, by_name[spot])
                 if isinstance(spot, str)
-                else Spot(name, None, cores[name])
+                else WorkerDevice(name, None, cores[name])
                 for name, spot in zip(names, spots, strict=True)
             ]
             for names, spots in zip(wanted.names, (wanted.prefill, wanted.decode), strict=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.bench.conversing import APIS, TurnPace, converse
+from appliance.bench.conversations import APIS, TurnPace, converse
 from appliance.bench.load import Measured, Target
-from appliance.bench.statistics import Goodness, by_turn, summarize
+from appliance.bench.statistics import GoodputTargets, by_turn, summarize
 from appliance.bench.workloads import PlannedConversation, PlannedTurn
 from appliance.configuration.address import UnixAddress
 from engine.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ async def test_figures_are_by_turn_and_over_all(target: Target) -> None:
     for sample in measured.samples:
         sample.cached_tokens = (sample.prompt_tokens or 0) // 2
     figures = by_turn(measured.samples) | summarize(
-        measured.samples, measured.window_ms, Goodness()
+        measured.samples, measured.window_ms, GoodputTargets()
     )
     assert figures["turn_01_ttft_ms"] > 0
     assert figures["turn_03_hit_ratio"] == pytest.approx(0.5, abs=0.05)

@@ -48,7 +48,7 @@ _PARAMETERS: Json = {
 }
 
 
-class Talk(Protocol):
+class ClientConversation(Protocol):
     """One conversation in the form of one API."""
 
     def request(self, new: Any, output_tokens: int) -> bytes:
@@ -263,7 +263,7 @@ async def converse(
 
     async def have(each: PlannedConversation) -> list[Sample]:
         await asyncio.sleep(each.starts_at_s / pace.speed)
-        partner = _Partner(target, shared, pace, each, origin_ns)
+        partner = _SimulatedUser(target, shared, pace, each, origin_ns)
         for _ in each.turns:
             if not await partner.take_turn():
                 break
@@ -288,7 +288,7 @@ class _Shared:
         self.was_sent = False
 
 
-class _Partner:
+class _SimulatedUser:
     """Who has one conversation."""
 
     def __init__(
@@ -305,7 +305,7 @@ class _Partner:
         self._conversation = conversation
         self._origin_ns = origin_ns
         self._is_bare = pace.api == "completions"
-        self._talk: Talk
+        self._talk: ClientConversation
         if self._is_bare:
             has_ids = target.ids(1) is not None
             self._talk = CompletionTalk(target, (shared.ids or []) if has_ids else shared.text)
