@@ -31,7 +31,7 @@ def announcement(
     has_template: bool,
     addresses: Sequence[str],
 ) -> Iterator[str]:
-    """Line by line.
+    """What a ready daemon prints: model, devices, sampling, addresses; a line each.
 
     Args:
         frame: a reading of the daemon that has just become ready.

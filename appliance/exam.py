@@ -34,7 +34,7 @@ _MAX_TOKENS = 64
 
 @dataclass(slots=True)
 class ExamScore:
-    """Right answers by (skill, tokens of document), and some wrong ones."""
+    """Right answers by (skill, tokens of document), and some wrong ones to look at."""
 
     num_right: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     num_asked: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -49,7 +49,7 @@ class ExamScore:
             self.wrong.append((turn, answer))
 
     def ratio(self, skill: str, length: int) -> float:
-        """Share of right answers."""
+        """Share of answers that were right."""
         return self.num_right[skill, length] / self.num_asked[skill, length]
 
 

@@ -120,13 +120,13 @@ class Appliance(Protocol):
         """Live requests, then the last finished ones, as RequestFrame dictionaries."""
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """One of them by id; None if it is not among them."""
+        """One live or newly finished request by its id; None if it is not among them."""
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
         """A finished request by id, from the log; blocking, call in a thread."""
 
     def frame_json(self) -> bytes:
-        """The newest frame, encoded."""
+        """The newest frame, encoded as JSON."""
 
     def readings(self) -> Readings:
         """Everything as it is now, and what was counted since the start."""

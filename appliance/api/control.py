@@ -155,7 +155,7 @@ class HttpCounts:
         self._seconds[handler, method] += seconds
 
     def families(self) -> Iterator[MetricFamily]:
-        """As vLLM's server and most others name them."""
+        """Metrics under vLLM's names, which most dashboards know."""
         yield counter(
             "http_requests_total",
             "Replies, but for those to probes.",

@@ -34,7 +34,7 @@ _SPECIAL = re.compile(
 
 
 class EarlyRefusals:
-    """For one application.
+    """Refuses floods for one application before a request is parsed.
 
     Args:
         appliance: says whether there is room.

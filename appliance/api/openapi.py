@@ -287,7 +287,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 
 def document(version: str, *, needs_key: bool) -> Json:
-    """The document.
+    """The OpenAPI 3.1 document of all operations.
 
     Args:
         version: of the server.

@@ -27,7 +27,7 @@ _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"
 
 
 class OutputParser:
-    """Reads one sequence's text.
+    """Finds reasoning and tool calls in one sequence's text while it comes.
 
     Args:
         output_format: how the model writes calls and reasoning.
@@ -61,7 +61,7 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """How many tool calls have begun."""
         return self._reading.num_calls
 
     @property

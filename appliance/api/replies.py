@@ -91,7 +91,7 @@ def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> 
 def prompt_logprobs(
     tokenizer: Tokenizer, sequence: Sequence, most: int
 ) -> list[msgspec.Raw | None]:
-    """Of each prompt token: itself and at most so many alternatives, by their ids."""
+    """For each prompt token: its log-probability and at most so many alternatives', by token id."""
     spell = cache(tokenizer.token_text)
     later = zip(sequence.prompt_token_ids[1:], sequence.prompt_logprobs, strict=False)
     # nothing precedes the first
@@ -384,7 +384,7 @@ def event(content: object, name: str | None = None) -> bytes:
 
 
 def fingerprint(model: ModelInfo) -> str:
-    """The same as long as the same model is served with the same limits."""
+    """`system_fingerprint`: the same while one model is served with the same limits."""
     text = f"{model.model_id}\n{model.created}\n{model.max_model_len}\n{model.vocab_size}"
     return "fp_" + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 

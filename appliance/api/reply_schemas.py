@@ -198,6 +198,6 @@ _LOG: Json = {
 
 
 def replies() -> Json:
-    """All of them by name; frames are described by their own types."""
+    """JSON schemas of all replies by name; frames are described by their own types."""
     _, frames = msgspec.json.schema_components([Frame], ref_template=ref("{name}")["$ref"])
     return {**_REPLIES, **_LOG, **frames}

@@ -66,7 +66,7 @@ def items(schema: Json, **limits: int) -> Json:
 
 
 def nullable(schema: Json) -> Json:
-    """The schema, or null."""
+    """A schema that also takes null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

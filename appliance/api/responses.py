@@ -544,7 +544,7 @@ class ResponseStore:
         return items
 
     def forget(self, response_id: str, owner: str) -> None:
-        """Let go of one.
+        """Delete a stored response.
 
         Raises:
             RequestError: 404, likewise.
@@ -578,7 +578,7 @@ async def response(http: HttpRequest) -> Response:
 
 
 async def forget(http: HttpRequest) -> Response:
-    """Let go of one."""
+    """Delete a stored response."""
     response_id = http.path_params["id"]
     _store(http).forget(response_id, require(http, Role.USER).name)
     return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -89,7 +89,7 @@ class Delta:
         self.finish_reason, self.stop_text = later.finish_reason, later.stop_text
 
     def apart(self) -> list[Delta]:
-        """The same in deltas of one call each, and the end alone, as clients read them."""
+        """The delta as deltas of one call each, and the end alone, as clients read them."""
         num_kinds = bool(self.reasoning) + bool(self.text) + len(self.calls)
         if num_kinds > 1 and self.reasoning:
             first = Delta(self.sequence, reasoning=self.reasoning, num_tokens=self.num_tokens)

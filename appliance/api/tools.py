@@ -197,7 +197,7 @@ def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> lis
 
 
 def without_system(messages: list[Message]) -> list[Message]:
-    """The same where the role system is refused: its words open the user's first message."""
+    """Messages for a template without a system role: its words open the user's first message."""
     if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
         return messages
     first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}

@@ -73,7 +73,7 @@ class Arrival:
         self.request_id = f"{id_prefix}{secrets.token_hex(12)}"
 
     def has_body(self) -> None:
-        """All of the body is here.
+        """Whether the whole body has arrived.
 
         A client that sends slowly has not waited for us, and gains no place in the queue by it.
         Nothing happens the second time.
@@ -112,7 +112,7 @@ def error_object(error: RequestError) -> dict[str, object]:
 def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Anything that msgspec encodes."""
+    """A JSON reply of anything that msgspec encodes."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
@@ -127,7 +127,7 @@ def error_response(http: Request, error: RequestError) -> Response:
 
 
 def reply_headers(http: Request) -> dict[str, str]:
-    """What every reply carries."""
+    """Headers that every reply carries."""
     arrival = arrival_of(http)
     elapsed_ms = (time.monotonic_ns() - arrival.arrived_ns) // 1_000_000
     headers = {"x-request-id": arrival.request_id, "openai-processing-ms": str(elapsed_ms)}
@@ -144,7 +144,7 @@ def reply_headers(http: Request) -> dict[str, str]:
 
 
 def peer_of(http: Request) -> Peer:
-    """Who asks, as the server found out."""
+    """The peer of a request: who asks, as the server found out."""
     return arrival_of(http).peer
 
 
@@ -154,7 +154,7 @@ def is_known(http: Request) -> bool:
 
 
 def require(http: Request, role: Role) -> Peer:
-    """Who asks, if their role is enough.
+    """The peer of a request, if its role is enough.
 
     Raises:
         Forbidden: `role_required`.
@@ -169,7 +169,7 @@ def require(http: Request, role: Role) -> Peer:
 
 
 def require_owner(http: Request, request_id: str) -> Peer:
-    """Who asks, if the live request is theirs, or they are an operator.
+    """The peer of a request, if the live request is its own, or it is an operator.
 
     Raises:
         Forbidden: `role_required` or `not_owner`.

@@ -160,7 +160,7 @@ def interleaved(
 
 
 def order(labels: list[str], num_rounds: int, seed: int) -> list[list[str]]:
-    """Of each round, the labels in the order of their turns."""
+    """For each round, the labels of its arms in the order of their turns."""
     rng, turns = random.Random(seed), [*labels, AGAIN]
     return [rng.sample(turns, len(turns)) for _ in range(num_rounds)]
 

@@ -49,7 +49,7 @@ _PARAMETERS: Json = {
 
 
 class ClientConversation(Protocol):
-    """One conversation in the form of one API."""
+    """One conversation as a client of one API keeps it."""
 
     def request(self, new: Any, output_tokens: int) -> bytes:
         """What is asked next, ready to send.
@@ -60,7 +60,7 @@ class ClientConversation(Protocol):
         """
 
     def hear(self, reply: ReceivedReply) -> None:
-        """Keep what was answered."""
+        """Keep the model's answer as a turn of the conversation."""
 
 
 class CompletionTalk:
@@ -76,7 +76,7 @@ class CompletionTalk:
         return self._target.completion(self._said, output_tokens)
 
     def hear(self, reply: ReceivedReply) -> None:
-        """Keep it as it came: as ids where the server tells them."""
+        """Keep the model's answer as a turn of the conversation."""
         self._say("".join(reply.text) if isinstance(self._said, str) else reply.token_ids)
 
     def _say(self, new: list[int] | str) -> None:
@@ -114,7 +114,7 @@ class MessageTalk:
         )
 
     def hear(self, reply: ReceivedReply) -> None:
-        """Keep its text, and behind an agent's a call."""
+        """Keep the model's answer as a turn of the conversation."""
         text = "".join(reply.text)
         if self._has_tools:
             self._call_id = f"call_{len(self._items)}"

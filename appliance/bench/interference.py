@@ -54,7 +54,7 @@ class InterferenceResult(msgspec.Struct):
     """The prompts among the streams."""
 
     def figures(self) -> Figures:
-        """The round in figures."""
+        """The round's figures by name."""
         quiet_p50 = quantile(self.quiet_itl_ms, 0.5)
         loaded_p99 = quantile(self.loaded_itl_ms, 0.99)
         alone_ms = [s.ttft_ms for s in self.alone if s.ttft_ms is not None]
@@ -78,7 +78,7 @@ class InterferenceResult(msgspec.Struct):
 async def disturb(
     target: Target, plan: InterferencePlan, label: str, round_index: int, tick: Tick
 ) -> InterferenceResult:
-    """Measure all three.
+    """Measure one round: quiet streams, the prompts alone, and both together.
 
     Raises:
         PenstockError: a stream failed; its gaps would say nothing.

@@ -96,7 +96,7 @@ class Target:
         return self.completion(self._prompt(self._rng, input_tokens), output_tokens)
 
     def requests(self, schedule: Sequence[PlannedArrival]) -> list[bytes]:
-        """The same for each arrival; prompts that a trace says begin alike do so, in these only."""
+        """A request for each arrival; where a trace says that prompts begin alike, they do."""
         salt = self._rng.getrandbits(64)
 
         def prompt(each: PlannedArrival) -> list[int] | str:
@@ -157,7 +157,7 @@ class Target:
             self._words_per_token *= asked_tokens / counted_tokens
 
     def power_w(self) -> float | None:
-        """Of all domains that the daemon reads; None where it reports none, or is not ours."""
+        """Watts of all domains that the daemon reads; None: none reports, or it is not ours."""
         if not self._has_frames:
             return None
         try:

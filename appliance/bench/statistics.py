@@ -130,7 +130,7 @@ TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 
 
 class GoodputTargets(NamedTuple):
-    """What makes a completed request a good one; None asks nothing."""
+    """Targets that a completed request must meet to count for goodput; None asks nothing."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -142,7 +142,7 @@ class GoodputTargets(NamedTuple):
         return self != GoodputTargets()
 
     def is_met(self, sample: Sample) -> bool:
-        """Completed within both bounds."""
+        """Whether a request completed within both targets."""
         if not sample.is_completed or sample.ttft_ms is None:
             return False
         worst_itl_ms = quantile(sample.itl_ms, 0.99)
@@ -152,7 +152,7 @@ class GoodputTargets(NamedTuple):
 
 
 def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
-    """All observations by kind."""
+    """Every observed TTFT, ITL, TPOT and end-to-end time, by kind."""
     seen: dict[str, list[float]] = {name: [] for name in TIMES}
     for sample in samples:
         seen["itl_ms"] += sample.itl_ms
@@ -208,7 +208,7 @@ def by_turn(samples: Sequence[Sample]) -> Figures:
 
 
 class Spread(NamedTuple):
-    """A figure over rounds."""
+    """A figure over several rounds: median, least and most."""
 
     median: float
     low: float

@@ -154,7 +154,7 @@ def _arrival(line: bytes, where: str) -> PlannedArrival:
 
 
 def spread(arrivals: list[PlannedArrival], rng: random.Random) -> list[PlannedArrival]:
-    """The same within their ticks, as they may have come; a trace without ticks stays as it is."""
+    """Arrivals spread over the trace's ticks; a trace without ticks stays as it is."""
     if len(arrivals) < 2 or any(each.at_s % TICK_S for each in arrivals):
         return arrivals
     return sorted(each._replace(at_s=each.at_s + rng.uniform(0, TICK_S)) for each in arrivals)
@@ -163,7 +163,7 @@ def spread(arrivals: list[PlannedArrival], rng: random.Random) -> list[PlannedAr
 def scaled(
     arrivals: list[PlannedArrival], speed: float, length_scale: float
 ) -> list[PlannedArrival]:
-    """The same in less time and with other lengths.
+    """The arrivals in less time, with other lengths.
 
     Args:
         arrivals: of a trace.
@@ -187,7 +187,7 @@ def scaled(
 
 
 def reusable_tokens(arrivals: list[PlannedArrival]) -> list[int | None]:
-    """Of each prompt, how many tokens an earlier one began with; None where that is not told."""
+    """How many tokens of each prompt an earlier one began with; None where that is not told."""
     seen: set[int] = set()
     found: list[int | None] = []
     for each in arrivals:

@@ -11,6 +11,7 @@ terminal goes to `chat_history` in the state folder, which is for its owner alon
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -63,7 +64,19 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
     "frequency_penalty": float,
     "repetition_penalty": float,
 }
-"""What `/set` knows, as the API's fields; the daemon checks their ranges."""
+"""What `/set` knows, as the API's fields."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, math.inf),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 2),
+}
+"""The least and the most that the API takes; both are taken, but for 0 of top_p and of
+repetition_penalty, which the daemon refuses."""
 
 
 UNSET: Mapping[str, str] = {
@@ -137,9 +150,14 @@ class Conversation:
             self.settings.pop(name, None)
             return
         try:
-            self.settings[name] = SETTINGS[name](text)
+            value = SETTINGS[name](text)
         except ValueError as error:
             raise Refused(f"{text!r} is not a number", where=name) from error
+        least, most = RANGES.get(name, (-math.inf, math.inf))
+        if not isinstance(value, str) and not least <= value <= most:
+            span = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise Refused(f"{text} is out of range; it is {span}", where=name)
+        self.settings[name] = value
 
     def save(self, name: str) -> Path:
         """Write the conversation to a file that only its owner can read; returns its path.

@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 class AmbiguousId(ClientError):
-    """Several requests begin so."""
+    """Several requests' ids begin with what was typed."""
 
     exit_code = 2
 

@@ -85,7 +85,7 @@ class TableColumn(NamedTuple):
     """Where it is still too narrow the highest ranks are left out first; 0 stays."""
 
     def cell(self, row: Row, *, is_short: bool = False) -> str:
-        """What a table shows."""
+        """The text of this column in a table's row."""
         value = row.get(self.instead) if self.instead else None
         show = self.short if is_short and self.short else self.show
         return printable(show(row.get(self.key) if value is None else value))

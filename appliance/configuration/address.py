@@ -58,7 +58,7 @@ class UnixAddress:
         return f"unix://{self.path}"
 
     def dial(self, timeout_s: float | None) -> DaemonLine:
-        """Connect.
+        """Open a connection to the daemon.
 
         Raises:
             OSError: there is no way through; dial() of the other addresses likewise.
@@ -86,7 +86,7 @@ class TcpAddress:
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def dial(self, timeout_s: float | None) -> DaemonLine:
-        """Connect to it; raises OSError."""
+        """Open a connection to the daemon."""
         connection = socket.create_connection((self.host, self.port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.is_tls:

@@ -162,13 +162,13 @@ class _Sources(NamedTuple):
         return None
 
     def parsed(self, name: str) -> FoundSetting | None:
-        """The same with its value checked, out of a file that has no unknown keys."""
+        """The setting with its value checked, from a file in which every key must be known."""
         if self.unknown is not None:
             raise self.unknown
         return self.checked(name)
 
     def checked(self, name: str) -> FoundSetting | None:
-        """The same whatever else is in the file."""
+        """The setting with its value checked, whatever else is in the file."""
         if (found := self.lookup(name)) is None:
             return None
         try:

@@ -40,7 +40,7 @@ def parse_bytes(text: object) -> int:
 
 
 def size_setting(num_bytes: int) -> str:
-    """As parse_bytes() takes it, rounded up: 1.25GiB, 300MiB; who gives so much gives enough."""
+    """A size as parse_bytes() reads it, rounded up so that it is enough: 1.25GiB, 300MiB."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= factor:
             return f"{math.ceil(100 * num_bytes / factor) / 100:g}{unit}"

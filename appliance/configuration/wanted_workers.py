@@ -48,7 +48,7 @@ class WantedWorkers:
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Of those that prefill and of those that decode; numbered where there are several."""
+        """Names of the workers that prefill and that decode; numbered where there are several."""
         return _names(PREFILL, len(self.prefill)), _names(DECODE, len(self.decode))
 
     @property
@@ -57,7 +57,7 @@ class WantedWorkers:
         return [spot for spot in self._spots if isinstance(spot, str)]
 
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:
-        """The same with so many workers of each role, whose places are left open."""
+        """So many workers of each role, whose places are left open."""
         return replace(self, prefill=(None,) * num_prefill, decode=(None,) * num_decode)
 
     def cores(self, available: list[int]) -> dict[str, tuple[int, ...]]:

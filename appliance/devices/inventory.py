@@ -147,7 +147,7 @@ PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """What joins two GPUs."""
+    """How two GPUs are joined: NVLink or PCIe, and whether P2P works."""
 
     one: str
     other: str
@@ -168,7 +168,7 @@ class GpuLink:
 
     @property
     def short(self) -> str:
-        """As in `nvidia-smi topo -m`: NV18, PIX, SYS; an x follows where there is no P2P."""
+        """Its name in `nvidia-smi topo -m`: NV18, PIX, SYS; an x follows without P2P."""
         name = PATHS[self.level][0] if self.level in PATHS else "?"
         name = f"NV{self.num_nvlinks}" if self.num_nvlinks else name
         return name if self.can_reach else f"{name}x" if self.can_reach is False else f"{name}?"
@@ -237,7 +237,7 @@ def read_inventory(
     visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES"),
     nodes: Path = NODES,
 ) -> Inventory:
-    """This machine.
+    """GPUs, links and NUMA nodes of this machine.
 
     Args:
         cores: that may be used, one logical cpu each.

@@ -72,7 +72,7 @@ class NvLinks(NamedTuple):
 
 
 class Nvml:
-    """The library.
+    """libnvidia-ml: readings, or None in place of every error.
 
     Args:
         library: the pynvml module, initialised.

@@ -59,7 +59,7 @@ def wait_for_signal(state_dir: Path) -> int:
 
 
 def daemon_pid(state_dir: Path) -> int | None:
-    """Of the daemon that has the folder; None if none has."""
+    """The pid of the daemon that has the folder; None if none has."""
     try:
         # what is no file is not waited for
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -71,7 +71,7 @@ def daemon_pid(state_dir: Path) -> int | None:
 
 
 def stacks(state_dir: Path) -> str:
-    """Of the daemon and of its workers, each beneath its name.
+    """Stacks of the daemon and of its workers, each beneath its process's name.
 
     Raises:
         PenstockError: no daemon runs, or its processes are another user's.

@@ -90,7 +90,7 @@ def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
 
 
 def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
-    """What its configuration says."""
+    """A model on the hub, in the words of its configuration."""
     return {
         "family": config.family.name,
         "num_parameters": need.num_parameters,

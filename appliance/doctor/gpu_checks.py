@@ -79,7 +79,7 @@ class Profile:
         return f"{self.num_slices}g.{math.floor(sold * self.num_eighths / 8 + 0.5)}gb"
 
     def bytes_of(self, gpu_memory_bytes: int) -> int:
-        """Memory of an instance."""
+        """Bytes of a MIG instance's memory."""
         return gpu_memory_bytes * self.num_eighths // 8
 
 

@@ -166,7 +166,7 @@ class DaemonExchange:
             yield rest
 
     async def body(self) -> Any:
-        """The whole reply, decoded."""
+        """Read the whole reply, decoded."""
         return msgspec.json.decode(b"\n".join([line async for line in self.lines()]) or b"null")
 
     async def _next_event(self) -> h11.Event:
@@ -190,7 +190,7 @@ class DaemonExchange:
 
 
 async def get(socket: Path, target: str, silence_s: float = 10.0) -> Any:
-    """One answer, decoded.
+    """GET one answer of the daemon's, decoded.
 
     Raises:
         LostError: there is none, or it is a refusal.

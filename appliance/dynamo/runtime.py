@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 
 class DynamoRuntime:
-    """A place in Dynamo.
+    """The adapter's registration with Dynamo: its endpoint, its KV events, its load.
 
     Raises:
         ConfigError: its wheels are not there, or others.
@@ -137,11 +137,11 @@ class DynamoRuntime:
         self._events.publish_stored(token_ids, sizes, block_ids, parent_id)
 
     def removed(self, block_ids: list[int]) -> None:
-        """Blocks are gone."""
+        """Tell Dynamo's router that these blocks are gone."""
         self._events.publish_removed(block_ids)
 
     def close(self) -> None:
-        """Be gone from Dynamo."""
+        """Withdraw from Dynamo."""
         self._runtime.shutdown()
 
     async def _tell(self, peer: int, told: Json) -> None:

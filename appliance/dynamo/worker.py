@@ -45,11 +45,11 @@ class KvEventPublisher(Protocol):
         """A row of blocks, each after the one before it, has come."""
 
     def removed(self, block_ids: list[int]) -> None:
-        """Blocks are gone."""
+        """Tell the router that these blocks are gone."""
 
 
 class KvEvents:
-    """Of one daemon.
+    """What one daemon's prefix cache holds, told to Dynamo's router as it changes.
 
     Args:
         publisher: is told.
@@ -113,10 +113,10 @@ log = logging.getLogger("penstock.dynamo")
 
 
 class RequestContext(Protocol):
-    """Who has asked: Dynamo's context."""
+    """Dynamo's context of one request: its id, and whether it was cancelled."""
 
     def id(self) -> str:
-        """The same when the request comes again, here or elsewhere."""
+        """The request's id: the same when it comes again, here or elsewhere."""
 
     def on_stop(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call something when it does not want the answer any more; returns what undoes that."""
@@ -142,7 +142,7 @@ class Runtime(KvEventPublisher, Protocol):
 
 
 class Adapter:
-    """One daemon's.
+    """Serves Dynamo's requests with one daemon.
 
     Args:
         socket: of the daemon.

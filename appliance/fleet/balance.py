@@ -46,7 +46,7 @@ class PairTimes(msgspec.Struct, frozen=True):
 
 
 class MeasuredModel(msgspec.Struct, frozen=True):
-    """Of one model in one dtype on one kind of device."""
+    """What steps of one model in one dtype took on one kind of device."""
 
     steps: list[RehearsedStep] = []
     """As they were timed at start."""
@@ -207,7 +207,7 @@ def phase_costs(
 
 
 def measured_costs(steps: Sequence[RehearsedStep]) -> tuple[float, float] | None:
-    """The same from steps that were timed, in ms; None: too few of a kind to tell."""
+    """Costs of both phases from steps that were timed, in ms; None: too few of a kind to tell."""
     prompts = [step for step in steps if step.num_tokens > 1]
     decodes = [s for s in steps if s.num_tokens == 1 and s.num_sequences <= MAX_BATCH]
     if not prompts or not decodes:

@@ -181,7 +181,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
 
 
 def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
-    """The same without making anything; says what would be served, and where.
+    """Decide all of a boot without making anything; says what would be served, and where.
 
     Raises:
         ConfigError: as make_plan().

@@ -51,11 +51,11 @@ class PromptHasher:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the key and the model: 32 bytes, by which blocks on disk are known as its own."""
+        """32 bytes of key and model, by which a cache's blocks on disk are known as its own."""
         return self._hasher.fingerprint
 
     def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
-        """Of a prompt, which only such find that have the same salt; from any thread."""
+        """Hashes of a prompt's blocks, found only by prompts of its salt; from any thread."""
         chain = self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
         chain.is_secret = bool(salt)
         return chain

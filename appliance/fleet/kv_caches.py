@@ -38,7 +38,7 @@ PATIENCE = CopyDeadlines(load_ms=60_000, store_s=60, counts_waiting=False)
 
 
 class DramCache:
-    """Of one daemon.
+    """The DRAM cache of one daemon: its arena, and what frames tell of it.
 
     Args:
         tell: takes severity, code and message of an event.
@@ -76,7 +76,7 @@ class DramCache:
         return None if self._reason is None else TierFrame("failed", self._reason, "")
 
     def close(self) -> None:
-        """The router is about to go."""
+        """The router is about to go: end its jobs, and unmap."""
         self.tier = self._reason = None
 
 
@@ -122,7 +122,7 @@ def _tier(
 
 
 class KvCaches:
-    """Of one daemon.
+    """The caches below one daemon's KV pools, opened and closed together.
 
     Args:
         config: the settings.
@@ -159,6 +159,6 @@ class KvCaches:
         await self._ssd.flush()
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """End both caches: store what is warm, then close."""
         self._dram.close()
         await self._ssd.close()

@@ -27,7 +27,7 @@ from engine.wire.messages import Command, MapPool, MapShared, Setup, SharedMemor
 
 
 class MemorySharing:
-    """What passes between workers by way of the daemon.
+    """Handles of shared GPU memory, passed between workers by way of the daemon.
 
     Args:
         plans: of all workers; most share nothing.

@@ -339,7 +339,7 @@ def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -
 
 
 def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
-    """Of the host's memory for KV when nobody says how much."""
+    """How much of the host's memory KV gets when nobody says."""
     useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
     return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
 
@@ -385,7 +385,7 @@ def pool_counts(places: Places, num_blocks: int, block_bytes: int) -> dict[str, 
 
 
 def placement_lines(placement: Placement) -> list[str]:
-    """Who computes where with which pool, and the reasons."""
+    """The placement in lines for people: who computes where with which pool, and why."""
     rows = [list(_cells(placement, plan)) for plan in placement.workers]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

@@ -55,7 +55,7 @@ def this_inventory() -> Inventory:
 
 
 class Placer:
-    """One placement, on its way.
+    """Finds the placement of one model on one machine.
 
     Args:
         config: the settings.
@@ -80,7 +80,7 @@ class Placer:
         self._machine = machine
 
     def place(self, dtype: str | None = None) -> PlacedModel:
-        """Where everything goes.
+        """Decide the devices, transports and pools of every worker.
 
         Args:
             dtype: to serve in; None: as the settings say, or the hardware likes it.

@@ -42,7 +42,7 @@ MAX_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class WorkerDevice:
-    """The GPU or the cores of one worker."""
+    """The GPU or the cores that one worker computes on."""
 
     name: str
     """The worker's."""
@@ -75,18 +75,18 @@ class ModelShape:
         block_size: int,
         wanted: int | None,
     ) -> ModelShape:
-        """Of a model in a dtype."""
+        """The shape of a model served in this dtype."""
         longest = config.max_position_embeddings
         block_bytes = config.kv_block_bytes(block_size, dtype)
         return cls(weights_bytes, block_bytes, block_size, min(wanted or longest, longest))
 
     @property
     def full_length_bytes(self) -> int:
-        """Of the KV of one request of the longest kind."""
+        """Bytes of KV that one request of the greatest length takes."""
         return -(-self.max_model_len // self.block_size) * self.block_bytes
 
     def room_bytes(self, gpu: Gpu) -> int:
-        """That a GPU has left for KV, about; the worker finds out when it has run its steps."""
+        """Bytes that a GPU has left for KV, about; the worker measures them later."""
         return gpu.memory_bytes - self.weights_bytes - GPU_OVERHEAD_BYTES
 
 

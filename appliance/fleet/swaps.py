@@ -178,7 +178,7 @@ class Swaps(AbstractContextManager[None]):
         self._refuse(_draining(), None)
 
     def open(self) -> None:
-        """It takes work again."""
+        """A model is served again: requests for it go in."""
         self._is_closed = False
 
     def frame(self) -> SwapsFrame:

@@ -35,7 +35,7 @@ def short_count(value: float | None) -> str:
         return ABSENT
     if abs(value) < 9_999.5:
         is_fraction = isinstance(value, float) and abs(value) < 99.95
-        return f"{value:.3g}" if is_fraction else f"{value:,.0f}"
+        return f"{value:#.3g}" if is_fraction else f"{value:,.0f}"
     unit = 0
     while abs(value) >= 999.5 and unit < len(_THOUSANDS) - 1:
         value /= 1000

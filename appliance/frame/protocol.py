@@ -25,7 +25,7 @@ def fields(frame: msgspec.Struct) -> dict[str, Any]:
 
 
 class TierFrame(msgspec.Struct):
-    """One of them, and what it has earned."""
+    """One cache below the KV pools, and what it has earned."""
 
     state: str
     """`on`, `opening`, `off`, `failed` where it was asked for and cannot be had, or `down` while

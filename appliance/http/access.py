@@ -181,7 +181,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class UserDirectory:
-    """Users and groups, by number."""
+    """Names of users and groups by number, as the system has them."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()

@@ -61,7 +61,7 @@ def too_many_connections() -> Unavailable:
 
 
 class RejectedConnections:
-    """All of a server's."""
+    """Connections of one server that there was no room for: answered 503, counted."""
 
     def __init__(self) -> None:
         self._lingering: dict[socket.socket, float] = {}

@@ -329,6 +329,12 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     Raises:
         PenstockError: instead of every sqlite3.Error.
     """
+    if not path.exists():
+        raise PenstockError(
+            "there is no request log here yet",
+            where=str(path),
+            hint="`penstock serve` makes one; --state-dir names the folder of another",
+        )
     try:
         with closing(_connect(path)) as db:
             db.row_factory = sqlite3.Row

@@ -47,7 +47,7 @@ _QUANTISED_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ServingPlace:
-    """Somewhere that could serve."""
+    """Memory that could serve a model: this machine's, or that of some GPUs."""
 
     name: str
     memory_bytes: int
@@ -59,7 +59,7 @@ class ServingPlace:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What serving a model takes."""
+    """Bytes that serving a model takes: weights, and KV for each token."""
 
     num_parameters: int | None
     weights_bytes: int

@@ -54,7 +54,7 @@ class _PastReading(NamedTuple):
 
 
 class LastMinute:
-    """The last minute, as far as signals need it."""
+    """Earlier readings that signals compare with: the last minute of frames."""
 
     def __init__(self) -> None:
         self._points: deque[_PastReading] = deque()

@@ -62,7 +62,7 @@ class WorkerReading(NamedTuple):
 
 
 class WorkerSilence:
-    """How long one worker has been silent, and how long it may be."""
+    """How long one worker has made no progress, and how long it may."""
 
     def __init__(self, reading: WorkerReading) -> None:
         self.last = reading

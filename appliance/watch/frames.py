@@ -224,7 +224,7 @@ _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """The state of the service at one moment: what a frame shows and only the service knows."""
+    """What a frame shows and only the service knows, at one moment."""
 
     reason: str | None
     """Why it is not ready; None if it is."""

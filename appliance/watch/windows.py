@@ -28,7 +28,7 @@ MIN_STALL_MS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class UsualTimes:
-    """Medians of finished sequences; None: there were none that reached it."""
+    """Median stage times of finished requests; None: none reached that stage."""
 
     queue_ms: float | None = None
     prefill_ms_per_token: float | None = None

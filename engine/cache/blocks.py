@@ -154,7 +154,7 @@ class _Command:
 
 
 class Ledger:
-    """All pools, all tables, all unanswered commands."""
+    """Who holds which block: all pools' blocks, sequences' tables, unanswered commands."""
 
     def __init__(self, pools: Iterable[BlockPool]) -> None:
         self.pools = {pool.name: pool for pool in pools}

@@ -100,7 +100,7 @@ class Places:
 
     @property
     def names(self) -> list[str]:
-        """Of the workers, those that prefill first."""
+        """Names of all workers, those that prefill first."""
         return [worker.name for worker in self.workers]
 
     def playing(self, role: str) -> list[str]:
@@ -124,7 +124,7 @@ class Places:
 
     @property
     def transport(self) -> str | None:
-        """That of all links, or several with a plus between; None: nothing is handed over."""
+        """The transport of all links, several joined with a plus; None: nothing is handed over."""
         return "+".join(sorted({link.transport for link in self.links})) or None
 
     def pool_of(self, worker: str) -> str:
@@ -146,7 +146,7 @@ class Places:
         return home not in (None, worker) and home not in ready
 
     def link(self, source: str, target: str) -> Link:
-        """Between two workers' pools."""
+        """How blocks get from one worker's pool to another worker's."""
         return self._link_by_pools[self.pool_of(source), self.pool_of(target)]
 
     def links_to(self, pool: str) -> list[Link]:
@@ -174,7 +174,7 @@ class Places:
         return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Places:
-        """The same with pools of these sizes."""
+        """The same workers and links, with pools of these sizes."""
         pools = [replace(pool, num_blocks=num_blocks[pool.name]) for pool in self.pools]
         return replace(self, pools=tuple(pools))
 

@@ -55,7 +55,7 @@ class PrefixHasher:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the key and all that blocks depend on beside tokens: 32 bytes."""
+        """32 bytes that name the key and all that a block's values depend on besides its tokens."""
         return blake2b(self._extra, digest_size=32, key=self._key, person=b"kept").digest()
 
     def root(self, *salts: str) -> Hash:

@@ -388,7 +388,7 @@ def arena_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout:
 
 
 def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
-    """The same of shapes by name."""
+    """The arena's layout for tensors of these shapes, by name."""
     offset, offset_by_name, shape_by_name = 0, {}, dict(shapes)
     for name, shape in shape_by_name.items():
         if not _continues_matrix(name):

@@ -39,14 +39,14 @@ from engine.folder.rope import RopeConfig
 
 
 class LayerHeads(NamedTuple):
-    """Of one layer's keys, and likewise of its values."""
+    """How many key-value heads one layer has, and how wide they are."""
 
     num_kv_heads: int
     head_dim: int
 
     @property
     def width(self) -> int:
-        """Values of one token."""
+        """Values that one token has in this layer's keys."""
         return self.num_kv_heads * self.head_dim
 
 

@@ -38,7 +38,7 @@ class Form:
         return self.head_bytes > 2
 
     def row_bytes(self, depth: int) -> int:
-        """Of a row of so many values, beside the others of its panel; the last group is whole."""
+        """Bytes of one row of so many values within its panel; the last group counts as whole."""
         groups = -(-depth // self.group)
         group_bytes = self.group * self.code_bits // 8 + self.scale_bytes
         heads = depth // BLOCK_VALUES * self.head_bytes + self.row_scale_bytes

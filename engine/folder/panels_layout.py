@@ -29,7 +29,7 @@ layers', then of the output projection, whose errors are in every logit."""
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A matrix in panels."""
+    """Where one quantised matrix lies in the arena, as panels."""
 
     offset: int
     """In the arena."""

@@ -43,7 +43,7 @@ class Quantisation:
 
     @classmethod
     def from_keys(cls, keys: JsonKeys) -> Quantisation | None:
-        """Of config.json; None: the model is not quantised.
+        """Read `quantization_config` of config.json; None: the model is not quantised.
 
         Raises:
             CheckpointError: the method is not served, or a key of it is wrong.
@@ -152,7 +152,7 @@ class _Parts:
         return tensor
 
     def matrix(self, dtype: str, shape: _Shape, apart: SeparateTensors) -> TensorInfo:
-        """All of them as one tensor of the model."""
+        """The tensors of one matrix (codes, scales, zeros) as one tensor of the model."""
         codes = self.codes
         name = f"{self._stem}weight"
         return TensorInfo(name, codes.file, dtype, shape, codes.start, codes.num_bytes, apart=apart)

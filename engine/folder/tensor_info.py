@@ -36,7 +36,7 @@ share a byte, and a file has the scales in a tensor of their own."""
 
 @dataclass(frozen=True, slots=True)
 class SeparateTensors:
-    """Of a matrix whose codes, scales and zeros are tensors of their own."""
+    """Where codes, scales and zeros of a quantised matrix lie, each a tensor of its own."""
 
     kind: str
     """How they lie: `fp8`, `int8`, `packed`, `gptq`, `awq` or `mxfp4`."""
@@ -94,7 +94,7 @@ class TensorInfo:
 
     @property
     def item_bytes(self) -> int:
-        """Of a stored value, or of a block that has its scale elsewhere."""
+        """Bytes of one stored value, or of a block whose scale is elsewhere."""
         return self.num_bytes // (prod(self.shape[:1]) * self.row_items)
 
     @property

@@ -175,7 +175,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What a machine gets."""
+    """The attention backend that a machine gets, and why the others were not taken."""
 
     backend: AttentionBackend
     passed_over: tuple[str, ...]

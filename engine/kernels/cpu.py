@@ -81,7 +81,7 @@ class Kernels(Protocol):
         """The calls since record(); no more are written down."""
 
     def replay(self, calls: bytes) -> None:
-        """Make recorded calls again."""
+        """Make a tape's recorded kernel calls again, in order."""
 
 
 def has_kernels() -> bool:

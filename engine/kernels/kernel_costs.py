@@ -30,7 +30,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shape of attention."""
+    """Heads and widths of one attention layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class AttentionShape:
 
 
 def attention_cost(heads: AttentionShape, sequences: Sequence[tuple[int, int]]) -> Cost:
-    """Of sequences as (tokens before, new tokens): each visible key and value is read once."""
+    """Cost of attention over (tokens before, new tokens) pairs: each visible key is read once."""
     num_keys = num_pairs = num_queries = 0
     for context, new in sequences:
         window = heads.window or context + new
@@ -56,29 +56,29 @@ def attention_cost(heads: AttentionShape, sequences: Sequence[tuple[int, int]]) 
 
 
 def place_cost(heads: AttentionShape, num_tokens: int) -> Cost:
-    """Of rotating in place and writing to the pool."""
+    """Cost of rotating queries and keys in place and writing keys and values to the pool."""
     read = heads.num_heads + 2 * heads.num_kv_heads
     written = read + 2 * heads.num_kv_heads
     return Cost((read + written) * num_tokens * heads.head_dim * heads.itemsize)
 
 
 def norm_cost(num_tokens: int, dim: int, itemsize: int) -> Cost:
-    """Of adding to the stream, keeping the sum, and its norm."""
+    """Cost of adding to the residual stream, keeping the sum, and normalising it."""
     return Cost(4 * num_tokens * dim * itemsize)
 
 
 def gated_cost(num_tokens: int, width: int, itemsize: int) -> Cost:
-    """Of both halves in, one out."""
+    """Cost of activation(gate) * up: both halves read, one written."""
     return Cost(3 * num_tokens * width * itemsize)
 
 
 def sample_cost(num_rows: int, vocab_size: int) -> Cost:
-    """Of reading float32 logits once, as a greedy row does."""
+    """Cost of greedy sampling: float32 logits read once."""
     return Cost(num_rows * vocab_size * 4)
 
 
 def product_cost(num_tokens: int, num_rows: int, depth: int, itemsize: int) -> Cost:
-    """Of tokens by a matrix [num_rows, depth]."""
+    """Cost of multiplying tokens by a matrix [num_rows, depth]."""
     num_values = num_rows * depth + num_tokens * (num_rows + depth)
     return Cost(num_values * itemsize, 2 * num_tokens * num_rows * depth)
 

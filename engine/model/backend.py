@@ -34,7 +34,7 @@ class Backend(Protocol):
         """What the layers of one step share; goes back into place and attend."""
 
     def plan_of(self, plan: Any, kv: torch.Tensor) -> Any:
-        """The same step over another view of the pool."""
+        """The plan of the same step over another view of the pool, for layers of other widths."""
 
     def norm(
         self,
@@ -114,7 +114,7 @@ class TorchBackend:
         return _TorchPlan(batch, AttentionPlan(batch, kv), angles)
 
     def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
-        """The same step over another view of the pool."""
+        """The plan of the same step over another view of the pool, for layers of other widths."""
         return _TorchPlan(plan.batch, AttentionPlan(plan.batch, kv), plan.angles)
 
     def norm(

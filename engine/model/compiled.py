@@ -102,7 +102,7 @@ class CompiledPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """All of a decode step that its kernel calls are told, and do not find in memory."""
+        """What a recorded decode step depends on besides memory: steps alike in it share a tape."""
         tables = [cosine.data_ptr() for cosine, _ in self.tables]
         return len(self.positions), self.block_tables.shape[1], self.num_threads, *tables
 
@@ -156,7 +156,7 @@ class CompiledBackend:
         )
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
-        """The same step over another view of the pool."""
+        """The plan of the same step over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(

@@ -240,7 +240,7 @@ class CudaBackend:
         return CudaPlan(batch.positions, batch.token_slots, tables, step)
 
     def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
-        """The same step over another view of the pool."""
+        """The plan of the same step over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(

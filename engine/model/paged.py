@@ -108,7 +108,7 @@ def padded_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Who attends to which blocks."""
+    """Block tables, lengths and query offsets of a step's sequences, on the device."""
 
     block_tables: torch.Tensor
     """[num_sequences, num_columns] int32, as all here; unused columns name block 0."""

@@ -67,7 +67,7 @@ Predict = Callable[[str, int, StepLoad], float | None]
 
 
 class PredictionKind(NamedTuple):
-    """What is alike enough that one outcome tells of the next."""
+    """Predictions that are alike enough for one outcome to tell of the next share a kind."""
 
     pair: Pair
     is_beside: bool
@@ -79,7 +79,7 @@ class PredictionKind(NamedTuple):
 
     @property
     def worker(self) -> str:
-        """Who computes its prompt."""
+        """The worker that computes its prompt."""
         return self.pair.prefill
 
 
@@ -380,7 +380,7 @@ Measured = Callable[[PredictionKind], int]
 
 @dataclass(slots=True)
 class PredictionRecord:
-    """A way's outcomes since the start."""
+    """Outcomes of the predictions of one kind since the start."""
 
     num_judged: int = 0
     num_missed: int = 0
@@ -419,7 +419,7 @@ class _OpenPrompt:
 
 
 class Outcomes:
-    """All ways and all prompts under way.
+    """What was predicted of prompts and what came of it: per kind since the start, and open ones.
 
     Args:
         measured: counts steps.

@@ -32,7 +32,7 @@ PredictMs = Callable[[str, int, int], float | None]
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """What there is of a prompt."""
+    """How much of a prompt is cached, in which pools."""
 
     worker: str
     """That would compute what is not there."""
@@ -55,7 +55,7 @@ class _Fetch:
 
 
 class Fetches:
-    """All of them.
+    """Copies of prefix blocks from other pools that prompts wait for.
 
     Args:
         ledger: the blocks.
@@ -157,7 +157,7 @@ class Fetches:
 
     @property
     def owners(self) -> set[Owner]:
-        """Of the tables that fetches have."""
+        """Who holds the tables that fetches have taken blocks into."""
         return set(self._fetches)
 
 

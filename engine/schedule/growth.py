@@ -27,7 +27,7 @@ from engine.wire.messages import Command, Extend, Extension, Release
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCandidate:
-    """What choosing a victim takes into account."""
+    """What choosing whom to preempt takes into account of one sequence."""
 
     sequence: Sequence
     num_freed: int
@@ -37,7 +37,7 @@ class PreemptionCandidate:
 
 
 def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
-    """Who loses its blocks: least to compute again for each block freed, the youngest of equals.
+    """Whom to preempt: least to compute again for each block freed, the youngest of equals.
 
     Args:
         holders: of blocks in one pool, with the oldest.
@@ -61,7 +61,7 @@ def _gain(holder: PreemptionCandidate) -> tuple[float, tuple[int, int]]:
 
 
 class Growth:
-    """Of all sequences in all pools."""
+    """Gives running sequences blocks before they need them, and preempts when there are none."""
 
     def __init__(
         self,

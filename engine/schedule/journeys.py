@@ -29,7 +29,7 @@ keeps them."""
 
 
 class Pair(NamedTuple):
-    """Who computes a prompt and who goes on; one worker twice does all of it."""
+    """The worker that computes a prompt, and the one that goes on; both may be the same."""
 
     prefill: str
     decode: str
@@ -107,7 +107,7 @@ def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
 
 
 class Journeys:
-    """All ways through the workers.
+    """Which sequences of workers a request can go through, with the blocks that each takes.
 
     Args:
         places: the workers and their pools.

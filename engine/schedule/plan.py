@@ -33,7 +33,7 @@ class Plannable(Protocol):
 
     @property
     def admitted_ns(self) -> int:
-        """When it was admitted."""
+        """When the worker took it, CLOCK_MONOTONIC nanoseconds."""
 
 
 S = TypeVar("S", bound=Plannable)
@@ -45,7 +45,7 @@ def prefill_key(num_remaining_tokens: int, waited_ns: int) -> float:
 
 
 def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[S, int]]:
-    """Choose the next step.
+    """Choose the sequences of the next step, and how many tokens of each.
 
     Args:
         running: sequences that hold their blocks and have something left to compute.

@@ -62,7 +62,7 @@ class ContentsChange(NamedTuple):
 
 
 class CacheContents:
-    """Of all pools of a router, which have blocks of one size.
+    """What all pools of a router hold by token ids, and how that changes.
 
     Args:
         pools: by name.
@@ -135,7 +135,7 @@ def _id_of(block_hash: Hash) -> int:
 
 
 class PrefixCache:
-    """Of one router.
+    """The prefix cache of one router: hits, publication of full blocks, prefixes under way.
 
     Args:
         places: workers and pools.
@@ -250,7 +250,7 @@ class PrefixCache:
         return is_restored or self.leader(sequence, ahead) is not None
 
     def leader(self, sequence: Sequence, ahead: PromptsAhead) -> Sequence | None:
-        """Who computes more of its prompt, where it is cheaper to wait for that; or None.
+        """Another sequence under way with more of this prompt, if waiting for it is cheaper.
 
         Waiting delays this one until the other's step is made. Computing it twice makes everybody
         else wait for as many tokens as the two have in common, and so that counts as its cost.

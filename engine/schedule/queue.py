@@ -49,7 +49,7 @@ MAX_RETRY_MS = 120_000
 
 
 class WaitingLimit:
-    """Room for one kind of thing."""
+    """How much of one kind (sequences, tokens, bytes) may wait: in all, and of each owner."""
 
     def __init__(self, unit: str, limit: int) -> None:
         self.unit = unit
@@ -239,7 +239,7 @@ class QueueRate:
         return 1e3 * amount * self._waited_s / self._amount
 
     def retry_ms(self, amount: int) -> int:
-        """The same, within what clients keep to."""
+        """When to come back, within what clients keep to."""
         estimate_ms = self.wait_ms(amount)
         if estimate_ms is None:
             return UNKNOWN_RETRY_MS
@@ -291,7 +291,7 @@ class FairQueue:
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that may wait."""
+        """How many sequences may wait."""
         return self._sequences.limit
 
     @property
@@ -306,7 +306,7 @@ class FairQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that wait."""
+        """Prompt tokens of all waiting sequences."""
         return self._tokens.total
 
     @property
@@ -502,7 +502,7 @@ class FairQueue:
 
 
 class PromptsAhead:
-    """Prompts that the workers have to compute.
+    """What a queued prompt would find before it at each worker.
 
     Args:
         running: all that is admitted.

@@ -50,7 +50,7 @@ def must_wait(sequence: Sequence, at_worker: list[Sequence]) -> bool:
 
 
 class Recovery:
-    """Of one router.
+    """How one router's sequences go on after a worker's death or a failed copy.
 
     Args:
         places: workers and pools.

@@ -56,7 +56,7 @@ def _prompt(size: int, before: int, chunk: int, max_model_len: int) -> Rehearsal
 
 
 class Rehearsal:
-    """One, from begin() until it is over.
+    """One rehearsal: steps made at start to be timed, from begin() until it is over.
 
     Args:
         roles: learn from it; their cores change hands for it.

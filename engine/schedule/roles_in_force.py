@@ -44,7 +44,7 @@ _NONE: Cpus = frozenset()
 
 
 class Cores:
-    """All cores of all workers.
+    """Which worker computes on which cores, and which are lent.
 
     Args:
         own: by worker. Where they overlap (a single core) or are empty (GPUs), nothing is lent.
@@ -182,7 +182,7 @@ RECENT_HALF_LIFE_S = 1.0
 
 
 class Roles:
-    """Policy over all workers.
+    """Roles and targets in force, each worker's step times, and where cores go.
 
     Args:
         places: which worker is which.

@@ -54,7 +54,7 @@ def age(sequence: Sequence) -> tuple[int, int]:
 
 
 class SequenceTable:
-    """Every sequence that is neither in the queue nor ended."""
+    """Every sequence that is neither in the queue nor ended, by the container it is in."""
 
     def __init__(self) -> None:
         self.paused: dict[int, Sequence] = {}

@@ -90,7 +90,7 @@ class _Fit:
         return sum(w * f for w, f in zip(self._weights, self._scaled(x, y), strict=True))
 
     def observe(self, x: float, y: float, elapsed_ms: float) -> None:
-        """Take in one step."""
+        """Learn from one step: its load, and what it took."""
         scale_ms = max(elapsed_ms, _MIN_MS)
         if self.num_steps >= MIN_STEPS:
             scale_ms = max(self.value_ms(x, y), _MIN_MS)
@@ -133,7 +133,7 @@ class _MeasuredRange:
         """By class of size, since the start."""
 
     def observe(self, size: int, depth: float, error: float | None) -> None:
-        """Take in a step, and its time's logarithm less the predicted one's, if there was one."""
+        """Learn from one step, and the log of the ratio by which it was mispredicted, if known."""
         extent, cls = _extent(size), size_class(size)
         if error is not None and self.covers(size, depth):
             self._num_errors[cls] += 1
@@ -173,7 +173,7 @@ class StepTimes:
         self._decode_ground, self._prefill_ground = _MeasuredRange(), _MeasuredRange()
 
     def observe(self, load: StepLoad, elapsed_ms: float) -> None:
-        """Take in a step that was made."""
+        """Learn from one step: its load, and what it took."""
         expected_ms = self.guess_ms(load)
         error = None
         if expected_ms is not None:

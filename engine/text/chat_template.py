@@ -26,7 +26,7 @@ _CONTINUE = "CONTINUE_FROM_HERE_TAG "
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A model's Jinja chat template, compiled, in a sandbox.
 
     Args:
         source: the template's text.

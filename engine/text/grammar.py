@@ -170,7 +170,7 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts.
+    """A grammar of exactly these texts.
 
     Raises:
         GrammarError: they are too large.

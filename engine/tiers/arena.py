@@ -91,7 +91,7 @@ class WorkerCopies:
 
 
 class CacheArena:
-    """Of one router.
+    """The store of the DRAM cache: host memory that one router's workers copy to and from.
 
     Args:
         head: of all its blocks, as if they were a slab; the pool has a block of padding before.

@@ -35,7 +35,7 @@ _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
 
 class Disk:
-    """All threads of one folder.
+    """The store of the SSD cache: one folder of slab files, with threads that read and write.
 
     Args:
         slabs: open.

@@ -58,11 +58,11 @@ class SlabHead(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole slab file."""
         return PAGE + self.num_records * self.record_bytes
 
     def offset(self, index: int) -> int:
-        """Where a record begins."""
+        """Where a record begins in its slab file, in bytes."""
         return PAGE + index * self.record_bytes
 
 
@@ -154,7 +154,7 @@ class BusyError(OSError):
 
 @dataclass(slots=True)
 class SlabContents:
-    """A slab as it was found."""
+    """A slab file as it was found at start: its head and its records."""
 
     head: SlabHead
     records: list[tuple[int, RecordHead]] = field(default_factory=list)

@@ -47,7 +47,7 @@ class IndexEntry:
 
 
 class SlabIndex:
-    """All places and records.
+    """Which hash is in which place of which slab, which places are free, who is evicted next.
 
     Args:
         max_age_s: records older than this expire; None: none does.
@@ -74,7 +74,7 @@ class SlabIndex:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Of what could be loaded, the least recently used first."""
+        """Hashes of blocks that could be loaded, the least recently used first."""
         return [each.block_hash for each in self._entries.values() if each.is_written]
 
     @property
@@ -92,7 +92,7 @@ class SlabIndex:
     def add_slab(
         self, slab: int, num_records: int, found: Iterable[tuple[int, RecordHead]] = ()
     ) -> None:
-        """A slab is there.
+        """Take a slab's places into the index: it has been made.
 
         Args:
             slab: its number.
@@ -308,7 +308,7 @@ MAX_WATCHED = 1 << 14
 
 
 class ReuseDistances:
-    """Of all blocks of prompts."""
+    """How far apart uses of prompts' blocks are, from a sample: what a larger cache would find."""
 
     def __init__(self, max_watched: int = MAX_WATCHED, share: int = WATCHED_SHARE) -> None:
         self.share = share

@@ -103,7 +103,7 @@ class Store(Protocol):
     write_share: float
 
     def reach(self, pool: str) -> str | None:
-        """Who would copy a pool's blocks, as the ledger names them; None: nobody can now."""
+        """The worker or thread that would copy a pool's blocks; None: nobody can now."""
 
     def begin(self, job: Job) -> None:
         """Start a job; the store tells what came of it when it is done."""
@@ -114,7 +114,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyDeadlines:
-    """How long is waited for copies."""
+    """How long copies are waited for before they count as missed."""
 
     load_ms: float = 200.0
     """A load is given up after four times what was predicted of it, but not before this."""
@@ -177,6 +177,6 @@ class Context:
             self.books_of(job).num_stuck -= len(job.copy.pairs)
 
     def books_of(self, job: CopyJob) -> BlockPool:
-        """Of the pool that it copies from or to."""
+        """The ledger's books of the pool that it copies from or to."""
         copy = job.copy
         return self.ledger.pools[copy.to_pool if copy.from_pool == self.name else copy.from_pool]

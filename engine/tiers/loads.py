@@ -38,7 +38,7 @@ DEADLINE_RATIO = 4.0
 
 @dataclass(slots=True)
 class Costs:
-    """Of one tier.
+    """What loads of one tier are predicted to take, and what they took.
 
     Args:
         bytes_per_s: at which it is read, as a probe found.
@@ -125,7 +125,7 @@ PredictMs = Callable[[str, int, int], float | None]
 
 
 class WantedBlocks(NamedTuple):
-    """A queued prompt's blocks."""
+    """The blocks that one queued prompt would have loaded from a tier."""
 
     seq_id: int
     pool: str
@@ -182,7 +182,7 @@ class _Target(NamedTuple):
 
 
 class Loads:
-    """All loads.
+    """Loads of one tier that are under way, and the prompts that wait for them.
 
     Args:
         context: of the tier.
@@ -373,7 +373,7 @@ class Loads:
 
 
 def joined(before: Restored | None, after: Restored | None) -> Restored | None:
-    """What was decided about one prompt several times."""
+    """Several decisions about one prompt as one, their reasons in one sentence."""
     if before is None or after is None:
         return after or before
     elapsed_ns = before.elapsed_ns + after.elapsed_ns

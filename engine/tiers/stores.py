@@ -30,7 +30,7 @@ MAX_REMEMBERED = 1 << 16
 
 
 class Stores:
-    """All stores.
+    """Stores to one tier that are under way, and what is to be stored at the end.
 
     Args:
         context: of the tier.

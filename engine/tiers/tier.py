@@ -32,7 +32,7 @@ PROBE_INTERVAL_S = 10.0
 
 
 class Tier:
-    """All of it, on the daemon's loop.
+    """One tier below the pools, run on the daemon's loop: index, loads, stores, its health.
 
     Args:
         context: the pools, the disk and the clocks.
@@ -69,7 +69,7 @@ class Tier:
 
     @property
     def index(self) -> SlabIndex:
-        """What is on disk."""
+        """Which blocks it holds, and where."""
         return self._context.index
 
     @property
@@ -79,21 +79,21 @@ class Tier:
 
     @property
     def label(self) -> str:
-        """It in a sentence."""
+        """Its name in a sentence: `DRAM`, `the SSD`."""
         return self._context.label
 
     @property
     def max_bytes(self) -> int:
-        """Of all blocks that the cap has room for."""
+        """Bytes of all blocks that its cap has room for."""
         return self._max_places * self._context.block_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks that are there."""
+        """Bytes of all blocks that it holds."""
         return len(self.index) * self._context.block_bytes
 
     def would_find(self, ratio: float) -> float | None:
-        """Of prompts' blocks, what a cache of so many times the size would have found."""
+        """Share of prompts' blocks that a cache of so many times its size would have found."""
         return self.reuse.found_by(int(ratio * self._max_places))
 
     @property

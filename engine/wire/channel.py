@@ -135,7 +135,7 @@ class DaemonChannel:
         self._unsent.clear()
 
     async def receive(self) -> Report:
-        """The next report.
+        """Wait for the worker's next message.
 
         Raises:
             ChannelClosed: the worker is gone and all it sent has been returned.

@@ -94,7 +94,7 @@ def node_of(memory: torch.Tensor) -> int | None:
 
 
 class NodeMemory:
-    """What a worker's memory is to be near, and what came of it.
+    """On which NUMA node a worker's memory should be, and where it came to be.
 
     Args:
         node: where its weights and its pool are to be; None: wherever they are touched.

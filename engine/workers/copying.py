@@ -61,7 +61,7 @@ def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, 
 
 
 def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:
-    """Map a pool.
+    """Map a pool's shared memory as one tensor [num_blocks, ...].
 
     Shapes: returns [num_blocks, *block_shape()].
     """
@@ -145,7 +145,7 @@ class Copier:
         self._page_maker = ThreadPoolExecutor(1, "pages") if device is None else None
 
     def take(self, copy: Copy, running: Running | None) -> None:
-        """Begin a copy.
+        """Begin a copy that the daemon has ordered.
 
         Args:
             copy: the command.

@@ -60,10 +60,10 @@ class Device(Protocol):
         """Run once and record; calling the result does on the device what the recorded run did."""
 
     def memory(self) -> Memory:
-        """As it is now; waits for the device."""
+        """Free, total and peak bytes of the device; waits for it."""
 
     def forget_peak(self) -> None:
-        """Begin a new peak at what is allocated."""
+        """Begin measuring a new peak of memory."""
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Where another process finds the bytes of a tensor, which has to stay."""
@@ -154,7 +154,7 @@ class CudaDevice:
         return graph.replay
 
     def memory(self) -> Memory:
-        """What the driver reports, and this process's allocator."""
+        """Free, total and peak bytes of the device; waits for it."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -162,7 +162,7 @@ class CudaDevice:
         return Memory(free_bytes, total_bytes, allocated_bytes, torch.cuda.max_memory_allocated())
 
     def forget_peak(self) -> None:
-        """Begin a new peak."""
+        """Begin measuring a new peak of memory."""
         torch.cuda.reset_peak_memory_stats()
 
     def export(self, memory: torch.Tensor) -> bytes:

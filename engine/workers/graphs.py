@@ -115,7 +115,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def in_rows(self, sequences: Sequence[Running]) -> list[Running]:
-        """The same sequences in the order of their rows, with their tables in place."""
+        """The same sequences in the order of their rows in the graph, their tables in place."""
         num = len(sequences)
         if num == len(self._stepping) and all(map(is_, sequences, self._stepping)):
             return self._owners

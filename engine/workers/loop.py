@@ -120,7 +120,7 @@ class _LaunchedStep:
 
 
 class StepLoop:
-    """Steps whatever has been admitted, on its own, until the daemon is gone."""
+    """One worker's loop: commands in, steps, reports out."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True)
 class KernelFixture:
-    """What all cases are of.
+    """What every kernel's case needs: shapes, tensors, a pool with sequences in it.
 
     Args:
         config: the shape of a model.
@@ -312,7 +312,7 @@ class Bench:
         }
 
     def bytes(self, count: int) -> torch.Tensor:
-        """Memory of the device."""
+        """So many bytes of the device's memory, zeroed."""
         return torch.zeros(count, dtype=torch.uint8, device=self.on)
 
     def time(self, run: Callable[[], object]) -> float:
@@ -350,7 +350,7 @@ class Bench:
         return self.row_of(what, shape, self.time(run), amount, unit)
 
     def row_of(self, what: str, shape: str, ms: float, amount: int, unit: str) -> Row:
-        """The same of what has been timed."""
+        """A row of something whose time is known already."""
         rate = amount / ms * 1e3
         return Row(what, shape, ms, rate, unit, rate / self.ceilings[unit])
 

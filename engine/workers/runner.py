@@ -34,7 +34,7 @@ from engine.workers.running import Grammars, Mask, Running
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way."""
+    """A step that the device has begun, to be collected."""
 
     planned: list[tuple[Running, int]]
     sampling: list[Running]

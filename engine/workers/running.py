@@ -53,7 +53,7 @@ class Running:
         now_ns: int,
         matcher: Future[Matcher] | None = None,
     ) -> Running:
-        """Take over an admit."""
+        """The worker's record of a sequence, out of its admit."""
         # a grammar allows an end of text only where it is complete, so that is no end to ignore
         is_endless = admit.sampling.ignore_eos and matcher is None
         eos = () if is_endless else eos_token_ids

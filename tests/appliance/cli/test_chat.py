@@ -97,6 +97,7 @@ def test_the_sampling_in_force_is_shown_with_where_it_comes_from(
         person.type("/set temperature 0.2", shows="temperature 0.2 (set here)")
         person.type("/set temperature", shows="temperature 0.6 (of")
         person.type("/set temprature 1", shows="is temperature meant?")
+        person.type("/set temperature 9", shows="it is from 0 to 2")
         person.type("/rest", shows="/reset is near")
         person.type("/exit")
     shown = person.shown
