@@ -154,7 +154,7 @@ class Conversation:
         except ValueError as error:
             raise Refused(f"{text!r} is not a number", where=name) from error
         least, most = RANGES.get(name, (-math.inf, math.inf))
-        if not isinstance(value, str) and not least <= value <= most:
+        if isinstance(value, int | float) and not least <= value <= most:
             span = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise Refused(f"{text} is out of range; it is {span}", where=name)
         self.settings[name] = value

@@ -46,7 +46,7 @@ STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """What the blocks of the served model are, by which the disk's are judged."""
+    """Size and fingerprint of the served model's blocks, by which those on disk are judged."""
 
     fingerprint: bytes
     """Of all that a block's bytes depend on."""
@@ -76,7 +76,7 @@ def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
 
 
 class SsdCache:
-    """Of one daemon.
+    """The SSD cache of one daemon: start, upkeep, end, and what frames tell of it.
 
     Args:
         config: where it is kept, how large it may be, and how long a block is kept: as the log.

@@ -63,13 +63,13 @@ class LinkState:
 
     @property
     def in_force(self) -> Link:
-        """How blocks go now."""
+        """The transports that links use now, detours of those that are down included."""
         detour = self.link.detour
         return detour if self.down is not None and detour is not None else self.link
 
 
 class Links:
-    """All of them.
+    """The state of every link between pools: rates, failures, and which is down.
 
     Args:
         places: the workers and pools.
@@ -90,7 +90,7 @@ class Links:
         return link if state is None else state.in_force
 
     def named(self, legs: tuple[Leg, ...]) -> str:
-        """Who runs a sequence and how its blocks go, where there are several of a role to tell."""
+        """The workers of a sequence and the links that it took: `prefill0,decode1`, `peer`."""
         if len(self._places.workers) <= 2:
             return ""
         if len(legs) == 1:
@@ -186,7 +186,7 @@ class TierCopies(Protocol):
 
 
 class Copies:
-    """All transfers.
+    """Every copy of blocks between pools that is under way.
 
     Args:
         ledger: of all pools.
