@@ -23,6 +23,7 @@ import msgspec
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan, make_plan
+from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
@@ -241,11 +242,11 @@ def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> 
 
     Args:
         kind: what to measure.
-        model: a folder whose shape to take; None: that of Llama 3.1 8B.
+        model: a folder whose shape to take; None: Llama 3.1 8B's, with the layers that fit.
         is_small: little work, to see that it works.
 
     Returns:
-        device, torch, dtype, the two ceilings, and `data`: a row for each figure.
+        device, torch, dtype, number of layers, the two ceilings, and `data`: a row for each figure.
 
     Raises:
         WorkerFailed: it did not come to its end.
@@ -253,6 +254,7 @@ def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> 
     command = [sys.executable, "-P", "-m", "engine.workers.measure", kind]
     command += [] if model is None else ["--model", str(model)]
     command += ["--small"] if is_small else []
+    command += ["--free-bytes", str(available_memory_bytes())]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         last = ended.stderr.strip().rpartition("\n")[2]

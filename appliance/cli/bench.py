@@ -48,7 +48,7 @@ from appliance.cli.tables import Format, Row, document, printable
 from appliance.cli.terminal import Host, Output
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
-from appliance.frame.figures import size
+from appliance.frame.figures import bytes_per_s, flops
 from appliance.frame.protocol import utc_now
 from engine.errors import ConfigError
 
@@ -59,7 +59,9 @@ from engine.errors import ConfigError
 
 Model = Annotated[
     Path | None,
-    typer.Argument(help="A folder, whose shape is taken; without, that of Llama 3.1 8B."),
+    typer.Argument(
+        help="A folder, whose shape is taken; without, Llama 3.1 8B's, with the layers that fit."
+    ),
 ]
 Small = Annotated[bool, typer.Option("--small", help="Little work, to see that it works.")]
 
@@ -86,12 +88,18 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
     if output is Format.JSON:
         terminal.write(document("bench", found) + "\n")
         return
-    tflop_per_s = found["matmul_flop_per_s"] / 1e12
+    if model is None and not is_small:
+        layers = f"{found['num_layers']} of its 32 layers, as memory allows"
+        terminal.note(f"penstock: the shape is Llama 3.1 8B's, {layers}")
     terminal.note(
         f"{found['device']}, torch {found['torch']}, {found['dtype']}, "
-        f"attention {found['attention']}: copies "
-        f"{size(found['copy_bytes_per_s'])}/s, multiplies {tflop_per_s:.2f} TFLOP/s"
+        f"attention {found['attention']}: reads and writes "
+        f"{bytes_per_s(found['copy_bytes_per_s'])}, multiplies {flops(found['matmul_flop_per_s'])}"
     )
+    if output.is_for_people:
+        for row in found["data"]:
+            in_words = flops if row["unit"] == "FLOP/s" else bytes_per_s
+            row["rate_text"] = in_words(row["rate"])
     terminal.write(terminal.listing("bench", DEVICE, output).render(found["data"]))
 
 

@@ -21,7 +21,7 @@ from appliance.bench.statistics import QUANTILES, TIMES
 from appliance.bench.workloads import Lengths, read_trace, scaled, spread
 from appliance.cli import terminal
 from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
-from appliance.frame.figures import ABSENT, count, duration
+from appliance.frame.figures import ABSENT, count, duration, fine_ratio
 
 # The options that the benchmarks share.
 # Invariant: an option means the same in every verb. Never: measures.
@@ -172,9 +172,9 @@ DEVICE = (
     TableColumn("WHAT", "what"),
     TableColumn("SHAPE", "shape"),
     TableColumn("P50", "ms", duration),
-    TableColumn("RATE", "rate", figure),
-    TableColumn("UNIT", "unit"),
-    TableColumn("OF CEILING", "share", figure),
+    TableColumn("RATE", "rate", figure, instead="rate_text"),
+    TableColumn("UNIT", "unit", is_wide=True),
+    TableColumn("OF CEILING", "share", fine_ratio),
 )
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import Format, TableColumn, in_unit, word
+from appliance.cli.tables import Format, TableColumn, folded, in_unit, word
 from appliance.cli.terminal import Host, Output
-from appliance.frame.figures import ABSENT, count, size
+from appliance.frame.figures import ABSENT, bytes_per_s, count, size
 
 if TYPE_CHECKING:
     from appliance.devices.inventory import Inventory
@@ -61,9 +61,10 @@ def doctor(
     rows = [asdict(each) for each in findings]
     if output is Format.TABLE:
         for row in rows:
-            terminal.write(f"{row['verdict']:5}{row['check']:15}{row['found']}\n")
-            if row["hint"] and row["verdict"] != "ok":
-                terminal.write(f"{'':20}{row['hint']}\n")
+            lines = [f"{row['verdict']:5}{row['check']:15}{row['found']}"]
+            lines += [f"{'':20}{row['hint']}"] if row["hint"] and row["verdict"] != "ok" else []
+            for line in lines:
+                terminal.write(folded(line, terminal.room(), 20) + "\n")
     else:
         terminal.write(terminal.listing("doctor", _FINDINGS, output).render(rows))
     if any(row["verdict"] == "bad" for row in rows):
@@ -81,10 +82,6 @@ _READING_S = 0.25
 
 def _reasons(value: Any) -> str:
     return ABSENT if value is None else word(", ".join(value) or "no")
-
-
-def _per_s(value: float | None) -> str:
-    return ABSENT if value is None else f"{size(value)}/s"
 
 
 _DEVICES = (
@@ -105,10 +102,10 @@ _DEVICES = (
     TableColumn("SM", "sm_ratio", in_unit("%", 100), is_wide=True),
     TableColumn("TENSOR", "tensor_ratio", in_unit("%", 100), is_wide=True),
     TableColumn("MEM BW", "memory_bandwidth_ratio", in_unit("%", 100), is_wide=True),
-    TableColumn("PCIE IN", "pcie_rx_bytes_per_s", _per_s, is_wide=True),
-    TableColumn("PCIE OUT", "pcie_tx_bytes_per_s", _per_s, is_wide=True),
-    TableColumn("NVLINK IN", "nvlink_rx_bytes_per_s", _per_s, is_wide=True),
-    TableColumn("NVLINK OUT", "nvlink_tx_bytes_per_s", _per_s, is_wide=True),
+    TableColumn("PCIE IN", "pcie_rx_bytes_per_s", bytes_per_s, is_wide=True),
+    TableColumn("PCIE OUT", "pcie_tx_bytes_per_s", bytes_per_s, is_wide=True),
+    TableColumn("NVLINK IN", "nvlink_rx_bytes_per_s", bytes_per_s, is_wide=True),
+    TableColumn("NVLINK OUT", "nvlink_tx_bytes_per_s", bytes_per_s, is_wide=True),
     TableColumn("MODEL", "model", is_wide=True),
     TableColumn("UUID", "uuid", is_wide=True),
 )

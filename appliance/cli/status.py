@@ -9,14 +9,13 @@ Never: judges a figure; the alerts are the daemon's.
 from __future__ import annotations
 
 import json
-import textwrap
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.listings import roles_text
-from appliance.cli.tables import Format, Row, painted, printable
+from appliance.cli.tables import Format, Row, folded, painted, printable
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
 from appliance.frame.figures import (
@@ -74,21 +73,10 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
     if frame.get("energy"):
         lines.append(("energy", _energy_text(frame["energy"])))
-    shown = [_folded(f"{name:<8} {printable(text)}", room) for name, text in lines]
+    shown = [folded(f"{name:<8} {printable(text)}", room, _TEXT_AT) for name, text in lines]
     head = painted(state, _STATE_COLOURS.get(state), colour)
     alerts = [_alert_line(each, colour, room) for each in frame.get("alerts") or ()]
     return "\n".join([f"state    {head}{printable(_state_text(frame))}", *alerts, *shown])
-
-
-def _folded(line: str, room: int | None) -> str:
-    """A line of a subject, at most `room` wide where its words allow; its text keeps its column."""
-    if room is None or len(line) <= room:
-        return line
-    name, text = line[:_TEXT_AT], line[_TEXT_AT:]
-    parts = textwrap.wrap(
-        text, max(room - _TEXT_AT, 20), break_long_words=False, break_on_hyphens=False
-    )
-    return name + f"\n{' ' * _TEXT_AT}".join(parts)
 
 
 def line(frame: Row) -> str:
@@ -113,7 +101,7 @@ def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
     severity = printable(alert.get("severity"))
     head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
     rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
-    line = _folded(f"{severity:<8} {printable(rest)}", room)
+    line = folded(f"{severity:<8} {printable(rest)}", room, _TEXT_AT)
     return head + line[len(severity) :]
 
 

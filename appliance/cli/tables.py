@@ -9,6 +9,7 @@ Never: cuts a value off that has no shorter form, or formats a number for a prog
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -31,6 +32,17 @@ def for_terminal(text: str) -> str:
     return "".join(
         char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
     )
+
+
+def folded(line: str, room: int | None, column: int = 0) -> str:
+    """The line cut between words where it is longer than `room`; it goes on at `column`."""
+    if room is None or len(line) <= room or len(line) <= column:
+        return line
+    head, text = line[:column], line[column:]
+    parts = textwrap.wrap(
+        text, max(room - column, 20), break_long_words=False, break_on_hyphens=False
+    )
+    return head + f"\n{' ' * column}".join(parts)
 
 
 def word(value: object) -> str:
@@ -148,7 +160,9 @@ class Listing:
         self._widths = self._wide_enough(cells)
         header = [column.title for column in self._columns]
         lines = [painted(self._line(header), BOLD, self._colour)] if self._needs_header() else []
-        return "".join(f"{line}\n" for line in [*lines, *map(self._line, cells)])
+        last = sum(self._widths[:-1]) + 2 * (len(self._widths) - 1)
+        rows_of_text = (folded(self._line(row), self._room, last) for row in cells)
+        return "".join(f"{line}\n" for line in [*lines, *rows_of_text])
 
     def _fit(self, rows: Sequence[Row], room: int) -> None:
         """Shorten the table to the terminal; what is then in it stays when more rows come."""

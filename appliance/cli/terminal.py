@@ -102,7 +102,10 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr, as it is."""
+    """A line on stderr; on a terminal it is cut between words."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
+        text = "\n".join(tables.folded(line, columns) for line in text.split("\n"))
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

@@ -119,6 +119,20 @@ def size(value_bytes: float | None) -> str:
     return ABSENT if value_bytes is None else size_text(value_bytes)
 
 
+def bytes_per_s(value: float | None) -> str:
+    """`12.3 GiB/s`."""
+    return ABSENT if value is None else f"{size_text(value)}/s"
+
+
+def flops(value_per_s: float | None) -> str:
+    """Operations a second: `412 GFLOP/s`, `1.2 TFLOP/s`."""
+    if value_per_s is None:
+        return ABSENT
+    is_large = value_per_s >= 999.5e9
+    scaled = value_per_s / (1e12 if is_large else 1e9)
+    return f"{scaled:.3g} {'T' if is_large else 'G'}FLOP/s"
+
+
 def part(used_bytes: float | None, total_bytes: float | None) -> str:
     """`9.0/23.0 GiB`, both in the unit of the total."""
     if used_bytes is None or not total_bytes:

@@ -19,10 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -437,7 +438,10 @@ def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
 
 
 def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
-    """Blocks to the host and back as the ring moves them, beside one large copy."""
+    """Blocks to the host and back as the ring moves them, beside one large copy of as many bytes.
+
+    Rates are of bytes that have moved, each counted once; the ceiling is the faster of both.
+    """
     pool = bench.pool(num_blocks + 1)
     ring = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
     pairs = [(block_id, block_id) for block_id in range(1, num_blocks + 1)]
@@ -447,7 +451,7 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
         whole_ms = bench.time(partial(target[1:].copy_, source[1:], non_blocking=True))
         ms = bench.time(partial(copy_blocks, source, target, pairs, bench.device))
         rate = amount / ms * 1e3
-        yield Row(f"blocks {what}", shape, ms, rate, "B/s", whole_ms / ms)
+        yield Row(f"blocks {what}", shape, ms, rate, "B/s", min(whole_ms, ms) / ms)
 
 
 def _prompt(num_tokens: int, block_size: int) -> Running:
@@ -490,13 +494,31 @@ def _no_grammars() -> Grammars:
     return Grammars(load)  # type: ignore[arg-type]
 
 
-def _config(folder: Path | None, *, is_small: bool) -> ModelConfig:
+def _config(folder: Path | None, *, is_small: bool, free_bytes: int | None) -> ModelConfig:
+    """The shape to measure; without a folder Llama 3.1 8B's, with as many layers as memory holds.
+
+    A layer's kernels are the same in each, so that fewer layers make steps shorter and no kernel
+    slower.
+    """
     if folder is not None:
         return ModelConfig.from_folder(folder)
+    shape = LLAMA_8B | (SMALL_SHAPE if is_small else {})
+    if free_bytes is not None and not is_small:
+        shape |= {"num_hidden_layers": layers_that_fit(shape, free_bytes)}
     with tempfile.TemporaryDirectory() as made:
-        shape = LLAMA_8B | (SMALL_SHAPE if is_small else {})
         (Path(made) / "config.json").write_text(json.dumps(shape))
         return ModelConfig.from_folder(Path(made))
+
+
+def layers_that_fit(shape: Mapping[str, Any], free_bytes: int) -> int:
+    """How many of a Llama's layers half of the memory holds in float32, with their KV of CASES."""
+    hidden, kv = shape["hidden_size"], shape["num_key_value_heads"]
+    width = kv * hidden // shape["num_attention_heads"]
+    layer = hidden * (2 * hidden + 2 * width + 3 * shape["intermediate_size"])
+    layer += 2 * width * max(batch * (context + 1) for batch, context in CASES)
+    ends = 2 * hidden * shape["vocab_size"]
+    left = free_bytes // 2 // 4 - ends
+    return int(max(1, min(shape["num_hidden_layers"], left // layer)))
 
 
 def main() -> None:
@@ -505,11 +527,14 @@ def main() -> None:
     parser.add_argument("what", choices=["kernels", "steps", "transports"])
     parser.add_argument("--model", type=Path, help="a folder; only its shape counts")
     parser.add_argument("--small", action="store_true", help="little work, to see that it works")
+    parser.add_argument("--free-bytes", type=int, help="of the host's memory; a GPU is asked")
     options = parser.parse_args()
     size_bytes, matrix = (1 << 26, 1024) if options.small else (1 << 30, 8192)
     cases, chunk = (SMALL_CASES, 128) if options.small else (CASES, CHUNK_TOKENS)
     try:
-        bench = Bench(_config(options.model, is_small=options.small), size_bytes, matrix)
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else options.free_bytes
+        config = _config(options.model, is_small=options.small, free_bytes=free)
+        bench = Bench(config, size_bytes, matrix)
         with torch.inference_mode():
             if options.what == "transports":
                 rows = list(transports(bench, 4 if options.small else 64))
@@ -524,6 +549,7 @@ def main() -> None:
         "torch": torch.__version__,
         "dtype": bench.dtype,
         "attention": bench.attention,
+        "num_layers": config.num_layers,
         "copy_bytes_per_s": bench.ceilings["B/s"],
         "matmul_flop_per_s": bench.ceilings["FLOP/s"],
         "data": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
