@@ -46,12 +46,12 @@ class _Version(msgspec.Struct):
     version: int
 
 
-class _ErrorBody(msgspec.Struct):
+class _ErrorDetail(msgspec.Struct):
     message: str = ""
 
 
 class _ErrorReply(msgspec.Struct):
-    error: _ErrorBody
+    error: _ErrorDetail
 
 
 class _Requests(msgspec.Struct):

@@ -186,7 +186,7 @@ class Generation:
         self._has_hung_up = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply, and close."""
+        """Send the reply over ASGI, then close the request."""
         request, appliance = self._request, self._appliance
         status = 500
         watch = asyncio.create_task(self._watch(receive))

@@ -175,7 +175,7 @@ class OpenReply:
 
 
 class _SequenceText:
-    """One sequence's text."""
+    """The text of one sequence of a reply, as far as it has come."""
 
     def __init__(
         self,

@@ -223,7 +223,7 @@ def kind_of(step: Stepped, case: StepCase) -> Kind | None:
 
 
 def _num_blocks(case: StepCase, num_steps: int, setup: Setup) -> int:
-    """Of one sequence."""
+    """KV blocks that one sequence of this case takes."""
     return -(-(case.context + num_steps + 1) // setup.block_size)
 
 

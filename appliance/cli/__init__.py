@@ -6,7 +6,7 @@ import gc
 
 
 def main() -> None:
-    """Run one verb."""
+    """Run one verb of the command line, and exit with its code."""
     gc.disable()  # while modules load: they make thousands of objects, and no garbage
     from appliance.cli.main import main as run_verb  # so that the files below can import each other
 

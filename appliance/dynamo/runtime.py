@@ -141,7 +141,7 @@ class DynamoRuntime:
         self._events.publish_removed(block_ids)
 
     def close(self) -> None:
-        """Withdraw from Dynamo."""
+        """Withdraw from Dynamo, so that its router sends nothing more."""
         self._runtime.shutdown()
 
     async def _tell(self, peer: int, told: Json) -> None:

@@ -120,7 +120,7 @@ def size(value_bytes: float | None) -> str:
 
 
 def bytes_per_s(value: float | None) -> str:
-    """`12.3 GiB/s`."""
+    """A rate of bytes with its unit: `12.3 GiB/s`."""
     return ABSENT if value is None else f"{size_text(value)}/s"
 
 

@@ -331,7 +331,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """
     if not path.exists():
         raise PenstockError(
-            "there is no request log here yet",
+            "cannot read the request log: there is none here",
             where=str(path),
             hint="`penstock serve` makes one; --state-dir names the folder of another",
         )
