@@ -69,7 +69,7 @@ async def test_requests_and_events_are_not_doubled_by_a_restart(socket_path):
                 pilot, lambda: "LIVE" in header_of(console) and "3 finished" in grid(console)
             )
             await pilot.pause()
-            rows = [line[4:12] for line in grid(console).splitlines() if "2048 " in line]
+            rows = [line[4:12] for line in grid(console).splitlines() if "2,048 " in line]
             assert len(rows) == len(set(rows)) == 6
             await pilot.press("6")
             await pilot.pause()
