@@ -25,7 +25,7 @@ from appliance.fleet.placement import (
     available_memory_bytes,
     placement_lines,
 )
-from appliance.fleet.placing import Placing, this_inventory
+from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     kv_text,
