@@ -224,7 +224,7 @@ INLINE void find_scales(const attention *a, const tile *t, key_rows *rows, int64
         rows->key_scales[k] = rows->value_scales[k] = 0;
 }
 
-/* Brings what a tile's heads have at the current positions into the caches, as eight long streams:
+/* Brings what a first tile's heads have at its positions into the caches, as eight long streams:
  * read in the order of the arithmetic, a head's share of row after row, they come half as fast. */
 INLINE void touch_rows(const attention *a, const tile *t, const key_rows *rows, int type)
 {
@@ -243,8 +243,8 @@ INLINE void touch_rows(const attention *a, const tile *t, const key_rows *rows, 
     }
 }
 
-INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, int64_t head,
-                        const workspace *w, int type)
+INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, const key_rows *next,
+                        int64_t head, const workspace *w, int type)
 {
     const int64_t first = head * t->num_padded_rows, dim = t->padded_dim;
     const int64_t byte_offset = (t->first_head + head) * a->head_dim * size_of(type);
@@ -255,7 +255,8 @@ INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, int64
         find_scales(a, t, keys, t->first_head + head);
     if (t->is_direct) {
         IN_THREES(t->num_rows, score_directly(t, keys, byte_offset, q + row * dim,
-                                              w->weights + row * TILE_KEYS, ROWS, a->head_dim, type))
+                                              w->weights + row * TILE_KEYS, ROWS, a->head_dim, type,
+                                              row == 0 ? next : NULL))
     } else {
         pack(a, t, keys, byte_offset, w, type);
         for (int64_t k = 0; k < TILE_KEYS; k += 2 * LANES)
@@ -277,7 +278,7 @@ INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, int64
     if (t->is_direct) {
         IN_THREES(t->num_rows,
                   add_rows_directly(t, keys, byte_offset, w->weights + row * TILE_KEYS,
-                                    out + row * dim, ROWS, a->head_dim, type))
+                                    out + row * dim, ROWS, a->head_dim, type, row == 0 ? next : NULL))
     } else {
         for (int64_t i = 0; i < dim; i += 2 * LANES)
             for (int64_t row = 0; row < t->num_rows; row += MICRO_ROWS)
@@ -295,15 +296,22 @@ INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
     read_queries(a, &t, &w, type);
     if (a->sinks != NULL && t.partial == NULL) /* parts take it when they are joined */
         take_sinks(a, &t, &w);
-    key_rows keys;
-    keys.first_position = t.first_key;
-    for (; keys.first_position < t.end_key; keys.first_position += TILE_KEYS) {
-        keys.count = smaller_of(TILE_KEYS, t.end_key - keys.first_position);
-        find_rows(a, &t, &keys, kv_type);
-        if (t.is_direct)
-            touch_rows(a, &t, &keys, kv_type);
+    key_rows both[2], *keys = &both[0], *next = &both[1];
+    next->first_position = t.first_key;
+    next->count = smaller_of(TILE_KEYS, t.end_key - t.first_key);
+    if (next->count > 0)
+        find_rows(a, &t, next, kv_type);
+    if (t.is_direct && next->count > 0)
+        touch_rows(a, &t, next, kv_type);
+    while (next->count > 0) {
+        key_rows *const now = next;
+        next = keys, keys = now;
+        next->first_position = keys->first_position + TILE_KEYS;
+        next->count = smaller_of(TILE_KEYS, t.end_key - next->first_position);
+        if (next->count > 0)
+            find_rows(a, &t, next, kv_type);
         for (int64_t head = 0; head < t.num_heads; head++)
-            attend_head(a, &t, &keys, head, &w, kv_type);
+            attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
     }
     if (t.partial != NULL)
         write_partial(a, &t, &w);

@@ -74,12 +74,24 @@ INLINE void store_sums(float *to, vec a, vec b, vec c, vec d)
 #endif
 }
 
+/* Asks for memory that is soon read: a row of the next tile beside the arithmetic with one of this,
+ * which otherwise would wait until all of its rows have come, and no reading would be under way then. */
+INLINE void fetch(const char *from, int64_t num_bytes)
+{
+    for (int64_t byte = 0; byte < num_bytes; byte += 64)
+        __builtin_prefetch(from + byte);
+}
+
 /* Scores of num_rows queries (a constant) with the keys as they lie. */
 INLINE void score_directly(const tile *t, const key_rows *keys, int64_t byte_offset, const float *q,
-                           float *scores, int num_rows, int64_t dim, int type)
+                           float *scores, int num_rows, int64_t dim, int type, const key_rows *next)
 {
     for (int64_t k = 0; k < keys->count; k += 4) {
         vec sums[3][4] = {0};
+        if (next != NULL)
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++)
+                fetch(next->keys[k + n] + byte_offset, dim * size_of(type));
         for (int64_t i = 0; i < dim; i += LANES) {
             vec key[4];
 #pragma GCC unroll 4
@@ -103,7 +115,7 @@ INLINE void score_directly(const tile *t, const key_rows *keys, int64_t byte_off
 /* out += weights * values for num_rows rows (a constant), num_vectors (a constant) from element i. */
 INLINE void add_values_directly(const tile *t, const key_rows *keys, int64_t byte_offset,
                                 const float *weights, float *out, int num_rows, int num_vectors,
-                                int64_t i, int type)
+                                int64_t i, int type, const key_rows *next)
 {
     vec sums[3][4];
 #pragma GCC unroll 3
@@ -113,6 +125,8 @@ INLINE void add_values_directly(const tile *t, const key_rows *keys, int64_t byt
             sums[row][n] = load(out + row * t->padded_dim + i + n * LANES, FLOAT32);
     for (int64_t k = 0; k < keys->count; k++) {
         vec weight[3];
+        if (next != NULL)
+            fetch(next->values[k] + byte_offset + i * size_of(type), num_vectors * LANES * size_of(type));
 #pragma GCC unroll 3
         for (int row = 0; row < num_rows; row++)
             weight[row] = all(weights[row * TILE_KEYS + k]);
@@ -132,13 +146,14 @@ INLINE void add_values_directly(const tile *t, const key_rows *keys, int64_t byt
 }
 
 INLINE void add_rows_directly(const tile *t, const key_rows *keys, int64_t byte_offset,
-                              const float *weights, float *out, int num_rows, int64_t dim, int type)
+                              const float *weights, float *out, int num_rows, int64_t dim, int type,
+                              const key_rows *next)
 {
     int64_t i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES)
-        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 4, i, type);
+        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 4, i, type, next);
     for (; i < dim; i += LANES)
-        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 1, i, type);
+        add_values_directly(t, keys, byte_offset, weights, out, num_rows, 1, i, type, next);
 }
 
 /* Keys as columns: packed[dim][TILE_KEYS]; values as rows of padded_dim floats. */

@@ -83,6 +83,14 @@ def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB used by the daemon")
 
 
+def test_of_a_daemon_that_serves_quantised_its_losses_are_told() -> None:
+    state = {"state": "ready", "model": "m", "roles": "static", "workers": [], "weights": None}
+    assert "KV" not in doctor._daemon(state).found
+    found = doctor._daemon(state | {"kv": "KV is int8; divergence 0.0001 nats"})
+    assert found.verdict == "ok"
+    assert found.found.endswith("; KV is int8; divergence 0.0001 nats")
+
+
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
     ended = penstock(environ, "doctor")
     checks = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]

@@ -169,3 +169,11 @@ def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> Non
     assert all(len(line) <= max(room, 9 + longest_word) for line in lines[1:])
     assert folded.split() == whole.split()
     assert all(line[:9].strip() or line[9] != " " for line in lines), "texts keep their column"
+
+
+def test_what_the_pools_keep_is_told_above_them() -> None:
+    assert "KV is int8" not in status.page(FRAME, colour=False)
+    lines = status.page({**FRAME, "kv": "KV is int8; divergence"}, colour=False).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("kv"))
+    assert lines[place].endswith("KV is int8; divergence")
+    assert lines[place + 1].startswith("kv")
