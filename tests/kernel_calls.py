@@ -180,7 +180,7 @@ def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kernels.attend(
         m.output(tokens * heads * dim, kind), qkv, kv, m.integers(sequences), m.integers(tables),
         sinks, kind, len(members), width, (heads + 2 * kv_heads) * dim, heads, kv_heads, dim,
-        block_size, layers, 1, r.choice([0, 0, 20]), kv_kind, plane, threads, 0.2,
+        block_size, layers, 1, r.choice([0, 0, 20]), kv_kind, plane, r.choice([0, 2]), threads, 0.2,
         r.choice([0.0, 5.0]),
     )  # fmt: skip
 

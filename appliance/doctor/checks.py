@@ -35,7 +35,7 @@ from appliance.process_limits import max_connections
 from engine.errors import PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import find_ways, load_kernels, try_prompts
+from engine.kernels.cpu import find_attention_way, find_ways, load_kernels, try_prompts
 from engine.units import part_text, size_text
 
 # What a model on the hub is, and where it would fit, without its weights.
@@ -212,8 +212,10 @@ def _kernels() -> Finding:
         )  # fmt: skip
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
-    found = f"weights in bfloat16 are {products.why}; {prompts.why}"
-    return Finding("kernels", "ok", f"compiled, for {level}; {found}")
+    found = f"compiled, for {level}; weights in bfloat16 are {products.why}; {prompts.why}"
+    if attention := find_attention_way(kernels, level).why:
+        found = f"{found}; {attention}"
+    return Finding("kernels", "ok", found)
 
 
 def _cores() -> Finding:

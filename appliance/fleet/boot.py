@@ -28,6 +28,7 @@ from appliance.fleet.placement import (
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
+    attention_way,
     kv_text,
     plan_weights,
     with_tried_prompts,
@@ -146,6 +147,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
         arena,
         has_graphs=not config.eager,
         kv_dtype=config.kv_dtype,
+        attention_way=attention_way(dtype, placement),
     )
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
@@ -296,6 +298,7 @@ def _setups(
     *,
     has_graphs: bool,
     kv_dtype: str,
+    attention_way: int,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
     places = placement.places
@@ -330,6 +333,7 @@ def _setups(
                 *(() if arena is None else (arena,)),
             ],
             kv_dtype=kv_dtype,
+            attention_way=attention_way,
             measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
         )
         workers.append((plan, setup))

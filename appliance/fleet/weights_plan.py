@@ -23,7 +23,15 @@ from engine.folder.checkpoint import (
 from engine.folder.model_config import ModelConfig
 from engine.folder.panels import FP8_ROWS
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
-from engine.kernels.cpu import ProductWays, find_ways, has_kernels, load_kernels, try_prompts
+from engine.kernels.cpu import (
+    WIDENED,
+    ProductWays,
+    find_attention_way,
+    find_ways,
+    has_kernels,
+    load_kernels,
+    try_prompts,
+)
 from engine.kernels.kernel_costs import step_values
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
@@ -198,6 +206,20 @@ def with_tried_prompts(
     tried = try_prompts(kernels, level, ways, len(cpus), step_values(config))
     log.info("%s, by timing this CPU", tried.why)
     return replace(placement, max_step_tokens=tried.step_tokens, lends_for_prompts=tried.lends)
+
+
+def attention_way(dtype: str, placement: Placement) -> int:
+    """How workers on cores multiply what prompts' queries meet, found by trying."""
+    if dtype != "bfloat16" or all(plan.gpu is not None for plan in placement.workers):
+        return WIDENED
+    try:
+        kernels, level = load_kernels()
+    except ImportError:
+        return WIDENED
+    found = find_attention_way(kernels, level)
+    if found.why:
+        log.info("%s", found.why)
+    return found.way
 
 
 def _ways() -> ProductWays | None:

@@ -54,8 +54,12 @@ static tile tile_of(const attention *a, int64_t item)
     }
     t.num_rows = t.num_queries * (a->num_heads / a->num_kv_heads);
     t.is_direct = t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
-    t.num_padded_rows = t.is_direct ? t.num_rows : ceil_div(t.num_rows, MICRO_ROWS) * MICRO_ROWS;
-    t.padded_dim = ceil_div(a->head_dim, 2 * LANES) * 2 * LANES;
+    t.is_tiled = a->way == TILES && t.num_rows > DIRECT_ROWS;
+    t.is_direct = t.is_direct && !t.is_tiled;
+    const int64_t rows = t.is_tiled ? SQUARE : t.is_direct ? 1 : MICRO_ROWS;
+    const int64_t values = t.is_tiled ? SQUARE : 2 * LANES;
+    t.num_padded_rows = ceil_div(t.num_rows, rows) * rows;
+    t.padded_dim = ceil_div(a->head_dim, values) * values;
     return t;
 }
 
@@ -68,16 +72,23 @@ static int open_workspace(workspace *w, const tile *t)
                              rows,
                              t->num_padded_rows * TILE_KEYS,
                              t->padded_dim * TILE_KEYS,
-                             t->padded_dim * TILE_KEYS};
-    float **const parts[] = {&w->q,       &w->out,         &w->largest,      &w->total,
-                             &w->weights, &w->packed_keys, &w->packed_values};
+                             t->padded_dim * TILE_KEYS,
+                             t->is_tiled ? rows * t->padded_dim / 2 : 0,
+                             t->is_tiled ? TILE_KEYS * t->padded_dim / 2 : 0,
+                             t->is_tiled ? t->num_padded_rows * TILE_KEYS / 2 : 0};
+    float **const parts[] = {&w->q,           &w->out,
+                             &w->largest,     &w->total,
+                             &w->weights,     &w->packed_keys,
+                             &w->packed_values, (float **)&w->narrow_q,
+                             (float **)&w->narrow_rows, (float **)&w->narrow_weights};
+    enum { NUM_PARTS = sizeof sizes / sizeof sizes[0] };
     int64_t size = 0;
-    for (int i = 0; i < 7; i++)
+    for (int i = 0; i < NUM_PARTS; i++)
         size += ceil_div(sizes[i], 16) * 16;
     float *next = scratch((size_t)size * sizeof(float));
     if (next == NULL)
         return -1;
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < NUM_PARTS; i++) {
         *parts[i] = next;
         next += ceil_div(sizes[i], 16) * 16;
     }
@@ -110,6 +121,16 @@ INLINE void read_queries(const attention *a, const tile *t, const workspace *w, 
                 store(to + i, load_part(at(from, i, type), a->head_dim - i, type) * a->scale,
                       FLOAT32);
         }
+}
+
+/* The same as they are, with zeros where there are none: a unit takes whole tiles. */
+INLINE void copy_queries(const attention *a, const tile *t, const workspace *w)
+{
+    memset(w->narrow_q, 0, (size_t)(t->num_padded_rows * t->padded_dim) * sizeof *w->narrow_q);
+    memset(w->narrow_weights, 0, (size_t)(t->num_padded_rows * TILE_KEYS) * sizeof(uint16_t));
+    for (int64_t row = 0; row < t->num_rows; row++)
+        memcpy(w->narrow_q + row * t->padded_dim,
+               at(a->q, element_of(a, t, 0, row, a->q_stride), BFLOAT16), (size_t)a->head_dim * 2);
 }
 
 INLINE void write_output(const attention *a, const tile *t, const workspace *w, int type)
@@ -205,6 +226,15 @@ INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int typ
     }
 }
 
+/* The rows of a tile of keys from a position on; none beyond the end. */
+INLINE void open_rows(const attention *a, const tile *t, key_rows *rows, int64_t first, int type)
+{
+    rows->first_position = first;
+    rows->count = larger_of(0, smaller_of(TILE_KEYS, t->end_key - first));
+    if (rows->count > 0)
+        find_rows(a, t, rows, type);
+}
+
 /* The scales of one head's codes at those positions: behind the codes of a plane, float32
  * [num_kv_heads, block_size]. */
 INLINE void find_scales(const attention *a, const tile *t, key_rows *rows, int64_t head)
@@ -287,32 +317,77 @@ INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, const
     }
 }
 
+/* attend_head by a unit of tiles: scores of queries as they are, scaled after; weights rounded. */
+INLINE void attend_tiled(const attention *a, const tile *t, key_rows *keys, const workspace *w,
+                         int type)
+{
+    const int64_t dim = t->padded_dim, group = a->num_heads / a->num_kv_heads;
+    const int64_t byte_offset = t->first_head * a->head_dim * size_of(type);
+    enum { SCORE_BYTES = TILE_KEYS * sizeof(float), WEIGHT_BYTES = TILE_KEYS * sizeof(uint16_t) };
+    uint32_t *key_pairs = (uint32_t *)w->packed_keys, *value_pairs = (uint32_t *)w->packed_values;
+    if (type == INT8)
+        find_scales(a, t, keys, t->first_head);
+    for (int64_t k = 0; type != INT8 && k < TILE_KEYS; k++)
+        keys->key_scales[k] = keys->value_scales[k] = 1;
+    for (int64_t k = 0; k < TILE_KEYS; k++)
+        keys->key_scales[k] *= a->scale;
+    narrow_rows(a, t, keys->keys, keys->count, byte_offset, w->narrow_rows, type);
+    pack_key_pairs(t, w->narrow_rows, key_pairs);
+    narrow_rows(a, t, keys->values, keys->count, byte_offset, w->narrow_rows, type);
+    pack_value_pairs(t, w->narrow_rows, value_pairs);
+    for (int64_t first = 0; first < t->num_rows; first += SQUARE) {
+        float *scores = w->weights + first * TILE_KEYS;
+        for (int64_t k = 0; k < TILE_KEYS; k += SQUARE)
+            multiply_square(scores + k, SCORE_BYTES, w->narrow_q + first * dim, dim * 2,
+                            key_pairs + k, SCORE_BYTES, dim, 1);
+        for (int64_t row = first; row < smaller_of(first + SQUARE, t->num_rows); row++) {
+            const int64_t last = t->first_position + row / group - keys->first_position;
+            const int64_t low = a->window > 0 ? larger_of(0, last - a->window + 1) : 0;
+            float *weights = w->weights + row * TILE_KEYS;
+            scale_columns(weights, keys->key_scales);
+            weigh_row(weights, low, smaller_of(keys->count, last + 1), a->softcap,
+                      w->largest + row, w->total + row, w->out + row * dim, dim);
+            scale_columns(weights, keys->value_scales);
+            for (int64_t k = 0; k < TILE_KEYS; k += LANES)
+                store(w->narrow_weights + row * TILE_KEYS + k, load(weights + k, FLOAT32), BFLOAT16);
+        }
+        for (int64_t i = 0; i < dim; i += SQUARE)
+            multiply_square(w->out + first * dim + i, dim * 4,
+                            w->narrow_weights + first * TILE_KEYS, WEIGHT_BYTES, value_pairs + i,
+                            dim * 4, TILE_KEYS, 0);
+    }
+}
+
 INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
 {
     const tile t = tile_of(a, item);
     workspace w;
     if (open_workspace(&w, &t) != 0)
         abort(); /* a few hundred KiB: there is no machine left to serve on */
-    read_queries(a, &t, &w, type);
+    if (t.is_tiled) {
+        copy_queries(a, &t, &w);
+        begin_tiles();
+    } else {
+        read_queries(a, &t, &w, type);
+    }
     if (a->sinks != NULL && t.partial == NULL) /* parts take it when they are joined */
         take_sinks(a, &t, &w);
     key_rows both[2], *keys = &both[0], *next = &both[1];
-    next->first_position = t.first_key;
-    next->count = smaller_of(TILE_KEYS, t.end_key - t.first_key);
-    if (next->count > 0)
-        find_rows(a, &t, next, kv_type);
+    open_rows(a, &t, next, t.first_key, kv_type);
     if (t.is_direct && next->count > 0)
         touch_rows(a, &t, next, kv_type);
     while (next->count > 0) {
         key_rows *const now = next;
         next = keys, keys = now;
-        next->first_position = keys->first_position + TILE_KEYS;
-        next->count = smaller_of(TILE_KEYS, t.end_key - next->first_position);
-        if (next->count > 0)
-            find_rows(a, &t, next, kv_type);
-        for (int64_t head = 0; head < t.num_heads; head++)
-            attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
+        open_rows(a, &t, next, keys->first_position + TILE_KEYS, kv_type);
+        if (t.is_tiled)
+            attend_tiled(a, &t, keys, &w, kv_type);
+        else
+            for (int64_t head = 0; head < t.num_heads; head++)
+                attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
     }
+    if (t.is_tiled)
+        end_tiles();
     if (t.partial != NULL)
         write_partial(a, &t, &w);
     else
@@ -328,23 +403,26 @@ ATTEND(attend_bfloat16_codes, BFLOAT16, INT8)
 
 /* attend(out, q, kv, sequences, block_tables, sinks, type, num_sequences, table_stride, q_stride,
  *        num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window, kv_type,
- *        plane_bytes, num_threads, scale, softcap)
+ *        plane_bytes, way, num_threads, scale, softcap)
  *
  * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart. kv is the pool,
  * [num_blocks, num_layers, 2] planes; in a plane lie [block_size, num_kv_heads, head_dim] of
  * kv_type, which is type, or INT8 with float32 scales [num_kv_heads, block_size] behind the codes.
  * sequences and block_tables are int64: [num_sequences, 3] of first query's row, query_len and
  * seq_len, and [num_sequences, table_stride] of block ids; sinks are float32 [num_heads]. window,
- * softcap or sinks 0: there is none. */
-KERNEL(attend, "ppppppiiiiiiiiiiiiiiff")
+ * softcap or sinks 0: there is none. way is WIDENED, or TILES for what many queries of bfloat16 meet:
+ * queries, keys, values and weights are bfloat16 then, sums float32. */
+KERNEL(attend, "ppppppiiiiiiiiiiiiiiiff")
 {
     attention a;
     int64_t type, kv_type;
     read_words(words, attend_format, &a.out, &a.q, &a.kv, &a.sequences,
                        &a.block_tables, &a.sinks, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
-                       &a.layer, &a.window, &kv_type, &a.plane_bytes, &a.num_threads, &a.scale,
-                       &a.softcap);
+                       &a.layer, &a.window, &kv_type, &a.plane_bytes, &a.way, &a.num_threads,
+                       &a.scale, &a.softcap);
+    if (type != BFLOAT16)
+        a.way = WIDENED;
     int is_decode = 1;
     for (int64_t s = 0; s < a.num_sequences; s++)
         is_decode &= a.sequences[3 * s + 1] == 1;

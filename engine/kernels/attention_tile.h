@@ -2,13 +2,14 @@
 #ifndef PENSTOCK_ATTENTION_TILE_H
 #define PENSTOCK_ATTENTION_TILE_H
 
-#include "simd.h"
+#include "tile_unit.h"
 
 enum {
     TILE_KEYS = 64,
     TILE_ROWS = 128,                    /* queries times heads in a tile, about */
     MICRO_ROWS = LANES == 16 ? 12 : 6,  /* rows whose sums fit in registers, two vectors each */
     DIRECT_ROWS = 12,                   /* up to so many, transposing keys does not pay */
+    SQUARE = 2 * UNIT_ROWS,             /* rows, columns and values at a time of a unit of tiles */
 };
 
 typedef struct {
@@ -19,6 +20,7 @@ typedef struct {
     int64_t num_sequences, table_stride, num_threads, q_stride;
     int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
     int64_t plane_bytes; /* of a layer's keys in a block, and of its values */
+    int64_t way;         /* prompts in bfloat16 by WIDENED products or by TILES, as in kernels.h */
     float scale, softcap;
     const float *sinks; /* of each head, a score beside those of its keys; NULL: none has one */
     /* Where every sequence has one query and there are fewer sequences than would busy the threads,
@@ -36,7 +38,7 @@ typedef struct {
     int64_t first_head, num_heads;
     int64_t num_rows; /* of scores: queries times heads that share a KV head */
     int64_t num_padded_rows, padded_dim;
-    int is_direct;
+    int is_direct, is_tiled;
 } tile;
 
 /* Rows of the pool under the current keys, at the first KV head. */
@@ -50,6 +52,8 @@ typedef struct {
 /* A tile's memory: heads times rows of q, out, largest, total; the rest serves one head at a time. */
 typedef struct {
     float *q, *out, *largest, *total, *weights, *packed_keys, *packed_values;
+    /* For a unit of tiles, all bfloat16: rows of queries, unscaled; a tile's keys or values; weights. */
+    uint16_t *narrow_q, *narrow_rows, *narrow_weights;
 } workspace;
 
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -213,6 +217,69 @@ INLINE void multiply(float *sums, int64_t sums_stride, const float *left, int64_
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++)
             store(sums + row * sums_stride + n * LANES, sum[row][n], FLOAT32);
+}
+
+/* The current keys or values as rows of padded_dim, zeros behind their values and behind them all.
+ * Codes of a byte are bfloat16, too. */
+INLINE void narrow_rows(const attention *a, const tile *t, const char *const *from, int64_t count,
+                        int64_t byte_offset, uint16_t *to, int type)
+{
+    memset(to, 0, (size_t)(TILE_KEYS * t->padded_dim) * sizeof *to);
+    for (int64_t k = 0; k < count; k++, to += t->padded_dim)
+        for (int64_t i = 0; i < a->head_dim; i += LANES) {
+            const int64_t left = smaller_of(LANES, a->head_dim - i);
+            const void *row = at(from[k] + byte_offset, i, type);
+            store_part(to + i, load_part(row, left, type), left, BFLOAT16);
+        }
+}
+
+/* Keys as a unit wants them: [padded_dim / 2][TILE_KEYS] pairs of what is next to each other in a key. */
+INLINE void pack_key_pairs(const tile *t, const uint16_t *rows, uint32_t *to)
+{
+    for (int64_t k = 0; k < TILE_KEYS; k++, rows += t->padded_dim)
+        for (int64_t pair = 0; pair < t->padded_dim / 2; pair++)
+            memcpy(to + pair * TILE_KEYS + k, rows + 2 * pair, sizeof *to);
+}
+
+/* Values: [TILE_KEYS / 2][padded_dim] pairs of what is at one place in a key and the next. */
+INLINE void pack_value_pairs(const tile *t, const uint16_t *rows, uint32_t *to)
+{
+    for (int64_t k = 0; k < TILE_KEYS; k += 2, rows += 2 * t->padded_dim, to += t->padded_dim)
+        for (int64_t i = 0; i < t->padded_dim; i++)
+            to[i] = rows[i] | (uint32_t)rows[t->padded_dim + i] << 16;
+}
+
+/* sums [32, 32 columns] += left [32, depth] by right [depth / 2, 32] pairs; strides in bytes. */
+INLINE void multiply_square(float *sums, int64_t sums_bytes, const uint16_t *left, int64_t left_bytes,
+                            const uint32_t *right, int64_t right_bytes, int64_t depth, int is_fresh)
+{
+    char *low = (char *)sums, *high = low + UNIT_ROWS * sums_bytes;
+    if (is_fresh) {
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+    } else {
+        tile_load(0, low, sums_bytes);
+        tile_load(1, low + UNIT_BYTES, sums_bytes);
+        tile_load(2, high, sums_bytes);
+        tile_load(3, high + UNIT_BYTES, sums_bytes);
+    }
+    for (int64_t k = 0; k < depth; k += 2 * UNIT_ROWS) {
+        const char *x = (const char *)(left + k), *w = (const char *)right + k / 2 * right_bytes;
+        tile_load(4, x, left_bytes);
+        tile_load(5, x + UNIT_ROWS * left_bytes, left_bytes);
+        tile_load(6, w, right_bytes);
+        tile_load(7, w + UNIT_BYTES, right_bytes);
+        tile_multiply(0, 4, 6);
+        tile_multiply(1, 4, 7);
+        tile_multiply(2, 5, 6);
+        tile_multiply(3, 5, 7);
+    }
+    tile_store(low, sums_bytes, 0);
+    tile_store(low + UNIT_BYTES, sums_bytes, 1);
+    tile_store(high, sums_bytes, 2);
+    tile_store(high + UNIT_BYTES, sums_bytes, 3);
 }
 
 /* Each of a tile's columns times the scale of its key or value. */

@@ -139,6 +139,8 @@ _DEPTH = 1024
 _ROWS = {1: 16384, 4: 16384, 16: 2048, 64: 2048, 256: 1024}
 """Few inputs are bound by reading: more than the caches hold."""
 _TOLERANCE = 2**-6
+_ATTENTION_TOLERANCE = 2**-5
+"""Of outputs that are means of values of about 1, with weights of eight bits."""
 _ROUNDS = 3
 
 
@@ -160,6 +162,65 @@ class ProductWays:
             if i == 0 or way != self.ways[i - 1]
         ]
         return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in changes)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTrial:
+    """How prompts' queries meet keys and values, and what that was chosen by."""
+
+    way: int
+    why: str
+    """For people; empty: there was nothing to choose."""
+
+
+def find_attention_way(kernels: Kernels, level: str) -> AttentionTrial:
+    """Try attention of a prompt's chunk by tiles where the level has them, for 0.1 s of a core."""
+    if TILES not in LEVELS.get(level, ()):
+        return AttentionTrial(WIDENED, "")
+    return judge_attention(*try_attention(kernels))
+
+
+def judge_attention(is_right: bool, widened_s: float, tiled_s: float) -> AttentionTrial:
+    """What follows: tiles where they compute the right thing, and sooner."""
+    if not is_right:
+        return AttentionTrial(WIDENED, "attention by tiles computes wrongly, and is not used")
+    gain = widened_s / tiled_s
+    way = TILES if gain > 1 else WIDENED
+    said = "by tiles" if way == TILES else "without tiles"
+    return AttentionTrial(way, f"attention of prompts {said}, which are {gain:.2g}x as fast at it")
+
+
+def try_attention(kernels: Kernels, num_tokens: int = 512) -> tuple[bool, float, float]:
+    """A chunk of 4 heads of 64 over itself: if both ways agree, and the seconds of each."""
+    num_heads, head_dim, block_size = 4, 64, 64
+    width, num_blocks = num_heads * head_dim, -(-num_tokens // block_size)
+    random = Random(0)  # the same numbers every time
+    values = array("f", [random.gauss(0, 1) for _ in range(8191)])
+    noise = b"".join(bits[2:] for bits in _each(values.tobytes(), 4))
+    sizes = [num_tokens * width * 2, num_blocks * block_size * 2 * width * 2]
+    memories = [mmap.mmap(-1, size) for size in (*sizes, *sizes[:1], *sizes[:1])]
+    for memory, size in zip(memories, sizes, strict=False):
+        memory.write((noise * (size // len(noise) + 1))[:size])
+    q, kv, *outs = (addressof(c_char.from_buffer(memory)) for memory in memories)
+    sequence, table = array("q", [0, num_tokens, num_tokens]), array("q", range(num_blocks))
+    best = [inf, inf]
+    for _ in range(_ROUNDS):
+        for number, way in enumerate((WIDENED, TILES)):
+            started_s = time.perf_counter()
+            kernels.attend(
+                outs[number], q, kv, sequence.buffer_info()[0], table.buffer_info()[0], 0,
+                BFLOAT16, 1, num_blocks, width, num_heads, num_heads, head_dim, block_size, 1, 0, 0,
+                BFLOAT16, block_size * width * 2, way, 1, head_dim**-0.5, 0.0,
+            )  # fmt: skip
+            best[number] = min(best[number], time.perf_counter() - started_s)
+    expected, found = (_floats(memory[-16 * width * 2 :]) for memory in memories[2:])
+    pairs = zip(expected, found, strict=True)
+    return all(abs(a - b) <= _ATTENTION_TOLERANCE for a, b in pairs), best[0], best[1]
+
+
+def _floats(bfloat16: bytes) -> tuple[float, ...]:
+    halves = _each(bfloat16, 2)
+    return struct.unpack(f"{len(halves)}f", b"".join(b"\0\0" + half for half in halves))
 
 
 EXACT = ProductWays((1,), (WIDENED,))
@@ -384,8 +445,7 @@ class _Trial:
         num_inputs, num_rows = 3, 128
         self._out[:] = b"\xff" * len(self._out)  # NaNs, which are right nowhere
         self._call(num_inputs, num_rows, way)()
-        halves = _each(self._out[: num_inputs * num_rows * 2], 2)
-        return struct.unpack(f"{num_inputs * num_rows}f", b"".join(b"\0\0" + h for h in halves))
+        return _floats(self._out[: num_inputs * num_rows * 2])
 
 
 def _each(values: bytes, size: int) -> list[bytes]:

@@ -14,6 +14,9 @@
 /* Types of elements, as in cpu.py; INT8 are codes, whose scales lie elsewhere. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 16 };
 
+/* Ways to multiply, as in cpu.py. */
+enum { WIDENED = 0, DOTS = 1, TILES = 2 };
+
 /* An argument of a kernel. */
 typedef union {
     void *address;

@@ -10,9 +10,6 @@
 
 #include "product.h"
 
-/* Ways to multiply, as in cpu.py. */
-enum { WIDENED = 0, DOTS = 1, TILES = 2 };
-
 enum {
     PANEL_ROWS = CODE_ROWS,
     TILE_DEPTH = 32, /* values of a row in a tile: a packed row is a multiple of them */

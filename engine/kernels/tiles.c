@@ -1,69 +1,9 @@
 /* Inputs in bfloat16 times weights packed in pairs, by matrix tiles: 32 inputs by 32 rows at a time.
- *
- * One source for Intel's AMX and for plain C, which computes what the instructions do, so that packing
- * and arithmetic are tested on machines without the unit. A tile register is 16 rows of 64 bytes; a
- * thread says so to the unit before it uses it, and lets go of it after, for eight of them cost a
- * context switch 8 KiB.
  */
 #include "pairs.h"
+#include "tile_unit.h"
 
-enum { TILE_ROWS = 16, TILE_BYTES = 64, INPUTS = 2 * TILE_ROWS, GROUP_BYTES = 1 << 20 };
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
-INLINE void begin_tiles(void)
-{
-    static const struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t num_rows[16];
-    } shape = {.palette = 1,
-               .row_bytes = {[0 ... 7] = TILE_BYTES},
-               .num_rows = {[0 ... 7] = TILE_ROWS}};
-    _tile_loadconfig(&shape);
-}
-#define end_tiles() _tile_release()
-#define tile_zero(tile) _tile_zero(tile)
-#define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
-#define tile_store(to, stride, tile) _tile_stored(tile, to, stride)
-#define tile_multiply(sums, x, w) _tile_dpbf16ps(sums, x, w)
-#else
-static _Thread_local char registers[8][TILE_ROWS][TILE_BYTES];
-#define begin_tiles() memset(registers, 0, sizeof registers)
-#define end_tiles() ((void)0)
-#define tile_zero(tile) memset(registers[tile], 0, sizeof registers[tile])
-static void tile_load(int tile, const char *from, int64_t stride)
-{
-    for (int row = 0; row < TILE_ROWS; row++)
-        memcpy(registers[tile][row], from + row * stride, TILE_BYTES);
-}
-static void tile_store(char *to, int64_t stride, int tile)
-{
-    for (int row = 0; row < TILE_ROWS; row++)
-        memcpy(to + row * stride, registers[tile][row], TILE_BYTES);
-}
-static float value_of(const char *bfloat16)
-{
-    uint16_t half;
-    memcpy(&half, bfloat16, sizeof half);
-    const uint32_t bits = (half & 0x7f80) == 0 ? 0 : (uint32_t)half << 16; /* denormals are 0 */
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-static void tile_multiply(int sums, int x, int w)
-{
-    for (int input = 0; input < TILE_ROWS; input++)
-        for (int pair = 0; pair < TILE_BYTES / PAIR_BYTES; pair++)
-            for (int row = 0; row < PANEL_ROWS; row++) {
-                const char *a = registers[x][input] + pair * PAIR_BYTES;
-                const char *b = registers[w][pair] + row * PAIR_BYTES;
-                float sum;
-                memcpy(&sum, registers[sums][input] + row * sizeof sum, sizeof sum);
-                sum += value_of(a + 2) * value_of(b + 2) + value_of(a) * value_of(b);
-                memcpy(registers[sums][input] + row * sizeof sum, &sum, sizeof sum);
-            }
-}
-#endif
+enum { INPUTS = 2 * UNIT_ROWS, GROUP_BYTES = 1 << 20 };
 
 /* INPUTS inputs, of which num_inputs are written, by panels i and i + 1; the second may be the first. */
 static void multiply_square(const struct pairs_product *p, const struct panels *panels, int64_t i,
@@ -78,9 +18,9 @@ static void multiply_square(const struct pairs_product *p, const struct panels *
     tile_zero(3);
     for (int64_t k = 0; k < p->depth; k += TILE_DEPTH) {
         tile_load(4, x + k * 2, x_bytes);
-        tile_load(5, x + k * 2 + TILE_ROWS * x_bytes, x_bytes);
-        tile_load(6, low + k * PANEL_ROWS * 2, TILE_BYTES);
-        tile_load(7, high + k * PANEL_ROWS * 2, TILE_BYTES);
+        tile_load(5, x + k * 2 + UNIT_ROWS * x_bytes, x_bytes);
+        tile_load(6, low + k * PANEL_ROWS * 2, UNIT_BYTES);
+        tile_load(7, high + k * PANEL_ROWS * 2, UNIT_BYTES);
         tile_multiply(0, 4, 6);
         tile_multiply(1, 4, 7);
         tile_multiply(2, 5, 6);
@@ -90,8 +30,8 @@ static void multiply_square(const struct pairs_product *p, const struct panels *
     enum { STRIDE = sizeof sums[0] };
     tile_store((char *)&sums[0][0], STRIDE, 0);
     tile_store((char *)&sums[0][PANEL_ROWS], STRIDE, 1);
-    tile_store((char *)&sums[TILE_ROWS][0], STRIDE, 2);
-    tile_store((char *)&sums[TILE_ROWS][PANEL_ROWS], STRIDE, 3);
+    tile_store((char *)&sums[UNIT_ROWS][0], STRIDE, 2);
+    tile_store((char *)&sums[UNIT_ROWS][PANEL_ROWS], STRIDE, 3);
     for (int64_t n = 0; n < num_inputs; n++)
         for (int v = 0; v < 2 * PANEL_VECS; v++) {
             const int64_t panel = v < PANEL_VECS ? i : second;

@@ -14,6 +14,7 @@ import torch
 
 from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
+from engine.kernels.cpu import WIDENED
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.compiled import CompiledBackend, Take, find_kernels, fresh
 from engine.model.layers import gated, rms_norm, rotate
@@ -188,6 +189,7 @@ def choose_backend(
     config: ModelConfig,
     block_size: int | None = None,
     take: Take = fresh,
+    attention_way: int = WIDENED,
 ) -> Backend:
     """Kernels where there are some for the device and the dtype, else torch, which says why.
 
@@ -197,11 +199,14 @@ def choose_backend(
         config: its shape.
         block_size: the pool's; None: it will be what the chosen one likes.
         take: where results lie.
+        attention_way: how compiled kernels multiply what many queries meet.
     """
     if device.type == "cuda":
         return _choose_cuda_backend(device, dtype, config, block_size)
     kernels, name = find_kernels(device.type, dtype)
-    return TorchBackend(name) if kernels is None else CompiledBackend(kernels, name, take)
+    if kernels is None:
+        return TorchBackend(name)
+    return CompiledBackend(kernels, name, take, attention_way)
 
 
 def _choose_cuda_backend(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.folder.model_config import ACTIVATIONS
-from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, Kernels, load_kernels
+from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, TILES, WIDENED, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.sampler import sample_rows
 
@@ -122,8 +122,12 @@ class CompiledBackend:
 
     sample_rows = staticmethod(sample_rows)
 
-    def __init__(self, kernels: Kernels, level: str, take: Take = fresh) -> None:
-        self.name = f"compiled {level}"
+    def __init__(
+        self, kernels: Kernels, level: str, take: Take = fresh, attention_way: int = WIDENED
+    ) -> None:
+        tiled = ", prompts by tiles" if attention_way == TILES else ""
+        self.name = f"compiled {level}{tiled}"
+        self._attention_way = attention_way
         self.kernels = kernels
         self._take = take
 
@@ -327,6 +331,7 @@ class CompiledBackend:
             window or 0,
             _KV_TYPES[kv.dtype],
             kv.stride(2) * kv.element_size(),
+            self._attention_way,
             plan.num_threads,
             scale,
             softcap or 0.0,

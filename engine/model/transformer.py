@@ -21,7 +21,7 @@ import torch
 
 from engine.folder.model_config import ExpertsConfig, LayerHeads, ModelConfig
 from engine.folder.rope import RopeConfig
-from engine.kernels.cpu import ProductWays
+from engine.kernels.cpu import WIDENED, ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.compiled import Buffers, CompiledBackend
@@ -154,6 +154,7 @@ class Transformer:
         max_model_len: the longest request's tokens; None: all that the model has positions for.
         block_size: the pool's; None: what the attention backend likes best.
         ways: how matrices that are packed in pairs are multiplied, where some are.
+        attention_way: how compiled kernels multiply what many queries meet.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Transformer:
         max_model_len: int | None = None,
         block_size: int | None = None,
         ways: ProductWays | None = None,
+        attention_way: int = WIDENED,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -178,7 +180,9 @@ class Transformer:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_table_positions = 0
         buffers = Buffers()
-        self._backend = choose_backend(self.device, self.dtype, config, block_size, buffers.take)
+        self._backend = choose_backend(
+            self.device, self.dtype, config, block_size, buffers.take, attention_way
+        )
         linears = choose_linears(self.device.type, self.dtype, take=buffers.take, ways=ways)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""

@@ -178,6 +178,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """That it copies blocks to or from: other workers', or the ring."""
     kv_dtype: str = "auto"
     """Of all pools: `int8`, or `auto`, which is `dtype`."""
+    attention_way: int = 0
+    """How prompts' queries meet keys on cores, as engine.kernels.cpu numbers ways."""
     measures_kv: bool = False
     """It is to say in Ready what that does to the logits."""
 

@@ -105,7 +105,13 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     others = {s.name: map_pool(s, config, setup.block_size, setup.pool_dtype) for s in specs}
     probes = {name: probe(pool, other) for name, other in others.items()}
     transformer = Transformer(
-        config, weights, setup.dtype, setup.max_model_len, setup.block_size, ways
+        config,
+        weights,
+        setup.dtype,
+        setup.max_model_len,
+        setup.block_size,
+        ways,
+        setup.attention_way,
     )
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens, setup.max_model_len)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cpu import load_kernels
+from engine.kernels.cpu import TILES, WIDENED, load_kernels
 from engine.model.attention import (
     AttentionPlan,
     StepBatch,
@@ -21,12 +21,12 @@ from engine.model.compiled import CompiledBackend, find_kernels
 NUM_LAYERS = 2
 
 
-def backend_of(level):
+def backend_of(level, way=WIDENED):
     """The backend of one level; skips what this machine cannot run or has not built."""
     if level == "torch":
         return TorchBackend()
     try:
-        return CompiledBackend(*load_kernels(level))
+        return CompiledBackend(*load_kernels(level), attention_way=way)
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -104,9 +104,16 @@ def test_keys_that_threads_share_are_joined_to_the_whole(level, step):
     assert_right(level, step)
 
 
-def assert_right(level, step):
+@pytest.mark.parametrize("level", [*LEVELS[1:], "amx"])
+@settings(deadline=None, max_examples=15)
+@given(step=steps(max_context=140, new_tokens=(1, 5, 33, 70)))
+def test_what_many_queries_meet_by_tiles_is_attention_too(level, step):
+    assert_right(level, step | {"dtype": torch.bfloat16}, TILES)
+
+
+def assert_right(level, step, way=WIDENED):
     """A step through a pool is, sequence by sequence, what the reference computes."""
-    backend = backend_of(level)
+    backend = backend_of(level, way)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
     sequences, block_size, dtype = step["sequences"], step["block_size"], step["dtype"]
@@ -163,9 +170,9 @@ def quantised(new):
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(deadline=None, max_examples=25)
-@given(step=steps())
-def test_codes_of_a_byte_are_attended_to_as_the_values_that_they_stand_for(level, step):
-    backend = backend_of(level)
+@given(step=steps(), way=st.sampled_from([WIDENED, TILES]))
+def test_codes_of_a_byte_are_attended_to_as_the_values_that_they_stand_for(level, step, way):
+    backend = backend_of(level, way)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
     block_size, dtype = max(step["block_size"], 4), step["dtype"]

@@ -16,12 +16,16 @@ from engine.kernels.cpu import (
     TILES,
     WAY_NAMES,
     WIDENED,
+    AttentionTrial,
     ProductWays,
     PromptTrial,
     best_step_tokens,
+    find_attention_way,
     find_ways,
     judge,
+    judge_attention,
     load_kernels,
+    try_attention,
     try_prompts,
 )
 from engine.kernels.kernel_costs import StepValues
@@ -179,6 +183,25 @@ def test_this_machine_is_tried_and_says_what_was_found():
     assert ("rearranged at start" if found.ways else "as they are stored") in found.why
     assert "wrongly" not in found.why
     assert find_ways(*load_kernels("portable")).ways is None
+
+
+@pytest.mark.parametrize("level", levels())
+def test_attention_by_tiles_is_tried_against_attention_without(level):
+    is_right, widened_s, tiled_s = try_attention(load_kernels(level)[0], 100)
+    assert is_right
+    assert min(widened_s, tiled_s) > 0
+    trial = find_attention_way(load_kernels(level)[0], level)
+    assert (trial.why == "") == (level != "amx")
+
+
+def test_tiles_are_taken_for_attention_where_they_are_right_and_sooner():
+    assert judge_attention(True, 3.0, 1.0) == AttentionTrial(
+        TILES, "attention of prompts by tiles, which are 3x as fast at it"
+    )
+    assert judge_attention(True, 1.0, 2.0).way == WIDENED
+    wrong = judge_attention(False, 3.0, 1.0)
+    assert wrong.way == WIDENED
+    assert "wrongly" in wrong.why
 
 
 def times(stored, **ways):
