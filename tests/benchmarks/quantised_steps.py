@@ -4,20 +4,28 @@ usage: python -m tests.benchmarks.quantised_steps MODEL [--threads 2] [--dtype b
     [--weights stored]
 
 MODEL is a GGUF file or a folder. Prints milliseconds of each step, the median and the extremes.
+Then how near a decode of one sequence after 512 tokens comes to reading: its rate is the weights'
+bytes over the step's time, and reading is a product of one input with a plain bfloat16 matrix of as
+many bytes, by the same threads, by turns. It says something of memory only where the weights are
+larger than the processor's caches.
 """
 
 import argparse
 import mmap
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from engine.folder.checkpoint import Checkpoint, weights_layout
 from engine.folder.panels_layout import panels_layout
+from engine.kernels.cpu import load_kernels
 from engine.model.attention import StepBatch
+from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 
 BLOCK = 64
@@ -93,6 +101,34 @@ def main() -> None:
             f"({min(times_ms):.1f}-{max(times_ms):.1f}), {rate:.0f} tok/s",
             flush=True,
         )
+    checkpoint = Checkpoint.open(options.model)
+    layout = panels_layout(checkpoint, options.dtype, options.weights)
+    batch = batch_of(config, 1, 512, 1)
+    size = checkpoint.num_bytes if layout is None else layout.num_bytes
+    share_of_reading(lambda: transformer.forward(batch, kv), size)
+
+
+def share_of_reading(step: Callable[[], object], num_bytes: int) -> None:
+    """Prints how fast the step reads its weights, and a plain matrix of their size is read."""
+    depth = 2048
+    values = torch.randn(1 << 20).bfloat16().repeat(num_bytes // (2 << 20))
+    plain = CompiledLinear(load_kernels()[0], [Weight.plain(values.view(-1, depth))], [])
+    x = torch.randn(1, depth).bfloat16()
+    rates: dict[str, list[float]] = {"step": [], "reading": []}
+    calls = {"step": step, "reading": lambda: plain(x)}
+    for round_index in range(22):
+        for name, call in calls.items():
+            started_s = time.perf_counter()
+            call()
+            if round_index >= 2:
+                rates[name].append(num_bytes / (time.perf_counter() - started_s) / 1e9)
+    for name, found in rates.items():
+        low, middle, high = (sorted(found)[i] for i in (2, 10, 17))
+        print(f"{name}: {middle:.1f} GB/s ({low:.1f}-{high:.1f})")
+    ratios = sorted(a / b for a, b in zip(rates["step"], rates["reading"], strict=True))
+    print(
+        f"the step reads at {ratios[10]:.0%} of it ({ratios[2]:.0%}-{ratios[17]:.0%})", flush=True
+    )
 
 
 if __name__ == "__main__":
