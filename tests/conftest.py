@@ -21,17 +21,19 @@ hypothesis.settings.load_profile("penstock")
 
 LONGEST = (
     "test_exactness.py",
-    "test_manners.py",
-    "test_prefix_cache.py",
+    "tests/test_prefix_cache.py",
+    "test_several_gpus.py",
     "test_recovery.py",
+    "schedule/test_router.py",
     "test_swaps.py",
     "test_ssd_cache.py",
-    "test_starter.py",
-    "test_several_gpus.py",
-    "test_replay.py",
+    "test_manners.py",
+    "test_quantisation.py",
     "cli/test_bench.py",
-    "starter/test_train.py",
+    "schedule/test_fetches.py",
+    "test_replay.py",
     "test_kernels_compile.py",
+    "starter/test_train.py",
     "cli/test_demo.py",
 )
 """Files that take longest, in this order: a process that began one of them at the end would work on

@@ -82,7 +82,7 @@ def started(request, served, tmp_path_factory):
     assert daemon.stop() == 0
 
 
-@pytest.fixture(scope="module", params=["static", "elastic", "colocated"])
+@pytest.fixture(params=["static", "elastic", "colocated"])
 def running(request, started):
     """A daemon in these roles, to whose prompts nothing is in the cache, and its oracle."""
     daemon, oracle = started
