@@ -5,6 +5,7 @@ that tests can break, by files in a folder that is named in the environment:
 
     hold     a number: so many blocks more are written, then `held` is there and nothing goes on
              until the file is gone
+    broken   writing a block fails
     lossy    of each block that is written one value is wrong
 """
 
@@ -54,6 +55,8 @@ class Link(Accelerator):
         return any(begin <= address < end for begin, end in self.mapped)
 
     def _pushing(self):
+        if (self.faults / "broken").exists():
+            raise RuntimeError("the link is broken")
         hold = self.faults / "hold"
         if not hold.exists():
             self.num_pushed = 0

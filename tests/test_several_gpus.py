@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.schedule.copies import MAX_STRIKES
 from tests.accelerated import AcceleratedDaemon
+from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 from tests.daemons import is_alive
 
@@ -224,6 +226,48 @@ def test_a_worker_that_dies_while_half_a_chunk_is_pushed_changes_no_answer(
     wait_restarted(daemon, pid)
     assert daemon.log_rows(1)[0]["workers"].startswith(source)
     assert answer(daemon, prompt) == expected
+    daemon.assert_all_free()
+
+
+@pytest.fixture
+def in_static_roles(daemon: AcceleratedDaemon) -> Iterator[None]:
+    """Every prompt goes from a prefill worker to a decode worker, whatever is measured."""
+    daemon.http.post("/v1/penstock/roles", json={"roles": "static"}).raise_for_status()
+    yield
+    daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
+
+
+@pytest.mark.usefixtures("in_static_roles")
+def test_a_link_that_fails_is_taken_down_loudly_and_blocks_go_by_the_host(
+    pushing: AcceleratedDaemon, machine: str
+) -> None:
+    daemon, num_links = pushing, (int(machine.split()[0]) // 2) ** 2
+    daemon.faults.joinpath("broken").touch()
+    number = 30
+    while not any(each["down"] for each in daemon.fresh_state()["links"]):
+        number += 1
+        assert number < 30 + 2 * MAX_STRIKES * num_links
+        expected = answer(daemon, prompt_of(number), salt="before")
+        assert answer(daemon, prompt_of(number)) == expected
+    (daemon.faults / "broken").unlink()  # what is down stays down
+    state = daemon.fresh_state()
+    down = next(each for each in state["links"] if each["down"])
+    assert down["transport"] == "shm"
+    assert "the link is broken" in down["down"]
+    assert "link.down" in {alert["code"] for alert in state["alerts"]}
+    assert "is down, its blocks go by shm" in daemon.stderr
+    for command, words in (
+        (("status",), "link.down"),
+        (("top", "--once"), "is down"),
+        (("doctor",), "by shm"),
+    ):
+        assert words in penstock(user_environ(daemon.folder), *command).stdout
+    if num_links == 1:  # or others are taken
+        expected = answer(daemon, prompt_of(19), salt="before")
+        assert answer(daemon, prompt_of(19)) == expected
+        assert {row["links"] for row in daemon.log_rows(2)} == {"shm"}
+        assert {row["transport"] for row in daemon.log_rows(2)} == {"shm"}
+        assert all(row["handoff_bytes"] for row in daemon.log_rows(2))
     daemon.assert_all_free()
 
 
