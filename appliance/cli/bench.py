@@ -84,6 +84,11 @@ def transports(model: Model = None, small: Small = False, output: Output = Forma
 def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
     from appliance.bench.steps import measure_device
 
+    if model is None and not is_small:
+        terminal.note(
+            "penstock: no folder is named, so the shape is Llama 3.1 8B's with the layers that fit;"
+            " on a CPU this takes minutes, and --small seconds"
+        )
     found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
     if output is Format.JSON:
         terminal.write(document("bench", found) + "\n")

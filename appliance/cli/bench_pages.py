@@ -138,7 +138,9 @@ BAR_CELLS = 24
 
 
 def figure(value: Any) -> str:
-    """A number to four digits; a count as it is."""
+    """A number to four digits; a count as it is, and so what is in words already."""
+    if isinstance(value, str):
+        return value
     return ABSENT if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
 
 

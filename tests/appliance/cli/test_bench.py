@@ -204,6 +204,12 @@ def test_every_figure_is_beside_a_ceiling_of_the_same_run(tmp_path, kind, whats)
             assert row["share"] == pytest.approx(row["rate"] / ceilings[row["unit"]])
 
 
+def test_a_table_shows_rates_with_their_units(tmp_path):
+    shown = penstock(user_environ(tmp_path), "bench", "transports", "--small").stdout
+    assert shown.splitlines()[0].split() == ["WHAT", "SHAPE", "P50", "RATE", "OF", "CEILING"]
+    assert all("B/s" in line and line.endswith("%") for line in shown.splitlines()[1:])
+
+
 def test_what_went_wrong_is_said_without_a_traceback(tmp_path):
     ended = penstock(user_environ(tmp_path), "bench", "steps", str(tmp_path), "--small")
     assert ended.returncode == 1
