@@ -7,6 +7,7 @@ Never: logs.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def announcement(
     is_elastic_static: bool,
     has_template: bool,
     addresses: Sequence[str],
+    is_found: bool,
 ) -> Iterator[str]:
     """What a ready daemon prints: model, devices, sampling, addresses; a line each.
 
@@ -42,6 +44,7 @@ def announcement(
         is_elastic_static: elastic roles act as static ones on this machine.
         has_template: the model can chat.
         addresses: where clients find it.
+        is_found: they look at the first of them of themselves.
     """
     note = f" ({model.note})" if model.note else ""
     yield f"serving {model.model_id}{note} in {frame.dtype}"
@@ -66,13 +69,14 @@ def announcement(
     if advice := sampling_advice(model.sampling, folder):
         yield f"    {advice}"
     yield f"ready on {', '.join(addresses)}"
-    yield f"try: penstock {_first_try(model, has_template)}"
+    where = "" if is_found else f" --host {shlex.quote(addresses[0])}"
+    yield f"try: penstock run{where} {_first_try(model, has_template)}"
 
 
 def _first_try(model: ModelInfo, has_template: bool) -> str:
     if not has_template:
-        return "run 'Once upon a time' --max-tokens 32"
-    return f"run --chat '{'Who are you?' if model.note else 'Hello'}'"
+        return "'Once upon a time' --max-tokens 32"
+    return f"--chat '{'Who are you?' if model.note else 'Hello'}'"
 
 
 def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:

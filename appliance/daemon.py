@@ -21,6 +21,7 @@ from importlib.metadata import version
 
 from appliance.announcement import IS_OPEN, announcement
 from appliance.api.routes import build_app
+from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import (
     ServeConfig,
@@ -48,7 +49,7 @@ from appliance.service import Service
 from appliance.swapping import Swapping
 from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
-from engine.errors import PenstockError
+from engine.errors import ConfigError, PenstockError
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
@@ -399,7 +400,16 @@ class _Daemon:
             is_elastic_static=self._router.roles.acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,
+            is_found=_is_looked_for(self._addresses[0]),
         ):
             log.info("%s", line)
         if self._config.is_open_to_network:
             self._service.event("warning", "listen.open", f"{self._addresses[-1]} {IS_OPEN}")
+
+
+def _is_looked_for(address: str) -> bool:
+    """True if a client of this user finds it of itself."""
+    try:
+        return address == str(paths.client_socket(os.environ))
+    except ConfigError:
+        return False

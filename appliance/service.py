@@ -156,7 +156,8 @@ class Service:
     ) -> None:
         """Serve another model from now on; no request is live."""
         old, self._router, self._supervisor = self._router, router, workers
-        router.counters, router.roles.counts = old.counters, old.roles.counts
+        router.counters.go_on_from(old.counters)  # whose parts have them, too
+        router.roles.counts = old.roles.counts
         router.roles.slo = old.roles.slo  # which an operator may have changed
         self._tokenizer, self.cache_contents = text, router.prefixes.contents
         self._frames.change_model(plan, model_info(plan), router, workers)

@@ -25,6 +25,7 @@ from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
 PREFIX = "PENSTOCK_"
+MAX_FILE_BYTES = 1 << 20
 DEFAULT_OPERATORS = ("@penstock-admin",)
 """The unit's group; most machines have none of its name."""
 
@@ -370,7 +371,11 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
     import tomllib  # most machines have no file, and every client verb passes here
 
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # which may be a device without an end
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
+        text = raw.decode()
         table = tomllib.loads(text)
     except OSError as error:
         hint = (

@@ -95,7 +95,7 @@ def at_least(low: int, what: str) -> Callable[[object], int]:
 
 def a_path(value: object) -> Path:
     """A path, made absolute; ~ is home."""
-    if not isinstance(value, (str, Path)) or not str(value):
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError("a path")
     return Path(value).expanduser().absolute()
 

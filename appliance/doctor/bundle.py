@@ -183,7 +183,7 @@ def write_bundle(
         "events.json": lambda: read_events(_log(settings), EventQuery(limit=NUM_EVENTS)),
         "requests.json": lambda: _requests(settings),
         "recording.penstock": lambda: _recording(settings),
-        "txt": lambda: stacks(config.load_asked(settings).state_dir),
+        "stacks.txt": lambda: stacks(config.load_asked(settings).state_dir),
     }
     said = []
     try:

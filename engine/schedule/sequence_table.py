@@ -12,7 +12,7 @@ Never: reserves or frees a block, sends a message.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from engine.cache.blocks import Ledger
 from engine.errors import InvariantViolated
@@ -43,6 +43,11 @@ class Counters:
     recovered_sequences: int = 0
     preemptions: int = 0
     """Times that a sequence's blocks were taken away for others."""
+
+    def go_on_from(self, earlier: Counters) -> None:
+        """Count on where another router's numbers have ended: a daemon's never fall."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(earlier, each.name))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ def machine(tiny_llama: Path, tmp_path: Path) -> Iterator[Machine]:
     yield from make_machine(tiny_llama, tmp_path)
 
 
-def said(machine: Machine, *, has_template: bool = True, **sampling: float) -> list[str]:
+def said(
+    machine: Machine, *, has_template: bool = True, is_found: bool = True, **sampling: float
+) -> list[str]:
     machine.start_workers()
     frame = msgspec.json.decode(machine.service.frame_json(), type=Frame)
     frame.pools[0].block_bytes = 1 << 20  # so that one block more would be seen
@@ -37,6 +39,7 @@ def said(machine: Machine, *, has_template: bool = True, **sampling: float) -> l
             is_elastic_static=False,
             has_template=has_template,
             addresses=["/run/penstock.sock"],
+            is_found=is_found,
         )
     )
 
@@ -52,6 +55,12 @@ def test_a_pools_size_is_that_of_the_blocks_that_can_be_used(machine: Machine) -
 def test_a_model_that_can_chat_is_tried_in_a_chat(machine: Machine) -> None:
     assert said(machine)[-1] == "try: penstock run --chat 'Hello'"
     assert "--chat" not in said(machine, has_template=False)[-1]
+
+
+def test_a_daemon_that_no_client_looks_for_says_where_it_is(machine: Machine) -> None:
+    assert said(machine, is_found=False)[-1] == (
+        "try: penstock run --host /run/penstock.sock --chat 'Hello'"
+    )
 
 
 def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Machine) -> None:

@@ -400,3 +400,12 @@ def test_one_thing_that_is_wrong_is_told_as_it_is(machine: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load({}, {})
     assert not isinstance(caught.value, SeveralWrong)
+
+
+def test_a_file_without_an_end_and_a_path_with_a_nul_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="longer than"):
+        config.load({"config": "/dev/zero"}, {})
+    file = tmp_path / "penstock.toml"
+    file.write_text('state_dir = "/tmp/a\\u0000b"\n')
+    with pytest.raises(ConfigError, match="state_dir"):
+        config.load({"config": str(file)}, {})

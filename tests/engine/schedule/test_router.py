@@ -422,6 +422,23 @@ def test_what_moves_is_the_prompts_blocks_once(arm):
     assert world.router.counters.failed_handoffs == 0
 
 
+def test_numbers_go_on_where_another_router_has_ended():
+    numbers = []
+    former = None
+    for _ in range(2):
+        world = World("shm")
+        if former is not None:
+            world.router.counters.go_on_from(former.router.counters)
+        world.submit(world.sequence(18, 8))
+        world.run()
+        counters = world.router.counters
+        numbers.append((counters.handoffs, counters.handoff_bytes, counters.prefix_cache_queries))
+        former = world
+    first, second = numbers
+    assert first[0] == 1
+    assert second == tuple(2 * number for number in first)
+
+
 def test_blocks_go_while_their_prompt_is_computed():
     world = World("peer")
     sequence = world.sequence(40, 8)

@@ -20,7 +20,7 @@ def num_values(config, *, is_counted=lambda name: True):
 
 
 def test_a_decode_step_reads_all_but_the_embedding_table():
-    config = _config(None, is_small=False)
+    config = _config(None, is_small=False, free_bytes=None)
     table = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"]
     values = step_values(config)
     assert values.read(1) == values.read(64) == num_values(config) - table
@@ -28,7 +28,7 @@ def test_a_decode_step_reads_all_but_the_embedding_table():
 
 
 def test_a_prompt_has_logits_for_its_last_token_alone():
-    values = step_values(_config(None, is_small=False))
+    values = step_values(_config(None, is_small=False, free_bytes=None))
     assert values.prefill_flops(4096) - values.prefill_flops(4095) == 2 * values.dense
     assert values.prefill_flops(1) == 2 * (values.dense + values.head)
 
