@@ -200,11 +200,8 @@ def test_who_needs_blocks_that_are_being_stored_gets_them_when_they_are():
         assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_random_walk_over_pool_and_disk_loses_nothing(arm, seed):
-    rng = random.Random(seed)
-    world = TieredWorld(arm, num_blocks=(26, 33)[seed % 2], num_slots=2)
+def walk_beside_a_failing_disk(world, rng):
+    """A walk in which the disk works after each step of a worker, and now and then fails."""
     step = world.step
 
     def step_and_work(worker):
@@ -214,4 +211,12 @@ def test_a_long_random_walk_over_pool_and_disk_loses_nothing(arm, seed):
 
     world.step, world.jobs_per_tick = step_and_work, 1
     walk(world, rng)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_random_walk_over_pool_and_disk_loses_nothing(arm, seed):
+    rng = random.Random(seed)
+    world = TieredWorld(arm, num_blocks=(26, 33)[seed % 2], num_slots=2)
+    walk_beside_a_failing_disk(world, rng)
     assert world.ssd.counts.stored_blocks

@@ -15,8 +15,7 @@ from engine.tiers.loads import JOB_BYTES
 from engine.tiers.staging import StagedDisk, num_slots_for
 from engine.tiers.stores import URGENT_BYTES
 from engine.wire.messages import Copied, Copy
-from tests.engine.schedule.test_router import walk
-from tests.engine.tiers.test_router import ARMS, TieredWorld, TokenDisk
+from tests.engine.tiers.test_router import ARMS, TieredWorld, TokenDisk, walk_beside_a_failing_disk
 
 SLOTS = range(7, 13)
 
@@ -68,15 +67,7 @@ def test_what_was_used_twice_comes_back_by_way_of_the_slots(arm):
 def test_a_long_random_walk_over_pools_slots_and_disk_loses_nothing(arm, seed):
     rng = random.Random(seed)
     world = StagedWorld(arm, num_blocks=(26, 33)[seed % 2], num_slots=2)
-    step = world.step
-
-    def step_and_work(worker):
-        step(worker)
-        world.disk.error = "it is broken" if rng.random() < 0.05 else None
-        world.work()
-
-    world.step, world.jobs_per_tick = step_and_work, 1
-    walk(world, rng)
+    walk_beside_a_failing_disk(world, rng)
     assert world.ssd.counts.stored_blocks or world.ssd.counts.failed_stores
     while world.disk.jobs:
         world.tick()
