@@ -61,23 +61,25 @@ def too_many_connections() -> Unavailable:
 
 
 class RejectedConnections:
-    """Connections of one server that there was no room for: answered 503, counted."""
+    """Connections of one server that there was no room for: answered 503 or closed, counted."""
 
     def __init__(self) -> None:
         self._lingering: dict[socket.socket, float] = {}
         """With the time of the loop until which each is kept; the oldest first."""
         self._counts: Counter[str] = Counter()
+        self._num_told = 0
+        """Of those; the others could not read it, or would take it for another reply."""
         self._told_s = -math.inf
         self._loop = asyncio.get_running_loop()
 
     def drop(self, connection: socket.socket, whose: str) -> None:
         """Close one that could not read an answer, for it has not agreed on how to encrypt it."""
-        self.count(whose)
+        self.count(whose, is_told=False)
         connection.close()
 
     def tell(self, connection: socket.socket, whose: str) -> None:
         """Answer 503 in one write, which the empty buffer of a new connection takes, and wait."""
-        self.count(whose)
+        self.count(whose, is_told=True)
         try:
             connection.send(_reply())
             connection.shutdown(socket.SHUT_WR)
@@ -89,9 +91,10 @@ class RejectedConnections:
         self._lingering[connection] = self._loop.time() + LINGER_S
         self._loop.add_reader(connection, self._read, connection)
 
-    def count(self, whose: str) -> None:
-        """One more had to go, a new one or an old one."""
+    def count(self, whose: str, *, is_told: bool) -> None:
+        """One more had to go, a new one or an old one, and was told so or not."""
         self._counts[whose] += 1
+        self._num_told += is_told
 
     def look(self) -> None:
         """Close those whose time is over, and tell how many there were."""
@@ -101,11 +104,13 @@ class RejectedConnections:
         if self._counts and now_s - self._told_s >= TELL_EVERY_S:
             whose = ", ".join(f"{name} {number}" for name, number in self._counts.most_common(5))
             _TOLD.warning(
-                "no room for %d connections, which were told to come back (max_connections): %s",
+                "no room (max_connections) for %d connections, %d of which were told so: %s",
                 self._counts.total(),
+                self._num_told,
                 whose,
             )
             self._counts.clear()
+            self._num_told = 0
             self._told_s = now_s
 
     def close(self) -> None:
@@ -354,19 +359,24 @@ class ClientProtocol(H11Protocol):
         is_idle = mark.phase is ConnectionPhase.IDLE and self._phase() is ConnectionPhase.IDLE
         return mark.since if is_idle else None
 
-    def give_way(self) -> None:
+    def give_way(self) -> bool:
         """Another has the place: say so to who has asked nothing, or not all, and close.
 
         Between two requests nothing is said: it would be taken for the reply to the next one.
+
+        Returns:
+            whether it was said.
         """
         if self._mark is None and self._handshake is not None:
             with contextlib.suppress(OSError):  # the handshake fails of it, and closes the socket
                 self._handshake[1].shutdown(socket.SHUT_RDWR)
             self._handshake = None
-        elif self._phase() is ConnectionPhase.IDLE:
+            return False
+        if self._phase() is ConnectionPhase.IDLE:
             self._hang_up()
-        else:
-            self._refuse(too_many_connections())
+            return False
+        self._refuse(too_many_connections())
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error object like everything else, and is cut off."""

@@ -261,8 +261,7 @@ class ApiServer:
         ]
         if spare:
             oldest = min(spare, key=lambda pair: pair[0])[1]
-            self._turned_away.count(self._name(oldest.credentials))
-            oldest.give_way()
+            self._turned_away.count(self._name(oldest.credentials), is_told=oldest.give_way())
         return bool(spare)
 
     def _check_key(self, name: str) -> None:

@@ -22,13 +22,13 @@ import pytest
 from appliance.api.routes import build_app
 from appliance.client import Client
 from appliance.configuration.address import TcpAddress
-from appliance.http import listeners
+from appliance.http import connection, listeners
 from appliance.http.access import AccessPolicy, new_key, read_keys
 from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, tls_context
 from appliance.http.server import ApiServer
 from engine.errors import ConfigError, PenstockError
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance
+from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
 
 
@@ -271,7 +271,9 @@ async def test_who_does_not_encrypt_gets_nothing_and_harms_nobody(served):
         assert (await client.get("/v1/models", headers=served.shown)).status_code == 200
 
 
-async def test_half_handshakes_give_way_to_who_has_a_key(served):
+async def test_half_handshakes_give_way_to_who_has_a_key_and_are_not_said_to_be_told(
+    served, caplog, monkeypatch
+):
     served.server.policy = dataclasses.replace(served.server.policy, max_connections=12)
     halves = []
     try:
@@ -281,6 +283,11 @@ async def test_half_handshakes_give_way_to_who_has_a_key(served):
             half.send(b"\x16")
         async with served.client() as client:
             assert (await client.get("/v1/models", headers=served.shown)).status_code == 200
+        monkeypatch.setattr(connection, "TELL_EVERY_S", 0.0)
+        await until(lambda: not served.server._turned_away._counts)
+        lines = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
+        assert lines
+        assert all(", 0 of which were told so" in line for line in lines)
     finally:
         for half in halves:
             half.close()
