@@ -130,6 +130,8 @@ class Slabs:
         self._slabs: dict[int, _Slab] = {}
         self._gone: list[_Slab] = []
         self._next_number = 0
+        self._adopted: set[int] = set()
+        """Numbers of slabs that were there at start."""
         self._lock_fd: int | None = None
         self._growing = Lock()
         self._zeros = memoryview(mmap.mmap(-1, self._record_bytes))
@@ -158,9 +160,9 @@ class Slabs:
         self._lock_fd = lock(self.folder)
         found = []
         for number, path in sorted(slab_paths(self.folder)):
-            self._next_number = max(self._next_number, number + 1)
             contents = self._adopt(number, path)
             if contents is not None:
+                self._adopted.add(number)
                 found.append(contents)
         return found
 
@@ -220,6 +222,9 @@ class Slabs:
                 return None
             if shutil.disk_usage(self.folder).free - need < self._reserve_bytes:
                 return None
+            # the lowest, whatever lies there: a name with too many digits would never be found
+            while self._next_number in self._adopted:
+                self._next_number += 1
             number, self._next_number = self._next_number, self._next_number + 1
             head = SlabHead(number, self._record_bytes, self._num_records, self._fingerprint)
             path = self.folder / f"slab-{number:06}.kv"

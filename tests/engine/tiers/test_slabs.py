@@ -21,6 +21,8 @@ from engine.tiers.files import (
     BusyError,
     check_records,
     delete_slabs,
+    head_of,
+    seal_slab,
     slab_bytes,
     survey,
 )
@@ -100,6 +102,26 @@ def test_the_disk_keeps_its_reserve(folder):
     slabs.open()
     assert slabs.grow() is None
     slabs.close()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_file_of_the_highest_number_costs_no_number_that_a_restart_would_not_find(
+    slabs, folder, is_whole
+):
+    number, path = 10**15 - 1, folder / "slab-000000.kv"
+    head = head_of(os.open(path, os.O_RDONLY), 0)
+    slabs.close()
+    path.write_bytes(seal_slab(head._replace(number=number)) if is_whole else b"x")
+    path.rename(folder / f"slab-{number}.kv")
+    again, found = open_slabs(folder)
+    assert [each.head.number for each in found] == [number] * is_whole
+    made = again.grow()
+    put(again, RecordPlace(made.number, 0), name(7))
+    again.close()
+    last, found = open_slabs(folder)
+    assert {each.head.number for each in found} == {made.number, *[number] * is_whole}
+    assert get(last, RecordPlace(made.number, 0), name(7)) == content(name(7))
+    last.close()
 
 
 def test_a_cap_too_small_for_one_record_has_no_places(folder):
