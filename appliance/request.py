@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from engine.errors import RequestError
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.messages import TokenLogprob
 
 HUNG_UP = "client"
@@ -184,6 +184,12 @@ class Request:
             furthest[prompt] = max(of_prompt, furthest.get(prompt, 0))
             num_outputs += num_computed - of_prompt
         return sum(furthest.values()) + num_outputs
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended by an error that is not its client's own."""
+        errors = [one for one in self.sequences if one.finish_reason is FinishReason.ERROR]
+        return any(self.failure is not None or not one.is_refused for one in errors)
 
     @property
     def is_finished(self) -> bool:

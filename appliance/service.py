@@ -247,9 +247,9 @@ class Service:
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, now_ns)
         reasons = {sequence.finish_reason for sequence in request.sequences}
-        if FinishReason.ERROR in reasons:
+        if request.has_failed:
             self._totals.failed += 1
-        elif FinishReason.ABORT in reasons:
+        elif reasons & {FinishReason.ABORT, FinishReason.ERROR}:
             self._totals.aborted += 1
         else:
             self._totals.finished += 1

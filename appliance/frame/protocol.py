@@ -385,6 +385,7 @@ class TotalsFrame(msgspec.Struct):
     finished: int
     refused: int
     aborted: int
+    """Ended by their clients, or by what these had asked: a grammar that grows too large."""
     failed: int
     prompt_tokens: int
     output_tokens: int

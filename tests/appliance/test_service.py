@@ -132,6 +132,17 @@ def test_refusals_are_counted_and_leave_nothing_behind(machine):
     assert machine.frame["totals"]["accepted"] == machine.frame["num_requests"] == 2
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_who_asked_what_cannot_be_gone_on_with_is_no_failure_of_ours(machine, is_refused):
+    request = machine.submit()
+    (sequence,) = request.sequences
+    sequence.is_refused = is_refused  # as by a grammar that grows too large
+    machine.router.abort(sequence, FinishReason.ERROR, 1, "Too many items")
+    machine.service.close(request, 400 if is_refused else 500)
+    totals = machine.frame["totals"]
+    assert (totals["aborted"], totals["failed"]) == (is_refused, not is_refused)
+
+
 def test_limits_change_while_requests_wait(machine):
     machine.submit("her", num_sequences=4)
     machine.service.deadlines.set_queue_limits(4, 1000, 0)
