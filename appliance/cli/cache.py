@@ -115,7 +115,7 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
 
 def _folder(ssd_dir: str | None, state_dir: str | None) -> Path:
-    return config.load_asked({"ssd_dir": ssd_dir, "state_dir": state_dir}).ssd_folder
+    return config.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
 
 
 def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:

@@ -259,7 +259,7 @@ def chat(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from appliance.configuration.config import own_state_dir  # which no chat through a pipe needs
 
-    with _history(own_state_dir() / "chat_history"):
+    with _history(own_state_dir(warn=terminal.passed_over) / "chat_history"):
         _converse(session)
 
 

@@ -30,7 +30,7 @@ from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
-from appliance.configuration.address import UnixAddress, find
+from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
@@ -195,7 +195,7 @@ def new_key(
 
 def dial_stdio(host: Host = None) -> None:
     """Carry stdin and stdout to the daemon's socket; what ssh:// addresses run."""
-    address = find(host)
+    address = terminal.address(host)
     if not isinstance(address, UnixAddress):
         raise typer.BadParameter("only a socket of this machine can be dialled")
     connection = _dial(address)
@@ -309,7 +309,7 @@ def worker(
         raise ConfigError(
             "of which system?", where="penstock worker", hint="say --dynamo; there is no other"
         )
-    address = find(host)
+    address = terminal.address(host)
     if not isinstance(address, UnixAddress):
         raise ConfigError(
             "the adapter speaks to a daemon on its own machine, by its socket",

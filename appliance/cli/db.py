@@ -82,7 +82,7 @@ def prune(
 
 
 def _path(state_dir: str | None) -> Path:
-    return config.log_path(config.state_dir(state_dir))
+    return config.log_path(config.state_dir(state_dir, warn=terminal.passed_over))
 
 
 def _days(text: str) -> int:

@@ -196,7 +196,7 @@ def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
 
 def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
     """The file of the daemon that does not answer, if it is this machine's."""
-    path = config.log_path(config.state_dir(state_dir))
+    path = config.log_path(config.state_dir(state_dir, warn=terminal.passed_over))
     if not isinstance(client.address, UnixAddress) or not os.path.exists(path):
         raise error
     terminal.note(printable(f"penstock: no daemon at {error.where}; reading {path}"))

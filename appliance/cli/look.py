@@ -20,7 +20,7 @@ from appliance.cli.short_ids import request_ids
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
 from appliance.client import ClientError, DaemonUnreachable
-from appliance.configuration.address import SshAddress, UnixAddress, find
+from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import ConfigError
 
 
@@ -112,7 +112,7 @@ def top(
     if replay is not None:
         flags += ["--at", at] if at else []
         os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", f"--replay={replay}", *flags])
-    address = find(host)
+    address = terminal.address(host)
     if isinstance(address, UnixAddress):
         path = os.fspath(address.path)
         os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", "--socket", path, *flags])

@@ -156,7 +156,7 @@ def model_ids(incomplete: str) -> list[str]:
 
 def _names(path: str, *, live_only: bool = False) -> list[str]:
     try:
-        address = find(None)
+        address = find(None, warn=lambda _: None)
         if not isinstance(address, UnixAddress):
             return []
         listed = Client(address, timeout_s=DEADLINE_S).get(path).get("data", [])

@@ -23,12 +23,14 @@ import typer
 from appliance.cli import tables
 from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
 from appliance.client import Client
-from appliance.configuration.address import find
+from appliance.configuration.address import Address, find
 from appliance.frame.figures import duration, size
 from engine.errors import PenstockError, SeveralWrong
 
 BROKEN_PIPE = 141
 WIDTH_WITHOUT_TERMINAL = 100
+
+_told = set[str]()
 
 Host = Annotated[
     str | None,
@@ -49,7 +51,21 @@ def prepare() -> None:
 
 def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
     """A client of the daemon that the options and the environment name."""
-    return Client(find(host), timeout_s=timeout_s)
+    return Client(address(host), timeout_s=timeout_s)
+
+
+def address(host: str | None) -> Address:
+    """Where the daemon is that the options and the environment name."""
+    return find(host, warn=passed_over)
+
+
+def passed_over(error: PenstockError) -> None:
+    """Say once what is wrong in the config file, which concerns no client."""
+    if str(error) not in _told:
+        _told.add(str(error))
+        note(f"penstock: warning: {printable(error)}")
+        if error.hint:
+            note(f"hint: {printable(error.hint)}")
 
 
 def listing(verb: str, columns: tuple[TableColumn, ...], form: Format) -> Listing:

@@ -21,6 +21,9 @@ from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
+
+    Warn = Callable[[ConfigError], None]
 
 DEFAULT_PORT = 8000
 HTTPS_PORT = 443
@@ -140,11 +143,18 @@ class SshAddress:
 Address = UnixAddress | TcpAddress | SshAddress
 
 
-def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
+def find(
+    host: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
+) -> Address:
     """The daemon that a client verb speaks to.
 
     --host, PENSTOCK_HOST, and then as socket_path() finds it. What is no URL is the path of a
     socket, or `host:port`.
+
+    Args:
+        host: what --host says.
+        environ: the variables.
+        warn: told what is wrong in the config file, if it is not the socket; None: it is raised.
 
     Raises:
         ConfigError: it cannot be an address, or the configuration file is wrong.
@@ -153,15 +163,17 @@ def find(host: str | None, environ: Mapping[str, str] = os.environ) -> Address:
     if text is not None and _HOST_AND_PORT.fullmatch(text):
         text = f"http://{text}"
     if text is None or "://" not in text:
-        return UnixAddress(socket_path(text, environ))
+        return UnixAddress(socket_path(text, environ, warn))
     return parse(text, where="--host" if host else "PENSTOCK_HOST")
 
 
-def socket_path(given: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+def socket_path(
+    given: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
+) -> Path:
     """Where clients look for the daemon's socket.
 
     --host, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is not
-    read unless needed.
+    read unless needed; `warn` as in find().
 
     Raises:
         ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
@@ -173,7 +185,7 @@ def socket_path(given: str | None, environ: Mapping[str, str] = os.environ) -> P
         # all settings, where most client verbs need none
         from appliance.configuration import config
 
-        configured = config.configured_socket(environ)
+        configured = config.configured_socket(environ, warn)
     return configured or paths.client_socket(environ)
 
 

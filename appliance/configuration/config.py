@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from appliance.configuration import paths
@@ -24,6 +25,11 @@ from appliance.models.names import MODEL_SETTINGS, MODELS, HubName, read_tables
 from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
+SSD_FOLDER = "kv"
+"""Of a state folder: where blocks are kept on disk."""
+Warn = Callable[[ConfigError], None]
+_STATEMENT = re.compile(r"""\s*(\[|["']?[\w.-]+["']?\s*=)""")
+"""How a line begins with which a new one does."""
 PREFIX = "PENSTOCK_"
 MAX_FILE_BYTES = 1 << 20
 DEFAULT_OPERATORS = ("@penstock-admin",)
@@ -120,7 +126,7 @@ class ServeConfig:
     @property
     def ssd_folder(self) -> Path:
         """Where blocks are kept on disk."""
-        return self.ssd_dir or self.state_dir / "kv"
+        return self.ssd_dir or self.state_dir / SSD_FOLDER
 
     @property
     def log_path(self) -> Path:
@@ -148,7 +154,10 @@ class _Sources(NamedTuple):
     file: Path | None
     table: Mapping[str, object]
     text: str
-    unknown: ConfigError | None = None  # of keys that are no settings
+    wrong: tuple[ConfigError, ...] = ()
+    """What of the file is no TOML, or no setting."""
+    unread: Mapping[str, ConfigError] = MappingProxyType({})
+    """Of those the ones in place of a setting's value, by its name."""
 
     def lookup(self, name: str) -> FoundSetting | None:
         """The first source that sets it, unparsed; None leaves the default."""
@@ -162,15 +171,11 @@ class _Sources(NamedTuple):
             )
         return None
 
-    def parsed(self, name: str) -> FoundSetting | None:
-        """The setting with its value checked, from a file in which every key must be known."""
-        if self.unknown is not None:
-            raise self.unknown
-        return self.checked(name)
-
     def checked(self, name: str) -> FoundSetting | None:
         """The setting with its value checked, whatever else is in the file."""
         if (found := self.lookup(name)) is None:
+            if name in self.unread:
+                raise self.unread[name]
             return None
         try:
             return found._replace(value=SETTINGS[name].parse(found.value))
@@ -201,13 +206,13 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
 
 def _all_parsed(sources: _Sources) -> list[FoundSetting]:
     """Every setting that is set; all that is wrong is told at once, tables of models too."""
-    given, wrong = list[FoundSetting](), [] if sources.unknown is None else [sources.unknown]
+    given, wrong = list[FoundSetting](), list(sources.wrong)
     for name in SETTINGS:
         try:
             if (found := sources.checked(name)) is not None:
                 given.append(found)
         except ConfigError as error:
-            wrong.append(error)
+            wrong += [error] if error not in wrong else []
     try:
         _model_tables(sources)
     except ConfigError as error:
@@ -315,7 +320,7 @@ def load_asked(
 def _environ_of_asked(
     flags: Mapping[str, str | None], environ: Mapping[str, str]
 ) -> Mapping[str, str]:
-    found = _read(flags, environ).parsed("socket")
+    found = _read(flags, environ).checked("socket")
     asked = paths.client_socket(environ) if found is None else found.value
     if asked != paths.SYSTEM_SOCKET or "STATE_DIRECTORY" in environ:
         return environ
@@ -323,19 +328,35 @@ def _environ_of_asked(
     return {**environ, "STATE_DIRECTORY": state, "RUNTIME_DIRECTORY": run}
 
 
-def state_dir(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the request log is of the daemon that a client here would ask."""
+def state_dir(
+    flag: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
+) -> Path:
+    """Where the request log is of the daemon that a client here would ask; `warn` as in find()."""
     environ = _environ_of_asked({}, environ)
-    found = _read({"state_dir": flag}, environ).parsed("state_dir")
+    found = _one({"state_dir": flag}, environ, "state_dir", warn)
     return paths.default_state_dir(environ) if found is None else Path(found.value)
 
 
-def own_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+def ssd_folder(
+    ssd_dir: str | None,
+    state_dir_flag: str | None,
+    environ: Mapping[str, str] = os.environ,
+    warn: Warn | None = None,
+) -> Path:
+    """Where blocks are on disk of the daemon that a client here would ask; `warn` likewise."""
+    environ = _environ_of_asked({}, environ)
+    found = _one({"ssd_dir": ssd_dir}, environ, "ssd_dir", warn)
+    if found is None:
+        return state_dir(state_dir_flag, environ, warn) / SSD_FOLDER
+    return Path(found.value)
+
+
+def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:
     """Where what this user alone keeps goes: the state folder, where that may be written.
 
-    The settings of a machine name a folder that is the service's.
+    The settings of a machine name a folder that is the service's. `warn` as in find().
     """
-    found = _read({}, environ).parsed("state_dir")
+    found = _one({}, environ, "state_dir", warn)
     folder = paths.default_state_dir(environ) if found is None else Path(found.value)
     if folder.exists() and not os.access(folder, os.W_OK):
         return paths.default_state_dir(environ)
@@ -347,18 +368,36 @@ def log_path(folder: Path) -> Path:
     return folder / "requests.db"
 
 
-def configured_socket(environ: Mapping[str, str]) -> Path | None:
+def configured_socket(environ: Mapping[str, str], warn: Warn | None = None) -> Path | None:
     """The socket that the config file names; None if it names none.
 
+    Args:
+        environ: where the file may be named.
+        warn: told what else is wrong in the file, which stops no client; None: it is raised.
+
     Raises:
-        ConfigError: the config file is wrong.
+        ConfigError: the file cannot be read, or what it says of the socket is wrong.
     """
-    found = _read({}, environ).parsed("socket")
+    found = _one({}, environ, "socket", warn)
     return None if found is None else Path(found.value)
 
 
+def _one(
+    flags: Mapping[str, str | None], environ: Mapping[str, str], name: str, warn: Warn | None
+) -> FoundSetting | None:
+    """A single setting, for a client, which is not stopped by what is wrong with the others."""
+    sources = _read(flags, environ)
+    if warn is None:
+        refuse(sources.wrong)
+        return sources.checked(name)
+    found = sources.checked(name)
+    for error in sources.wrong:
+        warn(error)
+    return found
+
+
 def _socket(sources: _Sources) -> FoundSetting:
-    found = sources.parsed("socket")
+    found = sources.checked("socket")
     return found or FoundSetting("socket", paths.default_socket(sources.environ), DEFAULT)
 
 
@@ -370,6 +409,8 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         return _Sources(flags, environ, None, {}, "")
     import tomllib  # most machines have no file, and every client verb passes here
 
+    text = None
+    wrong, unread = list[ConfigError](), dict[str, ConfigError]()
     try:
         with path.open("rb") as file:  # which may be a device without an end
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -383,22 +424,80 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         )
         raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
-        raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
-    return _Sources(flags, environ, path, table, text, _unknown(path, table, text))
+        if text is None:
+            raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
+        table, wrong, unread = _salvaged(path, text)
+    unknown = _unknown(path, table, text)
+    return _Sources(flags, environ, path, table, text, (*wrong, *unknown), unread)
 
 
-def _unknown(path: Path, table: Mapping[str, object], text: str) -> ConfigError | None:
-    """What to say of the keys of a file that are no settings."""
-    unknown = [key for key in table if key not in SETTINGS and key != MODELS]
-    if not unknown:
-        return None
-    first, *others = unknown
-    more = "".join(f", {key!r} in line {_line_of(text, key)}" for key in others)
+def _salvaged(
+    path: Path, text: str
+) -> tuple[dict[str, object], list[ConfigError], dict[str, ConfigError]]:
+    """What can be read of a file that is no TOML, statement by statement.
+
+    Returns:
+        the table of what is good, what is wrong, and by key what is wrong in place of a value.
+    """
+    import tomllib
+
+    good, wrong, unread = list[str](), list[ConfigError](), dict[str, ConfigError]()
+    is_in_bad_table = False
+    header = ""
+    for start, statement in _statements(text):
+        is_header = statement.lstrip().startswith("[")
+        try:
+            tomllib.loads("\n" * start + statement)
+            header = statement if is_header else header
+            is_in_bad_table = not is_header and is_in_bad_table
+        except (ValueError, RecursionError) as error:
+            wrong.append(_not_toml(path, str(error), start))
+            is_in_bad_table = is_header or is_in_bad_table
+            if not header and not is_in_bad_table:
+                unread[statement.partition("=")[0].strip().strip("\"'")] = wrong[-1]
+        else:
+            good += [] if is_in_bad_table else [statement]
+    try:
+        return tomllib.loads("\n".join(good)), wrong, unread
+    except (ValueError, RecursionError) as error:  # each is good, but not all together
+        what = re.sub(r" \(at .*\)$", "", str(error))
+        return {}, [*wrong, _not_toml(path, what, 0)], unread
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Each `key = value` and `[table]` with all its lines, and how many lines stand before it."""
+    start, lines = 0, list[str]()
+    for number, line in enumerate(text.split("\n")):
+        if _STATEMENT.match(line) and lines:
+            yield start, "\n".join(lines)
+            start, lines = number, []
+        lines.append(line)
+    yield start, "\n".join(lines)
+
+
+def _not_toml(path: Path, reason: str, start: int) -> ConfigError:
+    """What TOML's reader says of a statement; where it saw the end of that is where it begins."""
+    reason = reason.replace("(at end of document)", f"(at line {start + 1})")
+    at = re.search(r"\(at line (\d+)", reason)
     return ConfigError(
-        f"unknown setting{'s' if others else ''} {first!r}{more}",
-        where=f"{path}:{_line_of(text, first)}",
-        hint=f"{is_meant(first, SETTINGS)}the settings are {', '.join(sorted(SETTINGS))}",
+        f"not valid TOML: {reason}",
+        where=f"{path}:{at[1] if at else start + 1}",
+        hint='text stands in quotes, as dtype = "bfloat16"; numbers, true and false do not',
     )
+
+
+def _unknown(path: Path, table: Mapping[str, object], text: str) -> list[ConfigError]:
+    """What to say of the keys of a file that are no settings."""
+    return [
+        ConfigError(
+            f"unknown setting {key!r}",
+            where=f"{path}:{_line_of(text, key)}",
+            hint=is_meant(key, SETTINGS).rstrip("; ")
+            or "`penstock serve --help` lists the settings; in the file - is _",
+        )
+        for key in table
+        if key not in SETTINGS and key != MODELS
+    ]
 
 
 def _line_of(text: str, key: str) -> int:

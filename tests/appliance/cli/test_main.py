@@ -60,6 +60,19 @@ def test_cancel_goes_on_after_an_unknown_id(daemon: FakeDaemon, environ: dict[st
     assert ended.returncode == 5
 
 
+def test_a_typo_in_the_config_file_stops_no_client(
+    daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path
+) -> None:
+    daemon.script.replies = {"GET /v1/penstock/state": (200, FRAME)}
+    file = tmp_path / "penstock.toml"
+    file.write_text(f'socket = "{environ.pop("PENSTOCK_SOCKET")}"\nkv_memmory = "2GiB"\n')
+    environ["PENSTOCK_CONFIG"] = str(file)
+    ended = penstock(environ, "status", "-o", "json")
+    assert (ended.returncode, json.loads(ended.stdout)["model"]) == (0, FRAME["model"])
+    warning = f"penstock: warning: {file}:2: unknown setting 'kv_memmory'\n"
+    assert ended.stderr == f"{warning}hint: is kv_memory meant?\n"
+
+
 def test_version_works_with_and_without_a_daemon(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:

@@ -174,7 +174,7 @@ def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) 
     write_toml(machine, "kv_memmory = '2GiB'\n")
     with pytest.raises(ConfigError) as refused:
         load({}, {})
-    assert refused.value.hint.startswith("is kv_memory meant? the settings are ")
+    assert refused.value.hint == "is kv_memory meant?"
 
 
 def test_a_setting_of_an_earlier_release_says_what_there_is_in_its_place(machine: Path) -> None:
@@ -393,6 +393,40 @@ def test_all_that_is_wrong_is_told_at_once(machine: Path) -> None:
     assert len(told) == len(named) + 1
     assert all(line in str(caught.value) for line in told)
     assert caught.value.exit_code == 78
+
+
+def test_every_statement_that_is_no_toml_is_told_with_its_line(machine: Path) -> None:
+    path = write_toml(
+        machine,
+        'dtype = bfloat16\nmax_queued = 0\noperators = [\n  "ana",\n]\nviewers = ["bo"\n'
+        "roles = \nkv_memory = 2GiB\n[models.small]\ndtype = auto\n[models.other\nport = 1\n",
+    )
+    with pytest.raises(SeveralWrong) as caught:
+        load({}, {})
+    lines = [error.where.removeprefix(f"{path}:").split(":")[0] for error in caught.value.errors]
+    assert sorted(map(int, lines)) == [1, 2, 6, 7, 8, 9, 10, 11]
+    told = str(caught.value)
+    assert all(word in told for word in ("max_queued", "which `model`"))
+    assert "port" not in told
+    assert "quotes" in caught.value.errors[0].hint
+
+
+def test_what_is_wrong_in_the_file_stops_no_client(machine: Path) -> None:
+    told: list[ConfigError] = []
+    path = write_toml(machine, 'dtyp = "auto"\nsocket = "/s.sock"\nroles = static\n')
+    assert socket_path(None, {}, told.append) == Path("/s.sock")
+    assert [error.where for error in told] == [f"{path}:3", f"{path}:1"]
+    assert config.state_dir(None, {}, told.append) == machine / "home/.local/state/penstock"
+    assert config.ssd_folder("/ssd", None, {}, told.append) == Path("/ssd")
+    with pytest.raises(SeveralWrong):
+        socket_path(None, {})
+
+
+@pytest.mark.parametrize("line", ["socket = /s.sock", "socket = 3", "socket = ["])
+def test_a_client_does_not_guess_a_socket_that_cannot_be_read(machine: Path, line: str) -> None:
+    write_toml(machine, f'dtyp = "auto"\n{line}\ndtype = "auto"\n')
+    with pytest.raises(ConfigError, match=r"penstock\.toml:2"):
+        socket_path(None, {}, lambda error: None)
 
 
 def test_one_thing_that_is_wrong_is_told_as_it_is(machine: Path) -> None:
