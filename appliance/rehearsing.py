@@ -125,7 +125,7 @@ def _words(rehearsal: Rehearsal, elapsed_s: float) -> str:
     batch = max((step.num_sequences for step in made), default=0)
     return (
         f"timed {len(made)} steps in {elapsed_s:.1f} s, by which each prompt gets its worker: "
-        f"up to {size} prompt tokens a step, {depth:,} before them; up to {batch} replies together"
+        f"chunks of up to {size} tokens after up to {depth:,}; up to {batch} replies together"
     )
 
 

@@ -60,6 +60,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
+    lines += [("trial", trial) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
         lines.append(("kv", str(frame["kv"])))
     lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]

@@ -133,7 +133,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     """
     state = _state(client)
     yield _packages()
-    yield _kernels()
+    yield _kernels(state)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -202,7 +202,8 @@ def _dynamo() -> Finding:
     return Finding("dynamo", "note", about, runtime.INSTALL)
 
 
-def _kernels() -> Finding:
+def _kernels(state: dict[str, Any] | PenstockError) -> Finding:
+    """What the daemon that runs has chosen at its start; without one it is tried here and now."""
     try:
         kernels, level = load_kernels()
     except ImportError as error:
@@ -210,9 +211,16 @@ def _kernels() -> Finding:
             "kernels", "note", f"torch does their work, several times slower: {error}",
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
+    if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
+        about = "; ".join(chosen)
+        return Finding(
+            "kernels", "ok", f"compiled, for {level}; chosen at the daemon's start: {about}"
+        )
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
-    found = f"compiled, for {level}; weights in bfloat16 are {products.why}; {prompts.why}"
+    found = (
+        f"compiled, for {level}; tried now: weights in bfloat16 are {products.why}; {prompts.why}"
+    )
     if attention := find_attention_way(kernels, level).why:
         found = f"{found}; {attention}"
     return Finding("kernels", "ok", found)

@@ -28,9 +28,9 @@ from appliance.fleet.placement import (
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
-    attention_way,
     kv_text,
     plan_weights,
+    tried_attention,
     with_tried_prompts,
 )
 from appliance.models import cache
@@ -82,6 +82,8 @@ class BootPlan:
     """What the weights are in memory, where that is not what the files have."""
     kv_dtype: str = "auto"
     """Of the pools, as the settings say."""
+    trials: tuple[str, ...] = ()
+    """What was chosen for this machine by timing it, and the figures; empty: nothing was timed."""
 
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
@@ -137,7 +139,11 @@ def make_plan(config: ServeConfig) -> BootPlan:
     checkpoint, dtype, placement = _placed(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
-    placement = with_tried_prompts(placement, weights.ways, checkpoint.config)
+    placement, prompts_trial = with_tried_prompts(placement, weights.ways, checkpoint.config)
+    attention = tried_attention(dtype, placement)
+    trials = tuple(filter(None, (weights.trial, prompts_trial, attention.why)))
+    for trial in trials:
+        log.info("%s, by timing this machine", trial)
     arena, num_staging = _arena(config, placement)
     workers, fds = _setups(
         checkpoint,
@@ -147,7 +153,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
         arena,
         has_graphs=not config.eager,
         kv_dtype=config.kv_dtype,
-        attention_way=attention_way(dtype, placement),
+        attention_way=attention.way,
     )
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
@@ -179,6 +185,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
         weights=config.weights,
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
+        trials=trials,
     )
 
 

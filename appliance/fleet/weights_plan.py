@@ -25,7 +25,9 @@ from engine.folder.panels import FP8_ROWS
 from engine.folder.panels_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
 from engine.kernels.cpu import (
     WIDENED,
+    AttentionTrial,
     ProductWays,
+    TrialResult,
     find_attention_way,
     find_ways,
     has_kernels,
@@ -53,6 +55,8 @@ class WeightsPlan:
     """What becomes of quantised matrices on GPUs."""
     words: str
     """What they are in memory, beside the serving dtype; empty: what the files have."""
+    trial: str
+    """How matrices are multiplied, and what that was chosen by; empty: nothing was timed."""
 
     def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
         """What worker `index` of `count` is told of the arena behind fd."""
@@ -93,11 +97,14 @@ def plan_weights(
     on_gpu = [plan.gpu is not None for plan in placement.workers]
     check_weights(checkpoint, dtype, weights, is_on_gpu=any(on_gpu))
     layout: WeightsLayout | PanelsLayout | None = None
-    ways = None
+    tried = None
     if not all(on_gpu) and weights == AS_STORED and tries_ways:
         layout = packed_layout(checkpoint, dtype)
-        if layout is not None and (ways := _ways()) is None:
-            layout = None
+        if layout is not None:
+            tried = _tried_ways()
+    ways = None if tried is None else tried.ways
+    if ways is None:
+        layout = None
     if not all(on_gpu) and layout is None:
         layout = panels_layout(checkpoint, dtype, weights) if has_kernels() else None
         layout = layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
@@ -110,7 +117,8 @@ def plan_weights(
         there = layout or gpu_layout(checkpoint, dtype, packing)
         words = _words(checkpoint, there, dtype, weights)
         words += f": {fault}" if fault else ""
-    return WeightsPlan(layout, ways, weights, packing, words)
+    trial = "" if tried is None else f"weights in bfloat16 are {tried.why}"
+    return WeightsPlan(layout, ways, weights, packing, words, trial)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:
@@ -191,43 +199,40 @@ def _words(
 
 def with_tried_prompts(
     placement: Placement, ways: ProductWays | None, config: ModelConfig
-) -> Placement:
+) -> tuple[Placement, str]:
     """The placement with as many prompt tokens a step as this CPU's rate asks for, which is timed.
 
     Args:
         placement: of workers; on GPUs each finds out itself.
         ways: how packed matrices are multiplied.
         config: the model's shape: an expert gets but a few tokens of a step.
+
+    Returns:
+        The placement, and what it was chosen by; empty: nothing was timed.
     """
     if any(plan.gpu is not None for plan in placement.workers) or not has_kernels():
-        return placement
+        return placement, ""
     kernels, level = load_kernels()
     cpus = {cpu for plan in placement.workers for cpu in plan.cpus}
     tried = try_prompts(kernels, level, ways, len(cpus), step_values(config))
-    log.info("%s, by timing this CPU", tried.why)
-    return replace(placement, max_step_tokens=tried.step_tokens, lends_for_prompts=tried.lends)
+    step_tokens, lends = tried.step_tokens, tried.lends
+    return replace(placement, max_step_tokens=step_tokens, lends_for_prompts=lends), tried.why
 
 
-def attention_way(dtype: str, placement: Placement) -> int:
+def tried_attention(dtype: str, placement: Placement) -> AttentionTrial:
     """How workers on cores multiply what prompts' queries meet, found by trying."""
+    nothing = AttentionTrial(WIDENED, "")
     if dtype != "bfloat16" or all(plan.gpu is not None for plan in placement.workers):
-        return WIDENED
+        return nothing
     try:
-        kernels, level = load_kernels()
+        return find_attention_way(*load_kernels())
     except ImportError:
-        return WIDENED
-    found = find_attention_way(kernels, level)
-    if found.why:
-        log.info("%s", found.why)
-    return found.way
+        return nothing
 
 
-def _ways() -> ProductWays | None:
-    """How packed matrices are multiplied; None: they are read as they are stored."""
+def _tried_ways() -> TrialResult | None:
+    """How packed matrices are multiplied, if at all; None: there are no kernels for it."""
     try:
-        kernels, level = load_kernels()
+        return find_ways(*load_kernels())
     except ImportError:
         return None
-    found = find_ways(kernels, level)
-    log.info("weights in bfloat16 are %s", found.why)
-    return found.ways

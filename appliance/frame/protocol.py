@@ -530,6 +530,7 @@ class Frame(msgspec.Struct):
     ssd: TierFrame | None = None
     weights: str | None = None  # what became of them, at what loss; None: served as stored
     kv: str | None = None  # what the pools keep, at what loss; None: the dtype that is served
+    trials: list[str] = []  # what timing this machine has chosen at start, with the figures
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

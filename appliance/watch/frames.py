@@ -307,6 +307,7 @@ class Frames:
                 plan.kv_dtype,
                 next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
+            trials=list(plan.trials),
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)

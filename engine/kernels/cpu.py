@@ -15,9 +15,9 @@ import struct
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import addressof, c_char
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Protocol, cast
@@ -283,30 +283,63 @@ def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """A ratio measured in several rounds."""
+
+    low: float
+    median: float
+    high: float
+    """The ends without the outermost round on either side, where there are four or more."""
+
+    @classmethod
+    def of(cls, ratios: Iterable[float]) -> Spread:
+        """Over rounds, in each of which both sides were measured one after the other."""
+        found = sorted(ratios)
+        cut = len(found) >= 4  # a round that something else ran beside
+        return cls(found[cut], found[len(found) // 2], found[-1 - cut])
+
+    def __str__(self) -> str:
+        low, mid, high = (f"{each:.2f}" for each in (self.low, self.median, self.high))
+        return mid if low == high else f"{mid} ({low} to {high})"
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTrial:
     """How prompts are best computed here, found by trying."""
 
     step_tokens: int
     """Of prompts, in a step: more would be hardly faster."""
-    second_core_gain: float | None
+    second_core_gain: Spread | None
     """How much faster two cores compute them than one; None: there is one, or it is unknown."""
     has_tiles: bool = False
     """They are multiplied by a unit for matrices, of which virtual CPUs may share one."""
+    costs: Mapping[int, Spread] = field(default_factory=dict)
+    """A prompt token's time in steps of other sizes, of that in steps of step_tokens."""
+    is_decided: bool = True
+    """False: rounds differ about the size of steps by more than would decide it."""
 
     @property
     def lends(self) -> bool:
-        """False: a second core is no help to a prompt."""
+        """False: a second core is no help to a prompt, beyond the spread."""
         gain = self.second_core_gain
-        return not self.has_tiles or gain is None or gain >= CORE_GAIN
+        return not self.has_tiles or gain is None or gain.high >= CORE_GAIN
 
     @property
     def why(self) -> str:
         """For people."""
-        if self.second_core_gain is None:
-            return f"up to {self.step_tokens:,} prompt tokens a step"
-        gain = f"two cores compute them {self.second_core_gain:.2g}x as fast as one"
+        said = f"up to {self.step_tokens:,} prompt tokens a step"
+        if self.costs:
+            others = (f"{cost} in steps of {size:,}" for size, cost in self.costs.items())
+            said += f" (a token's time, of that: {', '.join(others)})"
+        if not self.is_decided:
+            said += f", undecided and so as near to {STEP_TOKENS[-1]} as may be"
+        gain = self.second_core_gain
+        if gain is None:
+            return said
         alone = "" if self.lends else ", so that a prompt has its worker's own cores alone"
-        return f"up to {self.step_tokens:,} prompt tokens a step; {gain}{alone}"
+        if self.has_tiles and gain.low < CORE_GAIN <= gain.high:
+            alone = ": undecided, so that it borrows them"
+        return f"{said}; two cores compute a prompt {gain}x as fast as one{alone}"
 
 
 STEP_TOKENS = (128, 256, 512)
@@ -317,8 +350,11 @@ RATE = 0.97
 """Of the best: a smaller step that comes so close is better."""
 CORE_GAIN = 1.15
 """Of a second core; less is not worth waiting for when its owner wants it back."""
-_TRIED_INPUTS = (1, 4, 16, 64, 128, 256, 512)
+_MIXTURE_INPUTS = (1, 4, 16, 64)
 _PROMPT_ROWS = 512
+_PROMPT_ROUNDS = 7
+_PROMPT_S = 0.4
+"""Of a start, at most, once three rounds are made."""
 
 
 def try_prompts(
@@ -328,7 +364,7 @@ def try_prompts(
     num_cores: int,
     values: StepValues | None = None,
 ) -> PromptTrial:
-    """Time products as a prompt has them; takes a tenth of a second.
+    """Time products as a prompt has them, by turns; takes two tenths of a second.
 
     Args:
         kernels: that multiply.
@@ -340,24 +376,58 @@ def try_prompts(
     most = STEP_TOKENS[-1]
     if level == "portable":
         return PromptTrial(most, None)
-    trial = _Trial(kernels, _PROMPT_ROWS, _TRIED_INPUTS[-1])
-    per_input_s = {}
-    for count in _TRIED_INPUTS:
-        way = None if ways is None else ways.way_of(count)
-        per_input_s[count] = trial.seconds(count, (way,), _PROMPT_ROWS)[way] / count
-    tokens, gain = best_step_tokens(per_input_s, values), None
-    way = None if ways is None else ways.way_of(most)
-    if num_cores > 1:
-        best_s = {1: inf, 2: inf}
-        for threads in (1, 2, 1, 2):
-            seconds = trial.seconds(most, (way,), _PROMPT_ROWS, threads)[way]
-            best_s[threads] = min(best_s[threads], seconds)
-        gain = best_s[1] / best_s[2]
-    return PromptTrial(tokens, gain, has_tiles=way == TILES)
+    trial = _Trial(kernels, _PROMPT_ROWS, most)
+    counts = STEP_TOKENS if values is None or not values.expert_share else (
+        *_MIXTURE_INPUTS, *STEP_TOKENS,
+    )  # fmt: skip
+    calls = {count: trial.call(count, _PROMPT_ROWS, _way(ways, count)) for count in counts}
+    on_two = trial.call(most, _PROMPT_ROWS, _way(ways, most), 2) if num_cores > 1 else None
+    for call in (*calls.values(), on_two or calls[most]):
+        call()  # threads and pages are there from now on
+    costs: list[dict[int, float]] = []
+    gains: list[float] = []
+    started_s = time.perf_counter()
+    while len(costs) < _PROMPT_ROUNDS:
+        # as many inputs whatever their number at once, so that all take about as long
+        per_input_s = {
+            count: _seconds(call, min(most // count, 8)) / count for count, call in calls.items()
+        }
+        costs.append(step_costs(per_input_s, values))
+        if on_two is not None:
+            gains.append(per_input_s[most] * most / _seconds(on_two, 1))
+        if len(costs) >= 3 and time.perf_counter() - started_s > _PROMPT_S:
+            break
+    size, is_decided = best_step_tokens(costs)
+    others = {
+        other: Spread.of(cost[other] / cost[size] for cost in costs)
+        for other in costs[0]
+        if other != size
+    }
+    return PromptTrial(
+        size,
+        Spread.of(gains) if gains else None,
+        has_tiles=_way(ways, most) == TILES,
+        costs=others,
+        is_decided=is_decided,
+    )
 
 
-def best_step_tokens(per_input_s: Mapping[int, float], values: StepValues | None = None) -> int:
-    """The fewest prompt tokens of a step at RATE of the best rate.
+def _way(ways: ProductWays | None, num_inputs: int) -> int | None:
+    return None if ways is None else ways.way_of(num_inputs)
+
+
+def _seconds(call: Callable[[], None], times: int) -> float:
+    """Of one call, over some."""
+    started_s = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started_s) / times
+
+
+def step_costs(
+    per_input_s: Mapping[int, float], values: StepValues | None = None
+) -> dict[int, float]:
+    """What a prompt token costs by how many a step has: seconds, times a model's values.
 
     Args:
         per_input_s: seconds of a product for each of its inputs, by how many it has.
@@ -370,8 +440,39 @@ def best_step_tokens(per_input_s: Mapping[int, float], values: StepValues | None
     experts, dense = (0.0, 1.0) if values is None else (values.expert_share, float(values.dense))
     sizes = MIXTURE_STEP_TOKENS if experts else STEP_TOKENS
     used = 0.0 if values is None else values.experts * experts
-    costs = {size: dense * seconds(size) + used * seconds(size * experts) for size in sizes}
-    return min(size for size, cost in costs.items() if min(costs.values()) >= RATE * cost)
+    return {
+        size: dense * seconds(size) + (used * seconds(size * experts) if used else 0.0)
+        for size in sizes
+    }
+
+
+def best_step_tokens(rounds: Sequence[Mapping[int, float]]) -> tuple[int, bool]:
+    """The fewest prompt tokens of a step at RATE of the best rate, and if that is beyond doubt.
+
+    A larger step is worth it where it is that much better in all rounds but the outermost, and is
+    not where it is so in none. In between it is undecided, and the usual size stays, or the
+    nearest to it that is in question.
+
+    Args:
+        rounds: what a token costs by size of step, measured together.
+    """
+    sizes = sorted(rounds[0])
+    gains = {
+        (size, larger): Spread.of(costs[size] / costs[larger] for costs in rounds)
+        for size in sizes
+        for larger in sizes
+        if larger > size
+    }
+
+    def fewest(gain: Callable[[Spread], float]) -> int:
+        return next(
+            size
+            for size in sizes
+            if all(gain(gains[size, more]) * RATE <= 1 for more in sizes if more > size)
+        )
+
+    least, most = fewest(lambda spread: spread.low), fewest(lambda spread: spread.high)
+    return min(max(STEP_TOKENS[-1], least), most), least == most
 
 
 class _Trial:
@@ -399,9 +500,10 @@ class _Trial:
     def _memories(self) -> tuple[mmap.mmap, ...]:
         return self._stored, self._packed, self._x, self._out
 
-    def _call(
+    def call(
         self, num_inputs: int, num_rows: int, way: int | None, num_threads: int = 1
     ) -> Callable[[], None]:
+        """What makes one product."""
         scheme, matrix = (BFLOAT16, self._stored), (BFLOAT16_PAIRS, self._packed)
         number, memory = scheme if way is None else matrix
         parts = array("q", [self._at[memory], num_rows, number])
@@ -417,16 +519,9 @@ class _Trial:
 
         return call
 
-    def seconds(
-        self,
-        num_inputs: int,
-        ways: tuple[int | None, ...],
-        num_rows: int | None = None,
-        num_threads: int = 1,
-    ) -> dict[int | None, float]:
+    def seconds(self, num_inputs: int, ways: tuple[int | None, ...]) -> dict[int | None, float]:
         """The best of a few calls in each way, which take turns."""
-        num_rows = num_rows or _ROWS[num_inputs]
-        calls = {way: self._call(num_inputs, num_rows, way, num_threads) for way in ways}
+        calls = {way: self.call(num_inputs, _ROWS[num_inputs], way) for way in ways}
         best_s = dict.fromkeys(ways, inf)
         for _ in range(_ROUNDS):
             for way, call in calls.items():
@@ -444,7 +539,7 @@ class _Trial:
     def _outputs(self, way: int | None) -> tuple[float, ...]:
         num_inputs, num_rows = 3, 128
         self._out[:] = b"\xff" * len(self._out)  # NaNs, which are right nowhere
-        self._call(num_inputs, num_rows, way)()
+        self.call(num_inputs, num_rows, way)()
         return _floats(self._out[: num_inputs * num_rows * 2])
 
 

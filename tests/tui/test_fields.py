@@ -79,6 +79,7 @@ def rich() -> Frame:
         ),
         state="draining",
         state_reason="x",
+        trials=["up to 256 prompt tokens a step"],
     )
 
 

@@ -131,6 +131,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("routes", "which way sequences went, and why", "router", "roles: r"),
             Entry("predictions", "of elastic roles: how far off, by way and size of step",
                   "steps measured at start and since", "closed: not taken until measured anew"),
+            Entry("trials", "what timing this machine chose: products, steps of prompts, cores",
+                  "at the daemon's start", "undecided: the machine was busy then"),
         ),
         "log": (
             Entry("alert", "a reading beyond its threshold for long enough",

@@ -19,7 +19,7 @@ from appliance.frame.protocol import (
     RequestFrame,
     WayFrame,
 )
-from tui.lines import Line, Run, Tone, clip, facts, pad, rule, sparkline, state_bar
+from tui.lines import Line, Run, Tone, clip, facts, pad, rule, sparkline, state_bar, wrap
 from tui.panels.lanes import ranked_routes
 from tui.view import Samples, View, pool_counts
 
@@ -56,6 +56,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
             [Run(note, Tone.MUTED)],
             *_routes(frame, width),
             *_predictions(frame, width),
+            *_trials(frame, width),
             *_models(frame, width),
         ]
     return [
@@ -65,6 +66,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
         *_in_flight(frame, width),
         *_routes(frame, width),
         *_predictions(frame, width),
+        *_trials(frame, width),
         *_models(frame, width),
     ]
 
@@ -221,6 +223,12 @@ def _routes(frame: Frame, width: int) -> list[Line]:
             ]
         )
     return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]
+
+
+def _trials(frame: Frame, width: int) -> list[Line]:
+    """What was chosen for this machine at start, with its figures; nothing where nothing was."""
+    lines = [line for trial in frame.trials for line in wrap(trial, width)]
+    return [rule("TRIALS", width, "by timing this machine at start"), *lines] if lines else []
 
 
 def _predictions(frame: Frame, width: int) -> list[Line]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from appliance.configuration import config
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks as doctor
+from engine.errors import PenstockError
+from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 
 
@@ -89,6 +91,17 @@ def test_of_a_daemon_that_serves_quantised_its_losses_are_told() -> None:
     found = doctor._daemon(state | {"kv": "KV is int8; divergence 0.0001 nats"})
     assert found.verdict == "ok"
     assert found.found.endswith("; KV is int8; divergence 0.0001 nats")
+
+
+def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
+    chosen = doctor._kernels({"trials": ["up to 96 prompt tokens a step", "two cores"]})
+    if not has_kernels():
+        assert "torch" in chosen.found
+        return
+    told = "chosen at the daemon's start: up to 96 prompt tokens a step; two cores"
+    assert (chosen.verdict, chosen.found.endswith(told)) == ("ok", True)
+    for nothing in ({"trials": []}, {}, PenstockError("no daemon")):
+        assert "tried now: weights in bfloat16 are " in doctor._kernels(nothing).found
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:

@@ -177,3 +177,12 @@ def test_what_the_pools_keep_is_told_above_them() -> None:
     place = next(i for i, line in enumerate(lines) if line.startswith("kv"))
     assert lines[place].endswith("KV is int8; divergence")
     assert lines[place + 1].startswith("kv")
+
+
+def test_what_was_chosen_at_start_is_told_with_its_figures() -> None:
+    assert "trial" not in status.page(FRAME, colour=False)
+    told = ["up to 256 prompt tokens a step", "attention of prompts by tiles"]
+    lines = status.page({**FRAME, "trials": told}, colour=False).splitlines()
+    assert [line for line in lines if line.startswith("trial")] == [
+        f"trial    {each}" for each in told
+    ]

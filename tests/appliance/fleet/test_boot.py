@@ -11,7 +11,7 @@ from appliance.fleet.boot import check_plan, lock_state_dir, make_plan
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
 from engine.kernels.attention_backends import triton_fault
-from engine.kernels.cpu import TILES, WIDENED, ProductWays, has_kernels
+from engine.kernels.cpu import TILES, WIDENED, ProductWays, TrialResult, has_kernels
 from engine.wire.messages import GpuSpec
 from tests.gguf_files import write_gguf
 
@@ -76,6 +76,18 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
     assert [s.weights.share_index for s in (prefill, decode)] == [0, 1]
     for spec in (prefill.pool, decode.pool, ring):
         assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
+
+
+def test_a_plan_keeps_what_was_timed_for_it_and_what_follows(plan_of, tiny_llama, caplog):
+    caplog.set_level("INFO", logger="penstock")
+    plan = plan_of(model=tiny_llama)
+    told = [line for line in caplog.messages if line.endswith(", by timing this machine")]
+    assert told == [f"{trial}, by timing this machine" for trial in plan.trials]
+    size = plan.placement.max_step_tokens
+    assert [setup.max_step_tokens for _, setup in plan.workers] == [size, size]
+    assert [f"up to {size:,} prompt tokens a step" in trial for trial in plan.trials] == (
+        [True] if has_kernels() else []
+    )
 
 
 def test_a_dram_cache_is_memory_that_every_worker_copies_to_and_from(plan_of, tiny_llama):
@@ -239,14 +251,14 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
     plan_of, tiny_llama, monkeypatch, dtype
 ):
-    monkeypatch.setattr(
-        "appliance.fleet.weights_plan._ways", lambda: ProductWays((1, 16), (WIDENED, TILES))
-    )
+    tried = TrialResult(ProductWays((1, 16), (WIDENED, TILES)), "rearranged")
+    monkeypatch.setattr("appliance.fleet.weights_plan._tried_ways", lambda: tried)
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
     if dtype == "float32":
         assert specs == [None, None]
         return
+    assert plan.trials[0] == "weights in bfloat16 are rearranged"
     for spec in specs:
         assert (spec.is_packed, spec.way_starts, spec.ways) == (True, [1, 16], [WIDENED, TILES])
         layout = packed_layout(plan.checkpoint, dtype)

@@ -19,12 +19,14 @@ from engine.kernels.cpu import (
     AttentionTrial,
     ProductWays,
     PromptTrial,
+    Spread,
     best_step_tokens,
     find_attention_way,
     find_ways,
     judge,
     judge_attention,
     load_kernels,
+    step_costs,
     try_attention,
     try_prompts,
 )
@@ -237,29 +239,85 @@ def test_a_way_that_computes_wrongly_is_not_used_and_named():
 def test_this_machine_finds_how_many_prompt_tokens_a_step_is_worth():
     found = try_prompts(*load_kernels(), None, 2)
     assert found.step_tokens in (128, 256, 512)
-    assert found.second_core_gain is not None
-    assert "prompt tokens a step; two cores compute them" in found.why
+    assert found.costs.keys() == {128, 256, 512} - {found.step_tokens}
+    assert 0 < found.second_core_gain.low <= found.second_core_gain.high
+    assert "prompt tokens a step (a token's time, of that: " in found.why
+    assert "; two cores compute a prompt " in found.why
     alone = try_prompts(*load_kernels(), None, 1)
     assert (alone.second_core_gain, alone.lends) == (None, True)
     assert try_prompts(*load_kernels("portable"), None, 2) == PromptTrial(512, None)
 
 
+def test_a_mixture_is_tried_with_the_few_inputs_that_an_expert_gets():
+    mixture = StepValues(dense=10, experts=1000, expert_share=1 / 16, head=0)
+    found = try_prompts(*load_kernels(), None, 1, mixture)
+    assert {found.step_tokens, *found.costs} == {128, 256, 512, 1024, 2048}
+
+
+FLAT = dict.fromkeys((128, 256, 512), 1.0)
+
+
 def test_a_step_is_no_larger_than_its_rate_asks_for():
-    flat = dict.fromkeys((1, 4, 16, 64, 128, 256, 512), 1.0)
-    assert best_step_tokens(flat) == 128
-    assert best_step_tokens(flat | {256: 0.9, 512: 0.89}) == 256
-    assert best_step_tokens(flat | {256: 0.9, 512: 0.8}) == 512
+    assert best_step_tokens([FLAT]) == (128, True)
+    assert best_step_tokens([FLAT | {256: 0.9, 512: 0.89}]) == (256, True)
+    assert best_step_tokens([FLAT | {256: 0.9, 512: 0.8}]) == (512, True)
+    assert best_step_tokens([FLAT | {128: 0.93, 256: 0.85, 512: 0.91}]) == (256, True)
+
+
+def test_rounds_that_differ_leave_steps_as_near_to_the_usual_as_is_in_question():
+    sooner, later = FLAT | {512: 0.9}, FLAT | {512: 1.1}
+    assert best_step_tokens([sooner, later]) == (512, False)
+    assert best_step_tokens([sooner] * 3) == (512, True)
+    between = FLAT | {128: 1.2}
+    assert best_step_tokens([FLAT, between]) == (256, False), "larger than that is never better"
+    large = FLAT | {1024: 0.8, 2048: 0.8}
+    assert best_step_tokens([large, large | {2048: 0.6}]) == (1024, False), "of a mixture"
+
+
+def test_one_round_beside_something_else_decides_nothing():
+    assert best_step_tokens([FLAT, FLAT, FLAT, FLAT | {128: 3.0}]) == (128, True)
+
+
+@given(st.lists(st.fixed_dictionaries(dict.fromkeys(FLAT, st.floats(0.5, 2))), min_size=1))
+def test_what_is_chosen_is_a_size_that_was_tried_and_more_of_the_same_changes_nothing(rounds):
+    chosen = best_step_tokens(rounds)
+    assert chosen[0] in FLAT
+    assert best_step_tokens(rounds[::-1]) == chosen, "whatever the order of rounds"
+    if all(each == rounds[0] for each in rounds):
+        assert chosen[1]
 
 
 def test_experts_who_get_few_of_a_steps_tokens_want_larger_steps():
     rising = {1: 64.0, 4: 16.0, 16: 4.0, 64: 1.0, 128: 1.0, 256: 1.0, 512: 1.0}
     mixture = StepValues(dense=10, experts=1000, expert_share=1 / 16, head=0)
-    assert best_step_tokens(rising) == 128
-    assert best_step_tokens(rising, mixture) == 1024
+    assert best_step_tokens([step_costs(rising)]) == (128, True)
+    assert best_step_tokens([step_costs(rising, mixture)]) == (1024, True)
+
+
+def gain(low, high=None):
+    return Spread.of([low, low if high is None else high])
 
 
 def test_a_second_core_that_shares_the_unit_for_matrices_is_not_borrowed_for_prompts():
-    assert not PromptTrial(512, 1.02, has_tiles=True).lends
-    assert "a prompt has its worker's own cores alone" in PromptTrial(512, 1.02, True).why
-    assert PromptTrial(512, 1.9, has_tiles=True).lends
-    assert PromptTrial(512, 1.02).lends
+    assert not PromptTrial(512, gain(1.02), has_tiles=True).lends
+    assert "a prompt has its worker's own cores alone" in PromptTrial(512, gain(1.02), True).why
+    assert PromptTrial(512, gain(1.9), has_tiles=True).lends
+    assert PromptTrial(512, gain(1.02)).lends
+
+
+def test_what_is_undecided_is_said_and_stays_as_is_usual():
+    noisy = PromptTrial(512, gain(0.9, 1.6), True, {128: gain(0.9, 1.2)}, is_decided=False)
+    assert noisy.lends
+    assert noisy.why == (
+        "up to 512 prompt tokens a step (a token's time, of that: 1.20 (0.90 to 1.20) in steps of "
+        "128), undecided and so as near to 512 as may be; two cores compute a prompt "
+        "1.60 (0.90 to 1.60)x as fast as one: undecided, so that it borrows them"
+    )
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1))
+def test_a_spread_lies_within_its_ratios_and_without_the_outermost_of_many(ratios):
+    spread = Spread.of(ratios)
+    assert min(ratios) <= spread.low <= spread.median <= spread.high <= max(ratios)
+    if len(ratios) >= 4:
+        assert (spread.low, spread.high) == (sorted(ratios)[1], sorted(ratios)[-2])

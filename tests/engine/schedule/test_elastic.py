@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels.cpu import PromptTrial, Spread, best_step_tokens
 from engine.schedule.elastic import (
     ANEW_STEPS,
     Forecast,
@@ -263,6 +264,35 @@ def test_smaller_steps_follow_from_the_size_that_was_measured():
         choice_of(CPU, predict=seen, decode=TWO_STREAMS, max_step_tokens=most)
         sizes[most] = asked
     assert sizes == {128: {64, 128}, 512: {64, 128, 256, 512}}
+
+
+@pytest.mark.parametrize(
+    ("cost_of_512", "core_gain", "ttft_ms", "chunks"),
+    [
+        (1.0, 1.9, 1529.3, {64, 128}),  # larger steps are no better: small ones
+        (0.5, 1.9, 1529.3, {64, 128, 256, 512}),
+        (0.5, 1.0, 1558.6, {64, 128, 256, 512}),  # a second core is no help
+    ],
+)
+def test_what_is_chosen_follows_from_what_the_trial_at_start_has_timed(
+    cost_of_512, core_gain, ttft_ms, chunks
+):
+    size, is_decided = best_step_tokens([{128: 1.0, 256: 1.0, 512: cost_of_512}] * 3)
+    trial = PromptTrial(size, Spread.of([core_gain] * 3), has_tiles=True)
+    assert is_decided
+    follows = {"max_step_tokens": trial.step_tokens, "lends_for_prompts": trial.lends}
+    asked = set()
+
+    def seen(worker, num_cores, load):
+        """Decoding halves on two cores; a prompt takes as long on two as on one."""
+        if load.num_prefill_tokens and load.batch:
+            asked.add(load.num_prefill_tokens)
+        return 20 / num_cores + load.num_prefill_tokens
+
+    choice_of(CPU, predict=seen, decode=TWO_STREAMS, **follows)
+    assert asked == chunks
+    alone = choose(replace(CPU, **follows | {"max_step_tokens": 512}), seen)
+    assert alone.forecast.ttft_ms == pytest.approx(ttft_ms, abs=0.1)
 
 
 NAMES = ("p", "q", "d")
