@@ -23,6 +23,8 @@ from engine.errors import PenstockError
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
 """By HTTP status; every other error is 1."""
 _CHUNK_BYTES = 1 << 18
+_BYTES = "surrogateescape"
+"""Bytes of the command line that are no UTF-8 go out as they are."""
 _RETRY = "try again in a moment"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
 _HINTS_BY_CODE = MappingProxyType({"draining": "penstock resume takes requests again"})
@@ -80,7 +82,7 @@ class Client:
         Raises:
             ClientError: no daemon, no permission, or an error reply.
         """
-        return self._call("GET", f"{path}?{urlencode(query)}" if query else path, None)
+        return self._call("GET", _with_query(path, query or {}), None)
 
     def request(self, request_id: str) -> dict[str, Any]:
         """What the daemon knows of one request, live or finished.
@@ -88,7 +90,7 @@ class Client:
         Raises:
             ReplyError: status 404 if it knows none of that id.
         """
-        return self.get(f"/v1/requests/{quote(request_id, safe='')}")
+        return self.get(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a JSON object, read one.
@@ -104,7 +106,7 @@ class Client:
         Raises:
             ReplyError: status 404 if it is not live.
         """
-        self.post(f"/v1/requests/{quote(request_id, safe='')}/cancel")
+        self.post(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}/cancel")
 
     def text(self, path: str) -> str:
         """GET something that is no JSON; raises as get()."""
@@ -119,7 +121,7 @@ class Client:
         connection = _Connection(self.address, self.timeout_s)
         try:
             with _explained(self.address):
-                response = _send(connection, "GET", f"{path}?{urlencode(query)}", None)
+                response = _send(connection, "GET", _with_query(path, query), None)
                 if response.status >= 400:
                     raise _reply_error(response)
             while chunk := self._next_chunk(response):
@@ -246,6 +248,10 @@ class _Connection(http.client.HTTPConnection):
     def key(self) -> str | None:
         """The API key, for a daemon that cannot see who asks."""
         return os.environ.get("PENSTOCK_API_KEY") if isinstance(self._address, TcpAddress) else None
+
+
+def _with_query(path: str, query: Mapping[str, str]) -> str:
+    return f"{path}?{urlencode(query, errors=_BYTES)}" if query else path
 
 
 def _send(

@@ -2,8 +2,10 @@
 
     PenstockError                 what, where, hint; exit_code for the CLI
     ├── ConfigError               an option or a file is wrong (exit 78)
+    │   ├── UsageError            what was typed cannot be meant (exit 2)
     │   ├── CheckpointError       the model folder cannot be served (exit 78)
     │   └── SeveralWrong          several of them, told together (exit 78)
+    ├── FileError                 a file that was named cannot be read or made (exit 2, 4, 5)
     ├── AlreadyRunning            another daemon has what this one needs (exit 9)
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
@@ -18,7 +20,14 @@ Owns: the words. Never: logs or prints.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
+
+_FILE_EXIT_CODES = {
+    **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), 2),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), 4),
+    errno.ENOENT: 5,
+}
 
 
 class PenstockError(Exception):
@@ -48,6 +57,12 @@ class ConfigError(PenstockError):
     exit_code = 78  # EX_CONFIG; the systemd unit does not restart on it
 
 
+class UsageError(ConfigError):
+    """What was typed cannot be meant; the command's own check of its words ends alike."""
+
+    exit_code = 2
+
+
 class SeveralWrong(ConfigError):
     """Several things are wrong; whoever mends one should not have to ask for the next.
 
@@ -73,6 +88,29 @@ def refuse(wrong: Sequence[ConfigError]) -> None:
 
 class CheckpointError(ConfigError):
     """The model folder cannot be served; `where` names the file, `what` the tensor or key."""
+
+
+class FileError(PenstockError):
+    """A file that was named cannot be read or made.
+
+    Exit codes: 5, it or its folder is not there; 4, it is not ours to open; 2, one stands there
+    already, or it is a folder.
+
+    Args:
+        what: what could not be done, as `cannot write the copy`.
+        error: what the operating system says.
+        where: the file.
+        hint: what to do about it.
+    """
+
+    def __init__(self, what: str, error: OSError, *, where: str, hint: str = "") -> None:
+        super().__init__(f"{what}: {error.strerror or error}", where=where, hint=hint)
+        self.exit_code = file_exit_code(error)
+
+
+def file_exit_code(error: OSError) -> int:
+    """What a command ends with that could not have a file."""
+    return _FILE_EXIT_CODES.get(error.errno or 0, PenstockError.exit_code)
 
 
 class AlreadyRunning(PenstockError):

@@ -102,5 +102,5 @@ def test_a_report_of_a_daemon_that_has_died_says_what_cannot_be_had(daemon, tmp_
     assert b"worker.ready" in parts["events.json"]
     environ = {**daemon.env, "PENSTOCK_STATE_DIR": str(daemon.folder / "state")}
     again = penstock(environ, "doctor", "--bundle", str(tmp_path / "report.tar.gz"))
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert "File exists" in again.stderr

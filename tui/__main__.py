@@ -18,7 +18,7 @@ from pathlib import Path
 from tui import plain
 from tui.lines import clean
 
-EXIT_DAMAGED = 1
+EXIT_DAMAGED = 8
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 

@@ -31,6 +31,8 @@ from appliance.frame.recording import FramePacker, RecordingError, open_recordin
 from tui.rebuild import PastRequest, ended, request_at
 from tui.view import HISTORY_FRAMES, REPLAY, DaemonLink, View
 
+EXIT_USAGE = 2
+
 # Where a replay stands: moments in order, a place among them, and how time passes.
 # Invariant: the place is always one of the moments: the newest that is not after the time asked
 # for, or the first. A Playback never changes; every move makes another.
@@ -367,7 +369,10 @@ def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
     at_ms = parse_moment(at, start.at_ms) if at else start.at_ms
     if at_ms is None:
         replay.close()
-        raise RecordingError(f"{at} is no time", hint="give 14:02:11, +5m or an ISO time, in UTC")
+        hint = "give 14:02:11, +5m or an ISO time, in UTC"
+        error = RecordingError(f"{at!r} is no time", where="--at", hint=hint)
+        error.exit_code = EXIT_USAGE
+        raise error
     return replay, start.seek(at_ms)
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, FileError
 
 # When requests arrive and how long they are: drawn, or read from a trace.
 # Invariant: pure but for the trace's file; the same seed gives the same schedule, so that all arms
@@ -126,7 +126,7 @@ def read_trace(path: Path) -> list[PlannedArrival]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read: {error.strerror}", where=str(path)) from error
+        raise FileError("cannot read", error, where=str(path)) from error
     numbered = enumerate(lines, start=1)
     arrivals = sorted(_arrival(line, f"{path}:{n}") for n, line in numbered if line.strip())
     if not arrivals:
@@ -314,7 +314,7 @@ def read_conversations(path: Path) -> list[PlannedConversation]:
     try:
         read = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read: {error.strerror}", where=str(path)) from error
+        raise FileError("cannot read", error, where=str(path)) from error
     found = []
     for number, line in enumerate(read, start=1):
         try:

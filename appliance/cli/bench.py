@@ -50,7 +50,7 @@ from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
 from appliance.frame.figures import bytes_per_s, flops
 from appliance.frame.protocol import utc_now
-from engine.errors import ConfigError
+from engine.errors import FileError
 
 # The verbs that measure the device itself: bench kernels, steps, transports.
 # Invariant: each figure is beside the ceiling that was measured in the same run.
@@ -411,7 +411,8 @@ def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"cannot write: {error.strerror}", where=str(path)) from error
+        hint = "name a file in a folder that you may write to"
+        raise FileError("cannot write", error, where=str(path), hint=hint) from error
 
 
 def _tell_errors(samples: Sequence[Sample]) -> None:

@@ -34,7 +34,7 @@ from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
-from engine.errors import ConfigError, PenstockError
+from engine.errors import PenstockError, UsageError
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -135,11 +135,11 @@ def cancel(
     for text in asked:
         try:
             ended = short_ids.with_id(text, end, partial(short_ids.live, client))
-        except AmbiguousId as error:
+        except (AmbiguousId, UsageError) as error:
             exit_code = terminal.report(error)
         except ReplyError as error:
-            terminal.note(f"penstock: {printable(text)}: {printable(error)}")
-            exit_code = error.exit_code
+            error.where = text
+            exit_code = terminal.report(error)
         else:
             terminal.write(f"cancelled {printable(ended)}\n")
     raise typer.Exit(exit_code)
@@ -306,12 +306,12 @@ def worker(
 ) -> None:
     """Make this appliance a worker of a system of several, until a signal."""
     if not dynamo:
-        raise ConfigError(
+        raise UsageError(
             "of which system?", where="penstock worker", hint="say --dynamo; there is no other"
         )
     address = terminal.address(host)
     if not isinstance(address, UnixAddress):
-        raise ConfigError(
+        raise UsageError(
             "the adapter speaks to a daemon on its own machine, by its socket",
             where=str(address),
             hint="run it beside the daemon",
@@ -320,7 +320,7 @@ def worker(
     if kind == "file" and folder:
         os.environ[FILE_VARIABLE] = str(Path(folder).expanduser().absolute())
     elif kind not in ("etcd", "kubernetes") or folder:
-        raise ConfigError(
+        raise UsageError(
             f"{discovery!r} is no way to find others" if discovery else "how are others found?",
             where="--discovery",
             hint="give file:FOLDER, etcd or kubernetes",

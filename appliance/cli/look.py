@@ -21,7 +21,7 @@ from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output
 from appliance.client import ClientError, DaemonUnreachable
 from appliance.configuration.address import SshAddress, UnixAddress
-from engine.errors import ConfigError
+from engine.errors import UsageError
 
 
 class State(StrEnum):
@@ -119,7 +119,7 @@ def top(
     if isinstance(address, SshAddress):  # the console runs there, on this terminal
         options = ("-t",) if sys.stdout.isatty() else ("-T",)
         os.execvp("ssh", address.command("top", *flags, options=options))
-    raise ConfigError(
+    raise UsageError(
         "the console needs the daemon's Unix socket",
         where=str(address),
         hint="run it on the daemon's machine, or with --host ssh://...",

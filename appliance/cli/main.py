@@ -5,9 +5,7 @@ Invariant: stdout carries the answer alone; progress, notes and errors go to std
 `penstock: ...` and `hint: ...`.
 Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.
 
-Exit codes: 0 done · 1 unexpected · 2 usage · 3 no daemon, no hub · 4 permission · 5 not found ·
-6 busy · 7 generation failed or cut short · 8 something is wrong · 9 a daemon runs already · 78 bad
-configuration or model · 124 time is up · 130, 143 signalled · 141 broken pipe.
+Exit codes: docs/cli.md has the table; each error of engine.errors and appliance.client has its own.
 """
 
 from __future__ import annotations

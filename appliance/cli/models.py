@@ -25,7 +25,7 @@ from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size
 from appliance.models import cache
 from appliance.models.names import HubName, a_model
-from engine.errors import CheckpointError, ConfigError, PenstockError
+from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
 
 # engine.folder.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the
 # verbs.
@@ -222,13 +222,13 @@ def _hub_name(text: str) -> HubName:
     """What is asked for must be a name on the hub.
 
     Raises:
-        ConfigError: it is a folder, or nothing that could be a name.
+        UsageError: it is a folder, or nothing that could be a name.
     """
     name = a_model(text)
     if isinstance(name, HubName):
         return name
     hint = "a model on the hub is named as owner/name, such as Qwen/Qwen3-0.6B"
-    raise ConfigError("not a name on the hub", where=text, hint=hint)
+    raise UsageError("not a name on the hub", where=text, hint=hint)
 
 
 def _found(dirs: list[Path] | None) -> list[Any]:
@@ -288,4 +288,4 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     hint = "`penstock models list` shows their names; a folder's path will do as well"
     if not matching:
         raise NoSuchModel("no such model", where=name, hint=hint)
-    raise ConfigError(f"{len(matching)} models have this name", where=name, hint=hint)
+    raise UsageError(f"{len(matching)} models have this name", where=name, hint=hint)

@@ -7,6 +7,7 @@ Never: overwrites a file; takes the text of a prompt.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,7 +21,7 @@ from appliance.cli.tables import printable
 from appliance.cli.terminal import Host
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.frame.figures import things
-from engine.errors import PenstockError, RequestError
+from engine.errors import FileError, RequestError
 
 DEFAULT_SINCE = "30m"
 BUILD_TIMEOUT_S = 120.0
@@ -88,22 +89,20 @@ def _appearing(path: Path) -> Iterator[Path]:
     """A private file beside the path, which gets its name when the block ends well.
 
     Raises:
-        PenstockError: the path is taken, or nothing can be written there.
+        FileError: the path is taken, or nothing can be written there.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     hint = "name a file that does not exist yet, in a folder that you may write to"
-    if os.path.lexists(path):
-        raise PenstockError("cannot write the recording: File exists", where=str(path), hint=hint)
     try:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         yield unfinished
         with unfinished.open("rb") as written:
             os.fsync(written.fileno())
         os.rename(unfinished, path)
     except OSError as error:
-        raise PenstockError(
-            f"cannot write the recording: {error.strerror}", where=str(path), hint=hint
-        ) from error
+        raise FileError("cannot write the recording", error, where=str(path), hint=hint) from error
     finally:
         with suppress(OSError):
             unfinished.unlink()

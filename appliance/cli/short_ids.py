@@ -19,9 +19,10 @@ import typer
 from appliance.cli import terminal
 from appliance.client import Client, ClientError, ReplyError
 from appliance.configuration.address import UnixAddress, find
-from engine.errors import PenstockError
+from engine.errors import PenstockError, UsageError
 
 SHOWN_IDS = 8
+_IDS = "`penstock ps -a` and `penstock log` show ids"
 SEARCHED_ROWS = 1000
 _NOT_FOUND = 404
 
@@ -43,9 +44,12 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
         sources: of the ids that may be meant, asked in this order until one of them has it.
 
     Raises:
+        UsageError: the text is empty.
         AmbiguousId: several begin so.
         ReplyError: what `act` raised, where none does.
     """
+    if not text.strip():
+        raise UsageError("it is empty", where="ID", hint=_IDS)
     try:
         return act(text)
     except ReplyError as error:
@@ -54,7 +58,7 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
             found = next(filter(None, (the_one(text, source()) for source in sources)), None)
         if found is None:
             if error.status == _NOT_FOUND:
-                error.hint = error.hint or "`penstock ps -a` and `penstock log` show ids"
+                error.hint = error.hint or _IDS
             raise
     return act(found)
 

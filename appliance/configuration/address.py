@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.configuration import paths
 from appliance.configuration.setting_kinds import a_path
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     import subprocess
@@ -196,7 +196,7 @@ def parse(text: str, *, where: str) -> Address:
         text: `unix:///path`, `http://host:port`, `https://host:port` or
             `ssh://[user@]host[:port][/path]`. The second and third may end with `/v1`, as the base
             of OpenAI's API does.
-        where: what set it, for the error.
+        where: what set it, for the error: a flag or a variable.
 
     Raises:
         ConfigError: it is none of these.
@@ -221,7 +221,8 @@ def parse(text: str, *, where: str) -> Address:
 
 
 def _wrong(text: str, where: str) -> ConfigError:
-    return ConfigError(
+    kind = ConfigError if where.isupper() else UsageError
+    return kind(
         f"{text!r} is not an address",
         where=where,
         hint="give unix:///path, http://127.0.0.1:8000 or ssh://user@host",

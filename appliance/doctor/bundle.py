@@ -34,7 +34,7 @@ from appliance.doctor.gpu_checks import Finding
 from appliance.http.access import KEY_PREFIX
 from appliance.log.query import EventQuery, RowQuery, Span, log_time, read_events, read_rows
 from appliance.log.recorder import write_recording
-from engine.errors import PenstockError
+from engine.errors import FileError, PenstockError
 
 # Where the daemon and its workers stand, also when they hang: stacks, written when a signal asks.
 # Invariant: only a process that waits for the signal is sent it; what does not answer is shown as
@@ -197,8 +197,7 @@ def write_bundle(
                 said.append(f"{name}: {problem}" if problem else name)
     except OSError as error:
         hint = "name a file that is not there yet, in a folder of yours"
-        what = f"cannot write: {error.strerror}"
-        raise PenstockError(what, where=str(path), hint=hint) from error
+        raise FileError("cannot write", error, where=str(path), hint=hint) from error
     return said
 
 

@@ -20,19 +20,22 @@ from typing import Any
 import msgspec
 
 from appliance.frame.protocol import FRAME_VERSION, Frame
-from engine.errors import PenstockError
+from engine.errors import PenstockError, file_exit_code
 
 APPLICATION_ID = 0x50454E52  # "PENR", for file(1)
 RECORDING_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20
 """Unpacked; more is no frame of ours."""
 TABLES = ("runs", "requests", "events", "frames", "frame_templates")
+_MAKE_ONE = "`penstock record -o FILE` makes one"
 _MIN_DECIMALS = 3
 _MIN_DIGITS = 6
 
 
 class RecordingError(PenstockError):
     """A file is no recording that this release can show."""
+
+    exit_code = 8
 
 
 class FramePacker:
@@ -95,12 +98,17 @@ def open_recording(path: Path) -> sqlite3.Connection:
     """
     where = str(path)
     try:
-        if not path.is_file():
-            raise RecordingError("there is no such file", where=where)
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise RecordingError("is no file", where=where, hint=_MAKE_ONE)
+        path.open("rb").close()
         # Nobody writes a recording: without a lock it can also be read where no lock can be had.
         uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         db = sqlite3.connect(uri, uri=True)
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
+        wrong = RecordingError(f"cannot be opened: {error.strerror}", where=where, hint=_MAKE_ONE)
+        wrong.exit_code = file_exit_code(error)
+        raise wrong from error
+    except sqlite3.Error as error:
         raise RecordingError(f"cannot be opened: {error}", where=where) from error
     try:
         _check(db, where)
@@ -109,7 +117,7 @@ def open_recording(path: Path) -> sqlite3.Connection:
         raise RecordingError(
             f"is no recording, or a damaged one: {error}",
             where=where,
-            hint="penstock record makes one",
+            hint=_MAKE_ONE,
         ) from error
     except RecordingError:
         db.close()
@@ -123,7 +131,7 @@ def _check(db: sqlite3.Connection, where: str) -> None:
     db.execute("PRAGMA cell_size_check = ON")
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID:
-        raise RecordingError("is no recording", where=where, hint="penstock record makes one")
+        raise RecordingError("is no recording", where=where, hint=_MAKE_ONE)
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version != RECORDING_VERSION:
         raise RecordingError(

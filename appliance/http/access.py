@@ -33,7 +33,7 @@ from starlette.types import Message, Scope, Send
 from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
 from appliance.http.listeners import tls_context
 from appliance.request import Peer, Role
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UsageError
 
 # API keys: a file of names, roles and hashes; the keys themselves are kept by those who use them.
 # Invariant: keys are 256 random bits. Nobody can try them all, so one round of SHA-256 hides them
@@ -65,12 +65,14 @@ def new_key(name: str, role: str = "user") -> tuple[str, str]:
     """A fresh key, to be shown once, and the line for the file.
 
     Raises:
-        ConfigError: the name or the role is not one that the file may have.
+        UsageError: the name or the role is not one that the file may have.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError("give 1 to 64 letters, digits, '.', '_' or '-'", where="NAME")
+        what = f"{name!r} is no name of a key"
+        raise UsageError(what, where="NAME", hint="give 1 to 64 letters, digits, '.', '_' or '-'")
     if role not in _ROLES:
-        raise ConfigError(f"{role!r} is not one of {', '.join(_ROLES)}", where="--role")
+        hint = f"give one of {', '.join(_ROLES)}"
+        raise UsageError(f"{role!r} is no role", where="--role", hint=hint)
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     return key, f"{name} {role} sha256:{_digest(key).hex()}"
 

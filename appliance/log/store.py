@@ -19,7 +19,7 @@ from sqlite_utils import Database
 
 from appliance.log.query import BUSY_TIMEOUT_MS, reading
 from appliance.log.retention import Pruned, RetentionLimits, estimate, prune_steps, used_bytes
-from engine.errors import ConfigError, PenstockError
+from engine.errors import ConfigError, FileError, PenstockError
 from migrations.request_log import migration
 
 # The request log's file: made, brought up to date, opened, and told from another at its path.
@@ -172,13 +172,15 @@ def export(path: Path, target: Path) -> None:
     It works while the daemon runs, and for a user who may only read the log.
 
     Raises:
-        PenstockError: `target` exists or cannot be written, or the log cannot be read.
+        FileError: `target` exists or cannot be written.
+        PenstockError: the log cannot be read.
     """
     try:
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
     except OSError as error:
-        raise PenstockError(
-            f"cannot write the copy: {error.strerror}",
+        raise FileError(
+            "cannot write the copy",
+            error,
             where=str(target),
             hint="name a file that does not exist yet, in a folder that you may write to",
         ) from error

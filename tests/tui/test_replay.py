@@ -191,7 +191,7 @@ def test_it_begins_where_it_is_told(tmp_path: Path) -> None:
         replay, playback = open_at(path, text)
         assert playback.index == index
         replay.close()
-    with pytest.raises(RecordingError, match="soon is no time"):
+    with pytest.raises(RecordingError, match="'soon' is no time"):
         open_at(path, "soon")
 
 

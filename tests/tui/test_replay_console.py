@@ -265,7 +265,7 @@ async def test_rows_of_nonsense_end_it_with_a_sentence(tmp_path):
         db.execute("UPDATE requests SET num_sequences = 0")
     async with replaying(path, "+9s") as (console, pilot):
         await press(pilot, *"....")
-    assert console.return_code == 1
+    assert console.return_code == 8
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])

@@ -84,7 +84,7 @@ def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
     found = find_key(read_keys(tmp_path / "keys"), key)
     assert found is not None
     assert found.name == "ann"
-    assert penstock(environ, "keys", "new", "a b").returncode == 78
+    assert penstock(environ, "keys", "new", "a b").returncode == 2
 
 
 def test_serve_takes_its_settings_from_a_file_that_is_named(

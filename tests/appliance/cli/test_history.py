@@ -130,7 +130,7 @@ def test_the_file_is_found_measured_copied_and_made_smaller(
     copy = tmp_path / "copy.db"
     assert penstock(environ, "db", "export", str(copy)).stdout == f"exported to {copy}\n"
     assert logs.query(copy, "SELECT count(*) FROM requests") == [(2,)]
-    assert penstock(environ, "db", "export", str(copy)).returncode == 1
+    assert penstock(environ, "db", "export", str(copy)).returncode == 2
     forget = ("db", "prune", "--older-than", "1d")
     assert penstock(environ, *forget, "--dry-run").stdout == (
         "would forget 2 requests, 0 events, 0 frames\n"

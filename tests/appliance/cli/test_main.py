@@ -56,7 +56,8 @@ def test_cancel_goes_on_after_an_unknown_id(daemon: FakeDaemon, environ: dict[st
     }
     ended = penstock(environ, "cancel", "gone", "cmpl-1")
     assert ended.stdout == "cancelled cmpl-1\n"
-    assert ended.stderr == "penstock: gone: no live request\n"
+    hint = "hint: `penstock ps -a` and `penstock log` show ids\n"
+    assert ended.stderr == f"penstock: gone: no live request\n{hint}"
     assert ended.returncode == 5
 
 
@@ -71,6 +72,34 @@ def test_a_typo_in_the_config_file_stops_no_client(
     assert (ended.returncode, json.loads(ended.stdout)["model"]) == (0, FRAME["model"])
     warning = f"penstock: warning: {file}:2: unknown setting 'kv_memmory'\n"
     assert ended.stderr == f"{warning}hint: is kv_memory meant?\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("show", "\x01\udcff"), 5),
+        (("cancel", "\udcff"), 5),
+        (("log", "-u", "\udcff"), 0),
+        (("show", ""), 2),
+        (("cancel", " "), 2),
+        (("status", "--host", "foo://x"), 2),
+    ],
+)
+def test_whatever_is_typed_as_a_name_ends_as_documented(
+    daemon: FakeDaemon, environ: dict[str, str], words: tuple[str, ...], code: int
+) -> None:
+    missing = (404, {"error": {"message": "no such request", "code": "request_not_found"}})
+    daemon.script.replies = {
+        "GET /v1/requests/%01%FF": missing,
+        "POST /v1/requests/%FF/cancel": missing,
+        "GET /v1/requests": (200, {"data": []}),
+        "GET /v1/penstock/log?limit=1000": (200, {"data": []}),
+        "GET /v1/penstock/log?limit=20&user=%FF": (200, {"data": []}),
+    }
+    ended = penstock(environ, *words)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ("hint: " in ended.stderr) == (code != 0)
 
 
 def test_version_works_with_and_without_a_daemon(

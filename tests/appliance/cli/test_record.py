@@ -76,7 +76,7 @@ def test_damage_is_told_in_every_form(environ: dict[str, str], target: Path) -> 
         db.execute("UPDATE frame_templates SET frame = '[1,2'")
     for flags in (("--once", "--json"), ("--once",)):
         shown = penstock(environ, "top", "--replay", str(target), *flags)
-        assert (shown.returncode, "frame of the recording is damaged" in shown.stderr) == (1, True)
+        assert (shown.returncode, "frame of the recording is damaged" in shown.stderr) == (8, True)
         assert "--json" not in flags or shown.stdout == ""
     assert "is damaged" in penstock(environ, "top", "--replay", str(target), "--plain").stdout
 
@@ -108,10 +108,10 @@ def test_no_daemon_and_no_file_is_exit_3(environ: dict[str, str], target: Path) 
 def test_nothing_is_overwritten(environ: dict[str, str], target: Path) -> None:
     target.write_text("mine")
     ended = penstock(environ, "record", "-o", str(target), "--since", at(0))
-    assert (ended.returncode, target.read_text()) == (1, "mine")
+    assert (ended.returncode, target.read_text()) == (2, "mine")
     assert "File exists" in ended.stderr
     ended = penstock(environ, "record", "-o", str(target.parent / "no" / "where"))
-    assert ended.returncode == 1
+    assert ended.returncode == 5
     assert "No such file or directory" in ended.stderr
 
 
@@ -121,20 +121,23 @@ def test_what_a_daemon_sends_is_looked_at_before_it_is_kept(
 ) -> None:
     daemon.script.replies = {f"{ASKED}?since=30m": (200, content)}
     ended = penstock(environ, "record", "-o", str(target))
-    assert (ended.returncode, os.listdir(target.parent)) == (1, [])
+    assert (ended.returncode, os.listdir(target.parent)) == (8, [])
     assert "is no recording" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["README.md", "no such file"])
-def test_what_is_no_recording_is_not_replayed(environ: dict[str, str], name: str) -> None:
+@pytest.mark.parametrize(("name", "code"), [("README.md", 8), ("no such file", 5), ("docs", 8)])
+def test_what_is_no_recording_is_not_replayed(
+    environ: dict[str, str], name: str, code: int
+) -> None:
     ended = penstock(environ, "top", "--once", "--replay", str(ROOT / name))
-    assert (ended.returncode, ended.stdout) == (1, "")
+    assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr.startswith(f"penstock: {ROOT / name}: ")
+    assert "hint: `penstock record -o FILE` makes one" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 def test_a_time_that_is_none_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
     path = make_recording(tmp_path)
     ended = penstock(environ, "top", "--once", "--replay", str(path), "--at", "soon")
-    assert ended.returncode == 1
-    assert "soon is no time" in ended.stderr
+    assert ended.returncode == 2
+    assert "--at: 'soon' is no time" in ended.stderr

@@ -146,9 +146,10 @@ def test_a_view_does_not_pass_for_a_table(tmp_path: Path) -> None:
 
 def test_garbage_nothing_and_half_of_it_are_no_recordings(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with pytest.raises(RecordingError, match="no such file"):
+    with pytest.raises(RecordingError, match="No such file") as missing:
         open_recording(path)
-    with pytest.raises(RecordingError, match="no such file"):
+    assert missing.value.exit_code == 5
+    with pytest.raises(RecordingError, match="is no file"):
         open_recording(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(RecordingError, match="is no recording"):
