@@ -20,6 +20,8 @@ from engine.wire.messages import TokenLogprob
 
 HUNG_UP = "client"
 """Who has cancelled a request whose client is gone."""
+CLIENT_CLOSED_REQUEST = 499
+"""Nginx's status for a client that left before its reply; it is only logged."""
 
 
 class Role(IntEnum):

@@ -25,16 +25,16 @@ from appliance.fleet.cache_identity import PromptHasher, make_hasher
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.swaps import Swaps
+from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
-from appliance.request import HUNG_UP, ModelInfo, Request, TokensEmitted
+from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.watch.deadlines import Availability, Deadlines
 from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
 from engine.cache.prefix_index import PrefixChain
-from engine.errors import InvariantViolated, QueueFull, Unavailable
+from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
@@ -202,6 +202,32 @@ class Service:
         self._live[request.request_id] = request
         self.idle.clear()
         self._totals.accepted += 1
+
+    def refused_before_queue(
+        self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None
+    ) -> None:
+        """One did not come in to the model that it had named; see RefusedRequest.
+
+        Who has waited had an id that could be seen and cancelled, so that it gets a row.
+        """
+        self._totals.refused += error is not None
+        if waited is None:
+            return
+        is_cancelled = waited.cancelled_by is not None
+        frame = msgspec.structs.replace(
+            waited,
+            phase="finished",
+            waits_for=None,
+            finish_reason=FinishReason.ABORT if is_cancelled else FinishReason.ERROR,
+            error=None if error is None else error.what,
+            tokenize_ms=0.0,
+            queue_ms=waited.age_ms,
+            e2e_ms=waited.age_ms,
+        )
+        status = CLIENT_CLOSED_REQUEST if error is None else error.status
+        self._closed.add(
+            frame, LogRow.of_waiting(frame, asker.peer, asker.client_request_id, status)
+        )
 
     def _ask_router(self, ask: Callable[[int], None]) -> None:
         try:

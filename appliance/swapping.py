@@ -65,12 +65,13 @@ class Swapping:
             swap=self._swap,
             idle=service.idle,
             limits=self._limits,
+            refused=service.refused_before_queue,
         )
 
     def _limits(self) -> SwapLimits:
         config = self._config()
         num_bytes = BYTES_PER_TOKEN * config.max_queued_tokens
-        return SwapLimits(config.min_stay_s, config.max_queued, num_bytes)
+        return SwapLimits(config.min_stay_s, config.max_queued, num_bytes, config.max_queue_wait_s)
 
     async def _prepare(self, name: str) -> None:
         config = self._configs[name]

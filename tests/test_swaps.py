@@ -221,6 +221,10 @@ def test_who_waits_for_a_swap_holds_a_place_only_as_long_as_its_client_stays(
         assert (full.status_code, full.headers["retry-after"]) == (429, "5")
         assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     daemon.wait_for(lambda: num_waiting() == 0)
+    assert daemon.state()["totals"]["refused"] == 1
+    done, left = daemon.log_rows()[-2:]
+    assert (done["http_status"], left["http_status"], left["cancelled_by"]) == (200, 499, "client")
+    assert (left["model"], left["queue_ms"]) == ("o/small", left["e2e_ms"])
     tags = [each["name"] for each in daemon.http.get("/api/tags").json()["models"]]
     assert tags == [daemon.state()["model"], "o/small"]
     tokenized = daemon.http.post("/tokenize", json={"model": "o/small", "prompt": "a"})
@@ -232,6 +236,10 @@ def test_who_waits_for_a_swap_holds_a_place_only_as_long_as_its_client_stays(
         daemon.wait_for(lambda: num_waiting() == 1)
         daemon.http.post("/v1/penstock/drain")
         assert late.result().status_code == 503
+    assert daemon.state()["totals"]["refused"] == 2
+    shown, row = daemon.requests()[0], daemon.log_rows()[0]
+    assert (shown["finish_reason"], shown["error"]) == ("error", "the appliance is draining")
+    assert (row["id"], row["http_status"], row["error"]) == (shown["id"], 503, shown["error"])
     daemon.http.post("/v1/penstock/resume")
     assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert daemon.stop() == 0

@@ -41,15 +41,15 @@ from appliance.api.responses import (
 )
 from appliance.api.stream import Delta, OpenReply
 from appliance.api.wire import (
-    CLIENT_CLOSED_REQUEST,
     appliance_of,
     arrival_of,
+    client_request_id,
     error_response,
     require,
 )
 from appliance.fleet.swaps import IncomingRequest
 from appliance.json_fields import Fields
-from appliance.request import HUNG_UP, Role
+from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, Role
 from engine.errors import RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 
@@ -146,9 +146,16 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
         asked = msgspec.json.decode(body, type=_Asked).model or ""
     except msgspec.MsgspecError:
         asked = ""  # it will be refused in the usual words
-    name, of_arrival = swaps.name_of(asked), (arrival.received_at, arrival.arrived_ns)
+    name = swaps.name_of(asked)
     asker = IncomingRequest(
-        arrival.peer.name, len(body), arrival.request_id, http.url.path, *of_arrival
+        arrival.peer.name,
+        len(body),
+        arrival.request_id,
+        http.url.path,
+        arrival.received_at,
+        arrival.arrived_ns,
+        arrival.peer,
+        client_request_id(http),
     )
     if swaps.can_enter(name):
         await swaps.enter(name, asker)

@@ -36,7 +36,6 @@ from appliance.api.replies import model_object, other_model_object
 from appliance.api.responses import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.api.wire import (
-    CLIENT_CLOSED_REQUEST,
     appliance_of,
     arrival_of,
     error_response,
@@ -45,6 +44,7 @@ from appliance.api.wire import (
     reply_headers,
 )
 from appliance.frame.protocol import FRAME_VERSION
+from appliance.request import CLIENT_CLOSED_REQUEST
 from engine.errors import RequestError, Unavailable
 
 # The outermost layer of the HTTP API: what holds for every route, known or not.

@@ -95,10 +95,6 @@ def client_request_id(http: Request) -> str | None:
     return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:128] or None
 
 
-CLIENT_CLOSED_REQUEST = 499
-"""Nginx's status for a client that left before its reply; it is only logged."""
-
-
 def appliance_of(http: Request) -> Appliance:
     """The appliance that the application was built for."""
     return cast(Appliance, http.app.state.appliance)

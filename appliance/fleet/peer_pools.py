@@ -41,6 +41,10 @@ class MemorySharing:
         self._waiting: set[str] = set()
         """Mappers that have been let on, and have no memory yet."""
 
+    def waits(self, worker: str) -> bool:
+        """Whether it can only go on when the exporter has made its pool."""
+        return worker in self._waiting
+
     def let_on(self, worker: str) -> None:
         """A worker has been sent Go."""
         if self._roles[worker] == "maps":
@@ -96,6 +100,11 @@ class PeerPools:
         self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
         """Who may have mapped a pool, by its name."""
         self._let_go = asyncio.Event()
+
+    def waits(self, worker: str) -> bool:
+        """Whether one that starts can only go on when others have made their pools."""
+        mine = (pool for pool, writers in self._writers.items() if worker in writers)
+        return worker in self._up and any(worker not in self._told[pool] for pool in mine)
 
     def let_on(self, worker: str) -> None:
         """A worker has been sent Go."""

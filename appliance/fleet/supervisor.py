@@ -215,6 +215,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
         self._logged_at_s = self._loading_since_s = 0.0
+        self._has_told_loaded = False
         self._started: asyncio.Future[None] | None = None
         self._sharing = MemorySharing([plan for plan, _ in workers], self.send)
         self._peers = PeerPools((setup for _, setup in workers), self.send)
@@ -228,6 +229,12 @@ class Supervisor:
     def is_started(self) -> bool:
         """True once all workers have been ready together."""
         return self._started is not None and self._started.done()
+
+    def waits_for_others(self, name: str) -> bool:
+        """Whether a worker that loads has done its part, and cannot go on before others have."""
+        has_loaded = self.workers[name].has_loaded
+        is_early = has_loaded and not all(w.has_loaded for w in self.workers.values())
+        return is_early or self._sharing.waits(name) or self._peers.waits(name)
 
     def spawn_all(self) -> None:
         """Start every process now; they import torch while the daemon goes on building."""
@@ -418,12 +425,13 @@ class Supervisor:
         is_known = all(w.total_bytes for w in self.workers.values())
         now_s = time.monotonic()
         is_due = loaded == total or now_s - self._logged_at_s >= 1.0
-        if self.is_started or not is_known or not is_due:
+        if self.is_started or self._has_told_loaded or not is_known or not is_due:
             return
         self._logged_at_s = now_s
         if loaded < total:
             log.info("loading weights: %s", part_text(loaded, total))
         else:
+            self._has_told_loaded = True
             took_s = now_s - self._loading_since_s
             log.info("loaded %s of weights, %.1f s after the start", size_text(total), took_s)
 
@@ -458,7 +466,8 @@ class Supervisor:
         """End a worker that will not end by itself; it is started again like any that has died."""
         worker = self.workers[name]
         if worker.state in ("ready", "loading") and worker.process is not None:
-            worker.failure = WorkerFailed(about)
+            where = name if worker.state == "loading" else ""  # else who hears it knows
+            worker.failure = WorkerFailed(about, where=where)
             worker.process.kill()
 
     async def _end_mappers(self, worker: WorkerState) -> None:

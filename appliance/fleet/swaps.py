@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from appliance.frame.protocol import RequestFrame, SwapsFrame
+from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.schedule.queue import WaitingLimit
 
@@ -38,6 +39,8 @@ class SwapLimits(NamedTuple):
     """Requests that may wait for another model."""
     max_waiting_bytes: int
     """Their bodies together, which are in memory meanwhile."""
+    max_wait_s: float = 0.0
+    """How long each may; 0: for ever."""
 
 
 class _FailedModel(NamedTuple):
@@ -57,6 +60,12 @@ class IncomingRequest(NamedTuple):
     endpoint: str = ""
     received_at: str = ""
     arrived_ns: int = 0
+    peer: Peer = Peer()
+    client_request_id: str | None = None
+
+
+RefusedRequest = Callable[[IncomingRequest, RequestFrame | None, RequestError | None], None]
+"""Who asked; how it waited, None if it did not at all; what it is told, None if its client left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +73,7 @@ class _WaitingRequest:
     name: str
     """The model; empty for whichever is served."""
     asker: IncomingRequest
+    cancelled_by: str | None = None
     is_in: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -85,6 +95,7 @@ class Swaps(AbstractContextManager[None]):
         swap: Callable[[str], Awaitable[str | None]],
         idle: asyncio.Event,
         limits: Callable[[], SwapLimits],
+        refused: RefusedRequest = lambda *_: None,
     ) -> None:
         """Serve `current`.
 
@@ -96,13 +107,14 @@ class Swaps(AbstractContextManager[None]):
             swap: serves another; where it cannot, it says why, and the old one is back.
             idle: set while no request that came in is under way.
             limits: as they are now.
+            refused: called for each request that does not come in.
         """
         self.current = current
         self.names = names
         self.next: str | None = None
         """The model that is being swapped to; nobody comes in meanwhile."""
         self._prepare, self._swap, self._idle = prepare, swap, idle
-        self._limits = limits
+        self._limits, self._refused = limits, refused
         self._since_s = time.monotonic()
         self._waiting: list[_WaitingRequest] = []
         self._places = WaitingLimit("requests for another model", limits().max_waiting)
@@ -139,29 +151,53 @@ class Swaps(AbstractContextManager[None]):
             False if its client has left: it holds nothing then.
 
         Raises:
-            Unavailable: the model cannot be started, or the daemon drains.
+            Unavailable: the model cannot be started, or not in time, or the daemon drains.
             QueueFull: too much waits for another model, altogether or of this owner.
         """
         if self.can_enter(name):
             self._num_entering += 1
             return True
         one = _WaitingRequest(name, asker)
-        self._check(one)
+        try:
+            self._check(one)
+        except RequestError as error:
+            self._refused(asker, None, error)
+            raise
         self._waiting.append(one)
         self._places.enter(asker.owner, 1)
         self._bytes.enter(asker.owner, asker.num_bytes)
         self.look()
         is_in = False
         try:
-            waits = (one.is_in,) if gone is None else (one.is_in, gone)
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if one.is_in.done():
-                one.is_in.result()
-                is_in = True
+            is_in = await self._wait(one, gone)
+            if not is_in:
+                one.cancelled_by = HUNG_UP
+                self._refused(asker, self._frame(one, time.monotonic_ns()), None)
             return is_in
+        except RequestError as error:
+            self._refused(asker, self._frame(one, time.monotonic_ns()), error)
+            raise
         finally:
             if not is_in:
                 self._leave(one)
+
+    async def _wait(self, one: _WaitingRequest, gone: asyncio.Future[None] | None) -> bool:
+        """Until it may come in; False if its client has left. Raises what it is told."""
+        limit_s = self._limits().max_wait_s
+        waits = (one.is_in,) if gone is None else (one.is_in, gone)
+        done, _ = await asyncio.wait(
+            waits, timeout=limit_s or None, return_when=asyncio.FIRST_COMPLETED
+        )
+        if one.is_in in done:
+            one.is_in.result()
+        elif not done:
+            raise Unavailable(
+                f"it waited {limit_s:g} s for {self._waits_for_what(one.name)}, "
+                "longer than max_queue_wait",
+                code="queue_timeout",
+                retry_after_ms=int(limit_s * 1e3),
+            )
+        return one.is_in in done
 
     def __exit__(self, *_: object) -> None:
         """A request that came in is in the queue by now, or refused."""
@@ -197,35 +233,37 @@ class Swaps(AbstractContextManager[None]):
         found = [one for one in self._waiting if one.asker.request_id == request_id]
         for one in found:
             self._take(one)
+            one.cancelled_by = by
             about = f"cancelled by {by} while it waited for its model"
             one.is_in.set_exception(RequestError(about, code="cancelled", status=409))
         return bool(found)
 
     def requests(self, now_ns: int) -> list[RequestFrame]:
         """Those that wait, the oldest first; no model has looked at them yet."""
-        return [
-            RequestFrame(
-                id=asker.request_id,
-                endpoint=asker.endpoint,
-                phase="queued",
-                model=one.name or self.next or self.current,
-                user=asker.owner,
-                stream=False,
-                num_sequences=1,
-                prompt_tokens=0,
-                computed_tokens=0,
-                output_tokens=0,
-                max_tokens=0,
-                num_blocks=0,
-                worker=None,
-                transport=None,
-                received_at=asker.received_at,
-                age_ms=(now_ns - asker.arrived_ns) / 1e6,
-                waits_for=self._waits_for_what(one.name),
-            )
-            for one in self._waiting
-            for asker in (one.asker,)
-        ]
+        return [self._frame(one, now_ns) for one in self._waiting]
+
+    def _frame(self, one: _WaitingRequest, now_ns: int) -> RequestFrame:
+        asker = one.asker
+        return RequestFrame(
+            id=asker.request_id,
+            endpoint=asker.endpoint,
+            phase="queued",
+            model=one.name or self.next or self.current,
+            user=asker.owner,
+            stream=False,
+            num_sequences=1,
+            prompt_tokens=0,
+            computed_tokens=0,
+            output_tokens=0,
+            max_tokens=0,
+            num_blocks=0,
+            worker=None,
+            transport=None,
+            received_at=asker.received_at,
+            age_ms=(now_ns - asker.arrived_ns) / 1e6,
+            waits_for=self._waits_for_what(one.name),
+            cancelled_by=one.cancelled_by,
+        )
 
     def _waits_for_what(self, name: str) -> str:
         wanted = name or self.next or self.current

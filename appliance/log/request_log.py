@@ -1,4 +1,4 @@
-"""The request log: one SQLite row per accepted request, one thread that writes them.
+"""The request log: one SQLite row per request, one thread that writes them.
 
 Owns: the queue of what is to be written, and the daemon's one connection that writes.
 Invariant: only the writer thread uses the connection once the run has started; what could not be

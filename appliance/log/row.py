@@ -19,7 +19,7 @@ import msgspec
 
 from appliance.frame.latency import in_order
 from appliance.frame.protocol import RequestFrame
-from appliance.request import Request
+from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence
 
 MAX_CLIENT_RID_CHARS = 128
@@ -46,9 +46,10 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     restored_tokens: int
     completion_tokens: int
     max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    """None in the row of a request that was never read."""
     http_status: int
     finish_reason: str | None
     error: str | None
@@ -139,6 +140,37 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             restored_us=_us(slowest.stamps.restored_ns),
             paused_us=_us(slowest.stamps.paused_ns),
             **_offsets(slowest),
+        )
+
+    @classmethod
+    def of_waiting(
+        cls, frame: RequestFrame, peer: Peer, client_rid: str | None, http_status: int
+    ) -> LogRow:
+        """The row of a request that waited for its model to be swapped in, and never came in.
+
+        Nobody has read its body, so that there is nothing to say of what it asked; all its time
+        was the queue's.
+        """
+        names = cls.__struct_fields__
+        counts = {n: 0 for n in names if n.endswith(("_tokens", "_bytes", "_blocks"))}
+        known = {n: getattr(frame, n) for n in RequestFrame.__struct_fields__ if n in names}
+        return cls(
+            **{
+                **dict.fromkeys(names),
+                **counts,
+                **known,
+                "rid": frame.id,
+                "client_rid": client_rid[:MAX_CLIENT_RID_CHARS] if client_rid else None,
+                "peer_uid": peer.uid,
+                "peer_gid": peer.gid,
+                "peer_pid": peer.pid,
+                "peer_user": peer.user,
+                "key_name": peer.key,
+                "http_status": http_status,
+                "recoveries": 0,
+                "t_tokenized_us": 0,
+                "t_finished_us": int(1e3 * frame.age_ms),
+            }
         )
 
 

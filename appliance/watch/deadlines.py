@@ -27,7 +27,8 @@ from engine.schedule.step_times import StepLoad
 # do. A device that hangs looks busy, so CPU time proves nothing, and a deadline decides: five times
 # what the worker's longest step is predicted to take, at least ten seconds. Only where no step of
 # its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
-# while.
+# while. A worker that loads, at the first start, again or in a swap, is heard after each part of
+# that; how long a part takes is not known either, and a disk may let it wait without CPU time.
 # Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
 # never named that has nothing to do, or whose cores another computes on.
 # Never: ends a process, or changes what it looks at.
@@ -40,9 +41,9 @@ STEP_PATIENCE = 5.0
 STALLED_SHARE = 0.5
 """Of its patience, after which a worker gets no more sequences and /ready says so."""
 UNKNOWN_PATIENCE_S = 300.0
-"""For a step of which nothing is known, while the worker uses CPU time."""
-LOADING_PATIENCE_S = 300.0
-"""Without a word from a worker that comes back."""
+"""For a step, or a part of loading, of which nothing is known, while the worker uses CPU time."""
+LOADING_PATIENCE_S = 30.0
+"""Without a word from a worker that loads, and without CPU time."""
 MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
 
 
@@ -224,7 +225,8 @@ class Deadlines:
             roles.stalled = stalled
             self._router.dispatch(now_ns)
         for name, about in self._watchdog.hung.items():
-            self._supervisor.end_hung(name, f"it hangs: {about}")
+            while_what = " while it loads" * (states[name].state == "loading")
+            self._supervisor.end_hung(name, f"it hangs{while_what}: {about}")
 
     def _ms_per_token(self) -> float:
         """Of a prompt, in the largest step of which a worker's time is known; 0: unknown."""
@@ -238,12 +240,14 @@ class Deadlines:
 
     def _reading(self, name: str, state: WorkerState) -> WorkerReading:
         router = self._router
-        is_loading = state.state == "loading" and self._supervisor.is_started
+        # who has done its part may wait for others, which are looked at themselves
+        is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
         is_owing = state.state == "ready" and owes_something(router, name)
         has_work = is_loading or (is_owing and not router.roles.cores.is_parked(name))
         step_ms = cpu_s = None
-        if has_work and not is_loading:
-            step_ms = router.roles.slowest_ms(name, self._longest_step(name))
+        if has_work:
+            if not is_loading:
+                step_ms = router.roles.slowest_ms(name, self._longest_step(name))
             cpu_s = None if step_ms is not None else _cpu_s(state.pid)
         return WorkerReading(state.pid, state.num_reports, has_work, step_ms, cpu_s, is_loading)
 

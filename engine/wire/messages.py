@@ -311,7 +311,10 @@ class Rehearse(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
-    """Weights read so far by this worker; sent a few times a second."""
+    """Weights read so far by this worker; sent a few times a second.
+
+    It is a sign of life, too: sent again, unchanged, after each other part of a start.
+    """
 
     loaded_bytes: int
     total_bytes: int

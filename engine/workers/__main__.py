@@ -86,6 +86,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.workers.running import Grammars
 
     use_cores(setup.cpus)
+    progress = _Progress(channel)
+    progress.goes_on()
     checkpoint = Checkpoint.open(Path(setup.model_dir))
     config = checkpoint.config
     grammars = Grammars(
@@ -94,9 +96,9 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         )
     )
     if setup.gpu is not None:
-        _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars)
+        _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
-    weights, ways, is_measurer = _loaded(checkpoint, setup, near, _Progress(channel))
+    weights, ways, is_measurer = _loaded(checkpoint, setup, near, progress)
     channel.send(WeightsLoaded())
     channel.expect(Go)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -113,8 +115,10 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         ways,
         setup.attention_way,
     )
+    progress.goes_on()
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_step_tokens, setup.max_model_len)
+    progress.goes_on()
     worker = StepLoop(
         channel,
         runner,
@@ -123,8 +127,9 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         max_step_tokens=setup.max_step_tokens,
         own_cores=setup.cpus,
     )
-    loss = weights_loss(transformer, checkpoint, setup.dtype) if is_measurer else None
-    of_kv = kv_loss(transformer, checkpoint, setup.kv_dtype) if setup.measures_kv else None
+    goes_on = progress.goes_on
+    loss = weights_loss(transformer, checkpoint, setup.dtype, goes_on) if is_measurer else None
+    of_kv = kv_loss(transformer, checkpoint, setup.kv_dtype, goes_on) if setup.measures_kv else None
     attention, notes = transformer.attention_backend, near.notes(pool)
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
@@ -164,13 +169,14 @@ def _serve_on_gpu(
     gpu: GpuSpec,
     checkpoint: Checkpoint,
     grammars: Grammars,
+    progress: _Progress,
 ) -> NoReturn:
     from engine.workers.device import CudaDevice
     from engine.workers.loop import StepLoop
     from engine.workers.on_gpu import start
 
     device = CudaDevice(gpu.uuid)
-    started = start(channel, setup, gpu, checkpoint, device, grammars, _Progress(channel))
+    started = start(channel, setup, gpu, checkpoint, device, grammars, progress, progress.goes_on)
     worker = StepLoop(
         channel,
         started.runner,
@@ -185,17 +191,23 @@ def _serve_on_gpu(
 
 
 class _Progress:
-    """Sends LoadingProgress a few times a second."""
+    """Sends LoadingProgress a few times a second, and whenever something else is done."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
         self._last_ns = 0
+        self._so_far = LoadingProgress(0, 0)
 
     def __call__(self, loaded_bytes: int, total_bytes: int) -> None:
+        self._so_far = LoadingProgress(loaded_bytes, total_bytes)
         now_ns = time.monotonic_ns()
         if now_ns - self._last_ns >= _PROGRESS_INTERVAL_NS or loaded_bytes == total_bytes:
             self._last_ns = now_ns
-            self._channel.send(LoadingProgress(loaded_bytes, total_bytes))
+            self.goes_on()
+
+    def goes_on(self) -> None:
+        """A part of the start is done that has no bytes: this process does not hang."""
+        self._channel.send(self._so_far)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,12 @@ class DecodeGraphs:
         self.capture_ms = 0.0
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Record all of them, the largest first, whose memory the others then fit into."""
+    def capture(self, goes_on: Callable[[], None] = lambda: None) -> None:
+        """Record all of them, the largest first, whose memory the others then fit into.
+
+        Args:
+            goes_on: called when those of a size are there.
+        """
         started_ns = time.monotonic_ns()
         self._write([_PADDING] * self.batch_sizes[-1])
         for size in reversed(self.batch_sizes):
@@ -98,6 +102,7 @@ class DecodeGraphs:
             self._write([_PADDING] * size)
             for width in reversed(self.widths):
                 self._steps[size, width] = self._device.capture(self._step(size, width))
+            goes_on()
         self.capture_ms = (time.monotonic_ns() - started_ns) / 1e6
 
     @property

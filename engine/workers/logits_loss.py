@@ -10,12 +10,14 @@ Never: chooses a form, or refuses to serve because of what it finds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weight import Weight
-from engine.model.weights import convert_weights, layout_views, load_weights
+from engine.model.weights import Progress, convert_weights, layout_views, load_weights
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import LogitsLoss
 from engine.workers.copying import TORCH_DTYPES, block_shape
@@ -34,21 +36,30 @@ MAX_TOKENS = 128
 
 
 @torch.inference_mode()
-def weights_loss(served: Transformer, checkpoint: Checkpoint, dtype: str) -> LogitsLoss:
+def weights_loss(
+    served: Transformer, checkpoint: Checkpoint, dtype: str, goes_on: Callable[[], None]
+) -> LogitsLoss:
     """Compare a model whose weights were quantised at start with the same as it is stored.
 
     Args:
         served: the model as it is served.
         checkpoint: that it was made of.
         dtype: that it is served in.
+        goes_on: called after each part of it.
     """
-    stored = Transformer(checkpoint.config, _as_stored(checkpoint, dtype), dtype)
-    texts = _texts(checkpoint)
-    return _loss([(_logits(stored, text), _logits(served, text)) for text in texts])
+    weights = _as_stored(checkpoint, dtype, lambda _done, _total: goes_on())
+    stored = Transformer(checkpoint.config, weights, dtype)
+    pairs = []
+    for text in _texts(checkpoint):
+        pairs.append((_logits(stored, text), _logits(served, text)))
+        goes_on()
+    return _loss(pairs)
 
 
 @torch.inference_mode()
-def kv_loss(served: Transformer, checkpoint: Checkpoint, kv_dtype: str) -> LogitsLoss:
+def kv_loss(
+    served: Transformer, checkpoint: Checkpoint, kv_dtype: str, goes_on: Callable[[], None]
+) -> LogitsLoss:
     """Compare a model over a pool of another dtype with the same over one of its own.
 
     All texts are one, whose later tokens see the keys of the earlier ones as a pool keeps them.
@@ -57,10 +68,13 @@ def kv_loss(served: Transformer, checkpoint: Checkpoint, kv_dtype: str) -> Logit
         served: the model as it is served.
         checkpoint: that it was made of.
         kv_dtype: of the pool that serves.
+        goes_on: called after each part of it.
     """
     text = [token for each in _texts(checkpoint) for token in each]
     text = text[: checkpoint.config.max_position_embeddings]
-    return _loss([(_logits(served, text), _logits(served, text, kv_dtype))])
+    expected = _logits(served, text)
+    goes_on()
+    return _loss([(expected, _logits(served, text, kv_dtype))])
 
 
 def _texts(checkpoint: Checkpoint) -> list[list[int]]:
@@ -83,13 +97,13 @@ def _loss(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitsLoss:
     return LogitsLoss(len(kl), max(kl.double().mean().item(), 0.0), ratio)
 
 
-def _as_stored(checkpoint: Checkpoint, dtype: str) -> dict[str, Weight]:
+def _as_stored(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
     """Mapped where the kernels read them so, else widened into memory that soon is free again."""
     if checkpoint.is_mappable:
-        return load_weights(checkpoint, dtype, None, None, _ignore)
+        return load_weights(checkpoint, dtype, None, None, progress)
     layout = arena_layout(checkpoint, dtype)
     views = layout_views(layout, dtype, torch.empty(layout.num_bytes, dtype=torch.uint8))
-    convert_weights(checkpoint, views, _ignore)
+    convert_weights(checkpoint, views, progress)
     return {name: Weight.plain(view) for name, view in views.items()}
 
 
@@ -109,7 +123,3 @@ def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = Non
         torch.tensor(token_ids), places, places, [count], [count], [[0]], list(range(count))
     )
     return model.forward(batch, torch.zeros(shape, dtype=TORCH_DTYPES[dtype])).clone()
-
-
-def _ignore(_done: int, _total: int) -> None:
-    """Progress that nobody asked for."""

@@ -155,8 +155,9 @@ def start(
     device: Device,
     grammars: Grammars,
     progress: Progress,
+    goes_on: Callable[[], None] = lambda: None,
 ) -> Started:
-    """Everything up to Ready, which the caller sends.
+    """Everything up to Ready, which the caller sends; `goes_on` is called after long parts of it.
 
     Raises:
         WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
@@ -189,9 +190,10 @@ def start(
         graphs = DecodeGraphs(
             transformer, pool, device, block_size=block_size, max_model_len=longest
         )
-        graphs.capture()
+        graphs.capture(goes_on)
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
     runner.warm_up(setup.max_step_tokens, setup.max_model_len)
+    goes_on()
     graph_bytes = before.free_bytes - device.memory().free_bytes
     ready = Ready(
         transformer.attention_backend,

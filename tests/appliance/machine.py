@@ -41,7 +41,9 @@ class Machine:
             emit=lambda *tokens: self.service.emit(*tokens),
             max_step_tokens=64,
         )
-        self.supervisor = SimpleNamespace(is_started=True, is_lost=False, workers={})
+        self.supervisor = SimpleNamespace(
+            is_started=True, is_lost=False, workers={}, waits_for_others=lambda name: False
+        )
         self.service = Service(
             plan,
             self.router,

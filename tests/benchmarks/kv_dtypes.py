@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = transformer_of(options.model, DTYPE, "stored", options.longest)
-    loss = kv_loss(model, Checkpoint.open(options.model), "int8")
+    loss = kv_loss(model, Checkpoint.open(options.model), "int8", lambda: None)
     print(
         f"over {loss.num_tokens} tokens: KL {loss.kl_nats:.5f}, same top {loss.same_top_ratio:.1%}"
     )

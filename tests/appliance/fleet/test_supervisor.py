@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 
+import msgspec
 import pytest
 
 from appliance.fleet import supervisor as supervisor_file
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import Supervisor, WorkerState, weights_progress
+from engine.errors import WorkerFailed
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 from tests.daemons import is_alive
+from tests.fakes import until
 
 
 def loading(
@@ -90,6 +94,55 @@ async def test_a_worker_is_dead_when_its_process_is_gone_and_nothing_waits_for_t
     assert died.get_nowait() is False
     assert turns > 1  # the loop went round while a thread waited
     await supervisor.stop()
+
+
+HANGING = READY.replace('channel.send(Ready("none"))', "time.sleep(600)")
+"""A worker whose first step never ends."""
+
+
+async def test_a_worker_that_hangs_in_its_first_start_ends_that_with_its_name() -> None:
+    state = loading(0, 0)
+    supervisor = Supervisor(
+        [(state.plan, state.setup)],
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda *lost: None,
+        program=(sys.executable, "-c", HANGING),
+    )
+    supervisor.spawn_all()
+    starting = asyncio.create_task(supervisor.run())
+    worker = supervisor.workers["w"]
+    await until(lambda: worker.has_loaded)
+    supervisor.end_hung("w", "it hangs while it loads")
+    with pytest.raises(WorkerFailed, match="w: it hangs while it loads"):
+        await starting
+    await supervisor.stop()
+    assert worker.process is not None
+    assert worker.process.poll() is not None
+
+
+def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
+    workers = []
+    for name in ("a", "b"):
+        state = loading(0, 0)
+        plan = dataclasses.replace(state.plan, name=name)
+        workers.append((plan, msgspec.structs.replace(state.setup, worker=name)))
+    supervisor = Supervisor(
+        workers,
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda *lost: None,
+    )
+    waits = [supervisor.waits_for_others(name) for name in ("a", "b")]
+    supervisor.workers["a"].has_loaded = True
+    waits += [supervisor.waits_for_others(name) for name in ("a", "b")]
+    supervisor.workers["b"].has_loaded = True
+    waits += [supervisor.waits_for_others(name) for name in ("a", "b")]
+    assert waits == [False, False, True, False, False, False]
 
 
 async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_is_said(

@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.fleet.swaps import IncomingRequest, SwapLimits, Swaps
+from appliance.frame.protocol import RequestFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 
 class House:
     """Requests that come in, stay, and end."""
 
-    def __init__(self, min_stay_s: float = 0.0, max_waiting: int = 100) -> None:
+    def __init__(
+        self, min_stay_s: float = 0.0, max_waiting: int = 100, max_wait_s: float = 0.0
+    ) -> None:
+        self.refused: list[tuple[str | None, str | None]] = []
+        """Ids of requests that waited, and codes that were told, of those that did not come in."""
         self.idle = asyncio.Event()
         self.idle.set()
         self.served: list[str] = []
@@ -32,9 +37,15 @@ class House:
             prepare=self._prepare,
             swap=self._swap,
             idle=self.idle,
-            limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000),
+            limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, max_wait_s),
+            refused=self._note_refused,
         )
         self.running = asyncio.create_task(self.swaps.run())
+
+    def _note_refused(
+        self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None
+    ) -> None:
+        self.refused.append((waited and asker.owner, error and error.code))
 
     async def _prepare(self, name: str) -> None:
         if name in self.broken:
@@ -139,6 +150,19 @@ async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
     assert house.served == []
 
 
+async def test_nobody_waits_longer_than_a_queue_lets_them() -> None:
+    house, end = House(max_wait_s=0.05), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    with pytest.raises(Unavailable, match=r"0\.05 s for model b, .* than max_queue_wait") as late:
+        await house.request("b", owner="ben")
+    assert (late.value.code, late.value.retry_after_ms) == ("queue_timeout", 50)
+    assert house.swaps.frame().num_waiting == 0
+    end.set()
+    assert [await first, await house.request("c")] == ["a", "c"]
+    assert (house.served, house.refused) == (["c"], [("ben", "queue_timeout")])
+
+
 async def test_without_a_name_it_is_whatever_is_served_or_comes() -> None:
     house = House()
     assert await house.request("") == "a"
@@ -224,6 +248,7 @@ async def test_who_hangs_up_while_waiting_frees_its_place_and_holds_nobody_up() 
         await house.request("c", owner="ben")
     gone.set_result(None)
     assert await left == ""
+    assert house.refused == [(None, "queue_full"), ("ana", None)]
     third = asyncio.create_task(house.request("c", owner="ben"))
     await asyncio.sleep(0)
     end.set()

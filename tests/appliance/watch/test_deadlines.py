@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from appliance.fleet.roles_change import RolesChange
+from appliance.fleet.supervisor import WorkerState
 from appliance.watch.deadlines import (
     HANDOFF_S,
     LOADING_PATIENCE_S,
@@ -190,7 +191,38 @@ def test_a_daemon_that_was_stopped_itself_accuses_nobody():
     assert not watchdog.stalled
 
 
-def test_a_worker_that_comes_back_has_minutes_for_its_weights_and_not_for_ever():
-    loading = STILL._replace(is_loading=True, step_ms=None)
+def test_a_worker_that_loads_is_trusted_as_long_as_it_computes_or_says_something():
+    loading = STILL._replace(is_loading=True, step_ms=None, cpu_s=1.0)
     assert not silent_for(loading, LOADING_PATIENCE_S - 1).hung
     assert silent_for(loading, LOADING_PATIENCE_S).hung
+
+    def busy(seconds, **sign_of_life):
+        watchdog = silent_for(loading, LOADING_PATIENCE_S - 1)
+        watchdog.look({"a": loading._replace(**sign_of_life)}, 0.5)
+        last = watchdog._silences["a"].last
+        for tick in range(int(2 * seconds)):
+            watchdog.look({"a": last._replace(cpu_s=2.0 + tick)}, 0.5)
+        return watchdog
+
+    assert not busy(UNKNOWN_PATIENCE_S - LOADING_PATIENCE_S - 2, cpu_s=1.5).hung
+    assert busy(UNKNOWN_PATIENCE_S, cpu_s=1.5).hung  # it turns in circles
+    assert not busy(UNKNOWN_PATIENCE_S - 2, num_reports=8).hung
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["at the first start", "again"])
+def test_a_worker_that_hangs_while_it_loads_is_ended_but_nobody_who_waits_for_it(
+    clock, machine, is_started
+):
+    ended = []
+    (plan, setup), (other, _) = machine.plan.workers
+    supervisor = machine.supervisor
+    supervisor.is_started = is_started
+    for each in (plan, other):
+        supervisor.workers[each.name] = WorkerState(each, setup, "loading", pid=0)
+    supervisor.waits_for_others = lambda name: name == other.name
+    supervisor.end_hung = lambda *told: ended.append(told)
+    for _ in range(2 * int(LOADING_PATIENCE_S) + 2):
+        clock[0] += 0.5
+        machine.service.deadlines.keep()
+    assert {told[0] for told in ended} == {plan.name}
+    assert ended[0][1] == "it hangs while it loads: no progress for 30 s of at most 30 s"
