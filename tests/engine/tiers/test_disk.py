@@ -30,16 +30,16 @@ def name(n):
 class Harness:
     """A pool of ten blocks in a memfd, and a disk."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, block_bytes=BLOCK_BYTES):
+        self.folder, self.block_bytes = folder, block_bytes
         self.pool = os.memfd_create("pool")
         for n in range(10):
-            os.pwrite(self.pool, block(n), n * BLOCK_BYTES)
+            os.pwrite(self.pool, bytes([n]) * block_bytes, n * block_bytes)
         self.reports = Queue()
         self.start()
 
     def start(self):
-        self.slabs = Slabs(self.folder, BLOCK_BYTES, bytes(32), 1 << 20, reserve_bytes=0)
+        self.slabs = Slabs(self.folder, self.block_bytes, bytes(32), 1 << 20, reserve_bytes=0)
         self.index = SlabIndex(max_age_s=3600)
         for contents in self.slabs.open():
             head = contents.head
@@ -72,7 +72,7 @@ class Harness:
         return self.do(CopyJob(life=1, copy=copy, entries=entries, **more))
 
     def in_pool(self, block_id):
-        return os.pread(self.pool, BLOCK_BYTES, block_id * BLOCK_BYTES)
+        return os.pread(self.pool, self.block_bytes, block_id * self.block_bytes)
 
 
 @pytest.fixture
