@@ -1,8 +1,11 @@
 """Requests that have no row yet, in a file: what a daemon that is killed cannot say any more.
 
-Owns: the file beside the request log, a JSON line for each request from its acceptance to its row.
+Owns: the file beside the request log, a JSON line for each request from its acceptance to its row,
+and another when it has been answered.
 Invariant: a request is in the file before anything of its reply is sent, and until the log has its
-row. The file survives the daemon, not the machine: it is as durable as the last rows of the log.
+row; that it was answered is there as soon as its reply's last bytes are on their way, while its row
+waits for others to be committed with. The file survives the daemon, not the machine: it is as
+durable as the last rows of the log.
 Never: holds a prompt's text, or waits for a disk to sync; ends the daemon because a disk is full.
 """
 
@@ -32,7 +35,8 @@ class OpenRequests:
     def __init__(self, log_path: Path) -> None:
         """Read what the daemon before has left; begin() starts anew."""
         self.path = log_path.with_suffix(".open")
-        self.left = _read(self.path)
+        self.answered, self.cut = _read(self.path)
+        """Rows of requests that had none yet, as their clients have seen them end."""
         self._lines: dict[str, bytes] = {}
         """Of requests without a row, by id."""
         self._fd = -1
@@ -47,6 +51,13 @@ class OpenRequests:
 
     def add(self, row: LogRow) -> None:
         """A request is accepted; the write goes to the page cache, some microseconds away."""
+        self._note(row)
+
+    def end(self, row: LogRow) -> None:
+        """It has been answered, and this will be its row."""
+        self._note(msgspec.structs.replace(row, prompt=None))
+
+    def _note(self, row: LogRow) -> None:
         line = msgspec.json.encode(row) + b"\n"
         with self._lock:
             self._lines[row.rid] = line
@@ -112,22 +123,27 @@ class OpenRequests:
         self._is_failing = True
 
 
-def _read(path: Path) -> list[LogRow]:
-    """Rows of the requests that were open, as their clients saw them end."""
+def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
+    """Rows of the requests that were answered, and of those that were cut."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
-        return []
-    rows = []
+        return [], []
+    answered: dict[str, LogRow] = {}
+    cut: dict[str, LogRow] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = msgspec.json.decode(line, type=LogRow)
         except msgspec.DecodeError as error:  # torn by a full disk, or another version's
             _LOG.warning("%s:%d: a request that was cut short is not read: %s", path, number, error)
             continue
+        if row.finish_reason is not None:
+            answered[row.rid] = row
+            cut.pop(row.rid, None)
+            continue
         # A stream's head has gone out with its acceptance; of the others nobody has seen a status.
         status = row.http_status if row.stream else 500
-        rows.append(
-            msgspec.structs.replace(row, http_status=status, finish_reason="error", error=CUT)
+        cut[row.rid] = msgspec.structs.replace(
+            row, http_status=status, finish_reason="error", error=CUT
         )
-    return rows
+    return [*answered.values()], [*cut.values()]

@@ -141,7 +141,7 @@ class RequestLog:
         }
         try:
             with self._connection as db:
-                self.crash = end_crashed_run(db, self._open.left)
+                self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
             self._run_id = insert_run(self._connection, self._run)
         except sqlite3.Error as error:
             raise PenstockError(f"cannot write: {error}", where=str(self.path)) from error
@@ -162,6 +162,8 @@ class RequestLog:
 
     def record(self, row: LogRow | RowEnergy) -> None:
         """Queue the one row of a request, or what completes it later; returns at once."""
+        if isinstance(row, LogRow):
+            self._open.end(row)
         with self._wake:
             self._make_room()
             self._queued.rows.append(row)

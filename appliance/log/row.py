@@ -240,24 +240,29 @@ def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> in
     return inserted.lastrowid or 0
 
 
-def end_crashed_run(db: sqlite3.Connection, cut: Iterable[LogRow]) -> str | None:
+def end_crashed_run(
+    db: sqlite3.Connection, answered: Iterable[LogRow], cut: Iterable[LogRow]
+) -> str | None:
     """Say of a run that never stopped that it crashed, when it was last heard of, and of what.
 
     Args:
         db: in a transaction.
+        answered: requests that had been, and may have no row yet.
         cut: requests that were open in it; those that have a row by now are passed over.
 
     Returns:
         A sentence for the operator; None if the last run has stopped.
     """
-    rows = [row for row in cut if not _has_row(db, row.rid)]
+    answered, cut = ([row for row in rows if not _has_row(db, row.rid)] for rows in (answered, cut))
     found = db.execute(
         "SELECT run_id, started_at, boot_id, stopped_at IS NOT NULL FROM runs ORDER BY run_id DESC"
     ).fetchone()
     if found is None:  # the log was taken away meanwhile, and what was cut belongs to that one
         return None
     run_id, started_at, boot, has_stopped = found
-    num_rows = sum(insert_row(db, run_id, row) for row in rows)
+    for row in answered:
+        insert_row(db, run_id, row)
+    num_rows = sum(insert_row(db, run_id, row) for row in cut)
     if has_stopped:
         return None
     heard_at = max(started_at, *(_newest(db, *where, run_id, started_at) for where in _HEARD_IN))

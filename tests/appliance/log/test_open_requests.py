@@ -35,11 +35,12 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     log = start(path)
     assert log.crash is not None
     assert log.crash.startswith("the daemon before was killed or crashed, last heard of at 2")
-    assert log.crash.endswith("; 4 requests were cut short")
+    assert log.crash.endswith("; 3 requests were cut short")
     found = {one["id"]: one for one in log.rows(RowQuery())}
     assert sorted(found) == [f"cmpl-{i}" for i in range(5)]
-    assert found["cmpl-1"]["finish_reason"] == "length"
-    for rid in ("cmpl-0", "cmpl-2", "cmpl-3", "cmpl-4"):
+    assert found["cmpl-1"]["finish_reason"] == found["cmpl-2"]["finish_reason"] == "length"
+    assert found["cmpl-2"]["error"] is None  # it had been answered
+    for rid in ("cmpl-0", "cmpl-3", "cmpl-4"):
         assert (found[rid]["finish_reason"], found[rid]["error"]) == ("error", CUT)
     assert found["cmpl-0"]["http_status"] == 200  # the head of its stream was out
     assert found["cmpl-4"]["http_status"] == 500
@@ -63,9 +64,11 @@ def test_a_daemon_was_heard_of_at_its_newest_request_at_least(path: Path) -> Non
 
 def test_no_prompt_is_in_the_file_and_nobody_else_reads_it(path: Path) -> None:
     log = start(path)
-    log.opened(LogRow.from_request(request("cmpl-1", text="a secret")))
+    asked = LogRow.from_request(request("cmpl-1", text="a secret"), with_text=True)
+    log.opened(msgspec.structs.replace(asked, prompt=None))
+    log.record(asked)
     left = OpenRequests(path)
-    assert [one.rid for one in left.left] == ["cmpl-1"]
+    assert [one.rid for one in left.answered] == ["cmpl-1"]
     assert b"secret" not in left.path.read_bytes()
     assert left.path.stat().st_mode & 0o777 == 0o600
     log.close()
@@ -92,7 +95,7 @@ def test_the_file_stays_small_and_holds_what_is_open(
         mine.settle([f"cmpl-{number}"])
         assert mine.path.stat().st_size < 3 * 4096
     mine.add(row("last"))
-    found = [one.rid for one in OpenRequests(path).left]
+    found = [one.rid for one in OpenRequests(path).answered]
     assert {"forever", "last"} <= set(found)
     mine.settle(["forever", "last"])
     assert mine.path.stat().st_size == 0
@@ -125,5 +128,5 @@ def test_a_disk_without_room_is_said_once_and_outlived(
         log.opened(row("cmpl-2"))
     assert caplog.text.count("No space left") == 1
     log.opened(row("cmpl-3"))
-    assert [one.rid for one in OpenRequests(path).left] == ["cmpl-3"]
+    assert [one.rid for one in OpenRequests(path).answered] == ["cmpl-3"]
     log.close()
