@@ -33,7 +33,8 @@ KEEP_RATIO = 1.1
 DEFAULT_TTFT_RATIO = 3.0
 """Without a target: the prompt's own time, with nobody else there, this often."""
 DEFAULT_ITL_RATIO = 1.25
-"""Without a target: the decode worker's step on its own cores, this often."""
+"""Without a target: the decode worker's step on its own cores, this often: while a prompt is
+computed without it, then with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,18 @@ class Forecast(NamedTuple):
     ttft_ms: float
     own_ms: float
     """The steps of its own prompt."""
+    gap_ms: float
+    """The longest gap of those who decode, while this prompt is computed; where nobody does, that
+    beside it after."""
     itl_ms: float
-    """The longest gap of those who decode, while this prompt is computed or beside it after."""
+    """The same, or after it, when it decodes beside them, whichever is longer."""
     cost_ms: float
     """Core-ms that it adds where a memory bus is shared, else the time until it is done."""
     miss: float
     """How often the worst target is exceeded; 1 or less: both are met."""
     promise_ms: float
-    """The gap that those who decode may expect: itl_ms, or the target where that is wider."""
+    """The gap that those who decode may expect meanwhile: gap_ms, or the target where that is
+    wider."""
     max_chunk_tokens: int | None = None
 
     @property
@@ -195,7 +200,8 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
 
 
 def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
-    about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.itl_ms:.1f} ms predicted{why}"
+    about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.gap_ms:.1f} ms predicted"
+    about += f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.gap_ms else why
     return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
 
 
@@ -266,9 +272,8 @@ class _Forecaster:
         own_ms = self._prompt_ms(first, cores, chunk, load)
         # what is there already goes at the chunk it was given, which is taken to be the same
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
-        itl_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
-        if load.batch:
-            itl_ms = max(itl_ms, own_ms / steps)
+        after_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
+        gap_ms, gap_target_ms = self._gap_ms(pair, own_ms / steps, after_ms)
         core_ms, more_ms = 0.0, 0.0
         if pair.moves:
             copy_ms = self._s.copy_ms.get(pair)
@@ -281,7 +286,7 @@ class _Forecaster:
             core_ms = -self._decode_ms(end, cores, 0) * steps * cores
         cost_ms = own_ms * cores + core_ms + self._splits_ms(end)
         if not self._s.shares_memory_bus:
-            cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(itl_ms)
+            cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(max(gap_ms, after_ms))
         ttft_ms = ahead_ms + own_ms
         target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
         return Forecast(
@@ -293,12 +298,28 @@ class _Forecaster:
             ),
             ttft_ms=ttft_ms,
             own_ms=own_ms,
-            itl_ms=itl_ms,
+            gap_ms=gap_ms,
+            itl_ms=max(gap_ms, after_ms),
             cost_ms=cost_ms,
-            miss=max(ttft_ms / target_ms, itl_ms / self._itl_target_ms),
-            promise_ms=max(itl_ms, self._itl_target_ms),
+            miss=max(ttft_ms / target_ms, gap_ms / gap_target_ms, after_ms / self._itl_target_ms),
+            promise_ms=max(gap_ms, gap_target_ms),
             max_chunk_tokens=chunk if chunk < self._s.max_step_tokens else None,
         )
+
+    def _gap_ms(self, pair: Pair, step_ms: float, after_ms: float) -> tuple[float, float]:
+        """The longest gap of those who decode, while the prompt is computed, and their target.
+
+        Without a target it is relative to what they have before the prompt joins them: one that is
+        long makes their steps longer once it decodes, which is no reason to be slow before.
+        """
+        own, target_ms = self._s.num_cores, self._s.slo.itl_ms
+        first, end = pair
+        if self._s.loads[first].batch:
+            return step_ms, target_ms or self._decode_ms(first, own[first], 0) * DEFAULT_ITL_RATIO
+        if self._s.loads[end].batch:
+            gap_ms = self._decode_ms(end, self._cores(end, self._busy | {first, end}), 0)
+            return gap_ms, target_ms or self._decode_ms(end, own[end], 0) * DEFAULT_ITL_RATIO
+        return after_ms, self._itl_target_ms
 
     def _num_left(self, worker: str) -> int:
         """Prompt tokens that a worker would have to compute."""
@@ -523,7 +544,7 @@ class Outcomes:
             expected_ms = forecast.own_ms * prompt.judged_tokens / prompt.num_tokens
             ratios.append(prompt.judged_ms / expected_ms)
         if forecast.way.is_beside and prompt.gaps_ms:
-            ratios.append(_mean(prompt.gaps_ms) / forecast.itl_ms)
+            ratios.append(_mean(prompt.gaps_ms) / forecast.gap_ms)
         if not ratios:  # others came or went, and with them the cores
             return False
         record.num_judged += 1

@@ -1,9 +1,9 @@
 """Steps made at start to be timed, so that elastic roles know what they choose between.
 
 Owns: who rehearses what, on which cores and blocks, and when that is over.
-Invariants: all workers first rehearse together, each on its own cores, as they will compute side by
-side; then one at a time on all cores, while nobody else computes; the blocks are the ledger's, and
-free again when it is over.
+Invariants: workers first rehearse together, each on its own cores, as they will compute side by
+side, but no two at once on one core; then one at a time on all cores, while nobody else computes;
+the blocks are the ledger's, and free again when it is over.
 Never: waits; outlives a worker's death, which ends it with what is known by then.
 """
 
@@ -80,7 +80,7 @@ class Rehearsal:
         self._plan = plan
         workers = roles.places.names
         cores = roles.cores
-        self._turns: list[dict[str, Cpus]] = [dict(cores.own)]
+        self._turns = _apart(cores.own, are_alike=roles.places.shares_memory_bus)
         self._programme = list(programme)
         if programme:
             self._turns = [{name: cores.own[name] for name in turn} for turn in programme]
@@ -163,3 +163,19 @@ class Rehearsal:
         if self._programme:
             steps = list(self._programme[len(self.by_turn) - 1][worker])
         self._send(worker, Rehearse(self._last_id, steps, block_ids, self._budget_ms))
+
+
+def _apart(own: Mapping[str, Cpus], *, are_alike: bool) -> list[dict[str, Cpus]]:
+    """Turns in which no two share a core: what a prompt takes that is alone there.
+
+    Where workers are alike, who has to wait for another of as many cores need not rehearse.
+    """
+    turns: list[dict[str, Cpus]] = []
+    for name, cpus in own.items():
+        fitting = [turn for turn in turns if all(cpus.isdisjoint(used) for used in turn.values())]
+        known = {len(used) for turn in turns for used in turn.values()}
+        if fitting:
+            fitting[0][name] = cpus
+        elif not (are_alike and len(cpus) in known):
+            turns.append({name: cpus})
+    return turns

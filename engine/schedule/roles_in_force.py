@@ -397,10 +397,7 @@ class Roles:
 
     def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
         """A step on the worker, by the cores with which it takes longest; None: unknown."""
-        every = [
-            times.predict_ms(load) for (name, _), times in self._times.items() if name == worker
-        ]
-        return max((known_ms for known_ms in every if known_ms is not None), default=None)
+        return max(self._known_ms(worker, lambda times: times.predict_ms(load)), default=None)
 
     def prompt_ms(self, worker: str, num_tokens: int, num_before: int) -> float | None:
         """The least that so many tokens of a prompt might take after so many; None: unknown.
@@ -409,9 +406,16 @@ class Roles:
         """
         size = min(num_tokens, self._max_step_tokens)
         load = StepLoad(size, size * (num_before + num_tokens / 2))
-        every = [times.guess_ms(load) for (name, _), times in self._times.items() if name == worker]
-        known = [step_ms * num_tokens / size for step_ms in every if step_ms is not None]
-        return min(known, default=None)
+        known = self._known_ms(worker, lambda times: times.guess_ms(load))
+        return min((step_ms * num_tokens / size for step_ms in known), default=None)
+
+    def _known_ms(self, worker: str, of: Callable[[StepTimes], float | None]) -> list[float]:
+        """By numbers of cores: of its own steps, or of another's who is like it."""
+        for like in self._like(worker):
+            every = [of(times) for (name, _), times in self._times.items() if name == like]
+            if known := [step_ms for step_ms in every if step_ms is not None]:
+                return known
+        return []
 
     def _num_cores(self, worker: str) -> int:
         """On which it computes now."""

@@ -19,7 +19,7 @@ PLAN = steps(512, 8192)
 
 
 class Machine:
-    """Two workers that answer when told to, each step in 10 ms for its core."""
+    """Workers that answer when told to, each step in 10 ms, by as many as share its core."""
 
     def __init__(
         self, *, cores=None, transport="alias", num_blocks=300, is_one_bus=True, programme=()
@@ -28,7 +28,8 @@ class Machine:
         self.sent = []
         send = lambda name, command: self.sent.append((name, command))  # noqa: E731
         buses = None if is_one_bus else {name: name for name in cores}
-        places = make_places(["prefill"], ["decode"], transport, buses=buses)
+        roles = [[name for name in cores if name.startswith(r)] for r in ("prefill", "decode")]
+        places = make_places(*roles, transport, buses=buses)
         places = places.with_pools({pool.name: num_blocks for pool in places.pools})
         self.ledger = Ledger(places.books(16))
         copies = Copies(self.ledger, places)
@@ -47,8 +48,12 @@ class Machine:
                 self.rehearsal.go_on()
             else:
                 turn[name] = sorted(self.roles.cores.used(name)), command
-        for name, (_, command) in turn.items():
-            made = [RehearsedStep(s.num_sequences, s.num_tokens, s.num_before, 10.0) for s in PLAN]
+        for name, (own, command) in turn.items():
+            num_there = sum(not set(own).isdisjoint(cpus) for cpus, _ in turn.values()) or 1
+            made = [
+                RehearsedStep(s.num_sequences, s.num_tokens, s.num_before, 10.0 * num_there)
+                for s in PLAN
+            ]
             self.rehearsal.rehearsed(name, Rehearsed(command.rehearsal_id, made))
         self.ledger.check_invariants()
         return turn
@@ -73,6 +78,20 @@ def test_first_all_on_their_own_cores_then_one_on_all_of_them():
     }
     assert {name: cpus for name, (cpus, _) in alone.items()} == {"decode": [0, 1]}
     assert machine.rehearsal.made
+
+
+@pytest.mark.parametrize("is_one_bus", [True, False])
+def test_a_lone_prompt_is_forecast_as_alone_on_a_core_that_workers_share(is_one_bus):
+    cores = {"prefill0": (0,), "prefill1": (0,), "decode": (1,)}
+    machine = Machine(cores=cores, is_one_bus=is_one_bus)
+    first, *more = machine.run()
+    assert sorted(first) == ["decode", "prefill0"]
+    assert [sorted(turn) for turn in more] == ([] if is_one_bus else [["prefill1"]])
+    for name in cores:
+        assert machine.roles.prompt_ms(name, 512, 0) == pytest.approx(10, abs=0.5)
+        assert machine.roles.slowest_ms(name, StepLoad(batch=2, context=130)) == pytest.approx(
+            10, abs=0.5
+        )
 
 
 def test_what_several_replies_take_is_rehearsed_before_long_prompts():
