@@ -31,7 +31,6 @@ from appliance.configuration.config import (
     unknown_variables,
 )
 from appliance.doctor.bundle import wait_for_signal
-from appliance.fetching import Fetching
 from appliance.fleet.boot import BootPlan, check_others, is_to_be_fetched, lock_state_dir, make_plan
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
@@ -39,14 +38,12 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, inherited_sockets
 from appliance.http.server import ApiServer
-from appliance.journal import Formatter, has_terminal, notify, notify_watchdog
-from appliance.log.request_log import RequestLog
-from appliance.log.retention import RetentionLimits
+from appliance.loading import Fetching, Swapping, rehearsing_of
+from appliance.log.store import RetentionLimits
+from appliance.log.writer import RequestLog
 from appliance.models.names import HubName
-from appliance.process_limits import raise_limit
-from appliance.rehearsing import rehearsing_of
+from appliance.process import Formatter, has_terminal, notify, notify_watchdog, raise_limit
 from appliance.service import Service
-from appliance.swapping import Swapping
 from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError

@@ -27,8 +27,8 @@ from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
-from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
+from appliance.log.writer import RequestLog
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.watch.deadlines import Availability, Deadlines
 from appliance.watch.frames import Frames, ServiceState

@@ -9,7 +9,7 @@ import sys
 
 from appliance.cli.main import main
 from appliance.devices.inventory import Gpu, GpuLink, Inventory, read_nodes
-from appliance.fleet import boot, placer, spread, supervisor
+from appliance.fleet import boot, gpu_placement, placer, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from engine.schedule import copies
 from tests.daemons import Daemon
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     boot.this_inventory = placer.this_inventory = inventory
     boot.installed_torch = lambda: "2.11.0+cu130"
     copies.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
-    spread.GPU_STEP_TOKENS = 512  # of which each start runs some
+    gpu_placement.GPU_STEP_TOKENS = 512  # of which each start runs some
     worker = (sys.executable, "-m", "tests.accelerated_worker")
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker
     main()

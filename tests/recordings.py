@@ -13,9 +13,8 @@ import pytest
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import gauges
 from appliance.log.query import Span, log_time
-from appliance.log.recorder import write_recording
-from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow
+from appliance.log.writer import RequestLog, write_recording
 from tests.appliance.logs import row, start
 from tests.tui import frames
 

@@ -114,8 +114,8 @@ class HangingDaemon(Daemon):
     program = (
         "-c",
         "import threading\nfrom appliance.cli import main\n"
-        "from engine.tiers import jobs, slabs\n"
-        "slabs.Slabs.write = lambda *_: threading.Event().wait()\n"
+        "from engine.tiers import disk, jobs\n"
+        "disk.Slabs.write = lambda *_: threading.Event().wait()\n"
         "patience = jobs.Context.__dataclass_fields__['patience'].default\n"
         "object.__setattr__(patience, 'store_s', 0.5)\n"
         "main()",

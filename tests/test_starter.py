@@ -7,7 +7,7 @@ import pytest
 
 from appliance.fleet.boot import STARTER_FOLDER
 from engine.folder.checkpoint import Checkpoint
-from engine.starter.documents import SMALL_TALK
+from engine.starter.lessons import SMALL_TALK
 from tests.daemons import ARMS, Daemon
 
 SAMPLE = files("engine.starter").joinpath("sample")

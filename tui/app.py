@@ -18,14 +18,20 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from appliance.frame.protocol import Frame, RequestFrame
-from tui import actions, feed, keys, request_listing
-from tui.feed_messages import CallerKnown, FinishedArrived, FrameArrived, KeyUnderDialog, LinkLost
+from tui import feed, keys
+from tui import view as console_view
 from tui.lines import clean
-from tui.request_listing import RequestListing
-from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, View
+from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, RequestListing, View
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen
-from tui.widgets.request_table import RequestTable
+from tui.widgets.panel import (
+    CallerKnown,
+    FinishedArrived,
+    FrameArrived,
+    KeyUnderDialog,
+    LinkLost,
+    RequestTable,
+)
 
 Follow = Callable[
     [str, Callable[[Frame], object], Callable[[feed.FeedLost, float], object]], Awaitable[None]
@@ -288,18 +294,18 @@ class Console(App[None]):
 
     def action_unfilter(self) -> None:
         """Show all requests again."""
-        self._list_anew(replace(self._latest.listing, filter=request_listing.Filter()))
+        self._list_anew(replace(self._latest.listing, filter=console_view.Filter()))
 
     def action_filter(self) -> None:
         """Ask which requests to show."""
 
         def filter_by(text: str | None) -> None:
             if text is not None:
-                self._list_anew(replace(self._latest.listing, filter=request_listing.parse(text)))
+                self._list_anew(replace(self._latest.listing, filter=console_view.parse(text)))
 
         text = self._latest.listing.filter.text
-        hint = f"as {request_listing.GRAMMAR}; empty shows all"
-        check = actions.problem_of(request_listing.parse)
+        hint = f"as {console_view.GRAMMAR}; empty shows all"
+        check = keys.problem_of(console_view.parse)
         self.push_screen(AskDialog("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
 
     def _list_anew(self, listing: RequestListing) -> None:
@@ -346,12 +352,12 @@ class Console(App[None]):
         """Cancel the selected request, after a yes."""
         request = self.selected
         if not self._refuses("cancel") and request is not None:
-            self._confirm(actions.cancel(request))
+            self._confirm(keys.cancel(request))
 
     def action_drain(self) -> None:
         """Take no new work, or take it again, after a yes."""
         if not self._refuses("drain") and self._latest.frame is not None:
-            self._confirm(actions.drain_or_resume(self._latest.frame))
+            self._confirm(keys.drain_or_resume(self._latest.frame))
 
     def action_roles(self) -> None:
         """Choose other roles for the workers."""
@@ -361,10 +367,10 @@ class Console(App[None]):
 
         def choose(roles: str | None) -> None:
             if roles is not None:
-                self._confirm(actions.switch_roles(frame, roles))
+                self._confirm(keys.switch_roles(frame, roles))
 
         now = f"ROLES  {clean(frame.roles)} now"
-        self.push_screen(Choose(now, actions.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
+        self.push_screen(Choose(now, keys.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
 
     def action_targets(self) -> None:
         """Ask for other targets of first token and gap."""
@@ -374,13 +380,13 @@ class Console(App[None]):
 
         def aim(text: str | None) -> None:
             if text is not None:
-                self._confirm(actions.set_targets(text))
+                self._confirm(keys.set_targets(text))
 
-        text, check = actions.targets_text(frame), actions.problem_of(actions.targets)
-        ask = AskDialog("TARGETS", actions.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
+        text, check = keys.targets_text(frame), keys.problem_of(keys.targets)
+        ask = AskDialog("TARGETS", keys.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
         self.push_screen(ask, aim)
 
-    def _confirm(self, action: actions.Action) -> None:
+    def _confirm(self, action: keys.Action) -> None:
         def answered(answer: str | None) -> None:
             if answer == YES:
                 self._act(action)
@@ -388,7 +394,7 @@ class Console(App[None]):
         self.push_screen(Confirm(action.question, is_ascii=self._is_ascii), answered)
 
     @work(group="act")
-    async def _act(self, action: actions.Action) -> None:
+    async def _act(self, action: keys.Action) -> None:
         try:
             outcome = await action.act(self._socket_path)
         except feed.FeedLost as error:

@@ -15,7 +15,7 @@ from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
 from tui.lines import Line, clean, fit, text_of, to_ascii
-from tui.panels import gauges, header, lanes, log
+from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
 
@@ -130,7 +130,7 @@ def page(view: View, width: int) -> list[str]:
                 *([] if requests else [table.placeholder(view)]),
             ],
         ),
-        ("EVENTS", log.events(view, width, 10)),
+        ("EVENTS", header.events(view, width, 10)),
     )
     lines: list[str] = []
     for title, body in sections:

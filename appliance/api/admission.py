@@ -20,8 +20,7 @@ from typing import TypeVar, cast
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.ask import Ask
-from appliance.api.prompts import infill_of
+from appliance.api.ask import Ask, infill_of
 from appliance.api.stream import PromptEcho
 from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.api.tools import Constraint

@@ -19,14 +19,13 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import Ask
+from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask
 from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask
-from appliance.api.prompts import MAX_MESSAGES, MAX_PARTS
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
 from appliance.api.tools import MAX_TOOLS
-from appliance.configuration.dialects import Dialect, error_body
+from appliance.api.wire import Dialect, error_body
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError

@@ -22,14 +22,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
-from appliance.api.ask import Ask, check_model
+from appliance.api.ask import MAX_MESSAGES, Ask, check_model, infill_of
 from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.prompts import MAX_MESSAGES, infill_of
 from appliance.api.replies import fingerprint
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
-from appliance.api.wire import appliance_of, json_response, require
-from appliance.configuration.dialects import Dialect, error_body
+from appliance.api.wire import Dialect, appliance_of, error_body, json_response, require
 from appliance.frame.protocol import iso_time, utc_now
 from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.models.names import HubName, a_model
@@ -284,7 +282,7 @@ def _line(content: Json) -> bytes:
 # Never: generates; changes which model is served.
 
 
-PULL = (sys.executable, "-P", "-m", "appliance.models.pull")
+PULL = (sys.executable, "-P", "-m", "appliance.models.hub")
 _RETRY_MS = 10_000
 _BAD_GATEWAY = 502
 _STATUSES = {3: 503, 4: 403, 5: 404, 78: 400}

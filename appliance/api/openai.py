@@ -13,8 +13,16 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import Ask, Chat, check_model, checked_salt
-from appliance.api.prompts import check_ids, read_messages, read_output_offset, read_prompts
+from appliance.api.ask import (
+    Ask,
+    Chat,
+    check_ids,
+    check_model,
+    checked_salt,
+    read_messages,
+    read_output_offset,
+    read_prompts,
+)
 from appliance.api.tools import read_constraint, read_tools
 from appliance.json_fields import (
     INT64_MAX,

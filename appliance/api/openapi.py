@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.api.reply_schemas import replies
-from appliance.api.request_schemas import (
+from appliance.api.schemas import (
     COUNT,
     DIALECT_REQUESTS,
     REQUESTS,
@@ -19,11 +18,12 @@ from appliance.api.request_schemas import (
     listing,
     one_of,
     ref,
+    replies,
     shape,
     whole,
 )
-from appliance.api.request_schemas import REPLIES as OTHER_REPLIES
-from appliance.configuration.dialects import Dialect, dialect_of
+from appliance.api.schemas import REPLIES as OTHER_REPLIES
+from appliance.api.wire import Dialect, dialect_of
 from appliance.frame.protocol import FRAME_VERSION
 from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
 

@@ -26,10 +26,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.ask import Ask
+from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, Message
 from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask, refuse_unsupported
-from appliance.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
 from appliance.api.tools import MAX_TOOLS

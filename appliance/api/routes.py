@@ -1,7 +1,8 @@
 """The HTTP surface: one table of routes, and what holds for every one, known or not.
 
-Owns: the reading of paths, the headers that all replies carry, OPTIONS, and how an error becomes a
-reply; paths, and the handlers of what is asked about the appliance itself.
+Owns: which requests can be refused by their first line, and the bytes of such a reply; the reading
+of paths, the headers that all replies carry, OPTIONS, and how an error becomes a reply; paths, and
+the handlers of what is asked about the appliance itself.
 Invariant: every route is in the document of openapi, and nothing else is.
 Never: decides about requests; it asks the Appliance.
 """
@@ -9,12 +10,16 @@ Never: decides about requests; it asks the Appliance.
 from __future__ import annotations
 
 import asyncio
+import http
 import logging
+import math
 import re
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -26,26 +31,128 @@ from starlette.types import Message, Receive, Scope, Send
 from appliance.api.admission import AdmissionTurns
 from appliance.api.appliance import Appliance
 from appliance.api.ask import model_not_found
-from appliance.api.control import HttpCounts, cache_routes, control_routes, metrics, switch_roles
-from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.generation import ENDPOINTS, generating_routes
-from appliance.api.log import log_routes
 from appliance.api.ollama_api import ollama_routes
 from appliance.api.openapi import document
+from appliance.api.operator_api import (
+    HttpCounts,
+    cache_routes,
+    control_routes,
+    log_routes,
+    metrics,
+    switch_roles,
+)
 from appliance.api.replies import model_object, other_model_object
 from appliance.api.responses import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.api.wire import (
+    Dialect,
     appliance_of,
     arrival_of,
+    dialect_of,
+    error_body,
     error_response,
     json_response,
     peer_of,
     reply_headers,
 )
 from appliance.frame.protocol import FRAME_VERSION
-from appliance.request import CLIENT_CLOSED_REQUEST
-from engine.errors import RequestError, Unavailable
+from appliance.request import CLIENT_CLOSED_REQUEST, Peer, Role
+from engine.errors import QueueFull, RequestError, Unavailable
+
+# Refusals before a request is parsed: what a full queue says to a flood.
+# Parsing, validating and tokenizing what will be refused anyway takes four times as long as all
+# that is done here; a flood's last client would wait for all of it.
+# Invariant: the reply is the one that the long way would have given to a request that is in order;
+# what is in any way out of the ordinary goes the long way.
+# Never: refuses what the queue would take, if its prompt is as long as its body suggests.
+
+
+_FIRST_LINE = re.compile(rb"POST (/[a-z0-9/]+) HTTP/1\.1\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,9})(?=\r\n)")
+_SPECIAL = re.compile(
+    rb"\r\n(?:connection|expect|origin|transfer-encoding|upgrade|x-request-id) *:"
+)
+"""Headers that change how a reply looks, or what follows it."""
+
+
+class EarlyRefusals:
+    """Refuses floods for one application before a request is parsed.
+
+    Args:
+        appliance: says whether there is room.
+        paths: of the requests that take room.
+        counts: of replies.
+    """
+
+    def __init__(self, appliance: Appliance, paths: Collection[str], counts: HttpCounts) -> None:
+        self._appliance = appliance
+        self._paths = {path.encode(): path for path in paths}
+        self._counts = counts
+
+    def refuse(
+        self, data: bytes, peer: Peer, headers: Collection[tuple[bytes, bytes]]
+    ) -> bytes | None:
+        """The reply to a whole request, if it is one that there is no room for.
+
+        Args:
+            data: all that has come since the connection's last reply.
+            peer: who asks.
+            headers: that every reply carries.
+        """
+        began_s = time.monotonic()
+        line = _FIRST_LINE.match(data)
+        path = None if line is None else self._paths.get(line[1])
+        if path is None or peer.role < Role.USER or self._appliance.swaps is not None:
+            return None
+        try:
+            self._appliance.check_available()
+            if not _is_plain(data):
+                return None
+            self._appliance.check_room(peer.name, len(data))
+        except QueueFull as error:
+            reply = _reply(path, error, headers)
+            self._counts.count(path, "POST", error.status, time.monotonic() - began_s)
+            return reply
+        except RequestError:
+            return None
+        return None
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether it is a whole request, and its reply is like all others."""
+    end = data.find(b"\r\n\r\n")
+    head = data[: end + 2].lower()
+    length = _LENGTH.findall(head)
+    return (
+        end > 0
+        and len(length) == 1
+        and int(length[0]) == len(data) - end - 4
+        and _SPECIAL.search(head) is None
+    )
+
+
+def _reply(path: str, error: QueueFull, headers: Collection[tuple[bytes, bytes]]) -> bytes:
+    request_id = f"req-{secrets.token_hex(12)}"
+    body = msgspec.json.encode(error_body(dialect_of(path), error, request_id))
+    assert error.retry_after_ms is not None
+    lines = [
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode(),
+        *(b"%b: %b" % header for header in headers),
+        b"x-request-id: %b" % request_id.encode(),
+        b"openai-processing-ms: 0",
+        b"retry-after: %d" % math.ceil(error.retry_after_ms / 1000),
+        b"retry-after-ms: %d" % error.retry_after_ms,
+        b"content-length: %d" % len(body),
+        b"content-type: application/json",
+    ]
+    if dialect_of(path) is Dialect.ANTHROPIC:
+        lines.append(b"request-id: %b" % request_id.encode())
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 # The outermost layer of the HTTP API: what holds for every route, known or not.
 # Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that

@@ -27,7 +27,7 @@ from appliance.api.call_readers import (
     read_mistral,
     read_pythonic,
 )
-from engine.text.call_grammar import CallSyntax
+from engine.text.grammar import CallSyntax
 from engine.text.tokenizer import Tokenizer
 
 

@@ -21,9 +21,9 @@ import msgspec
 from appliance.api.tool_format import OutputFormat
 from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
 from engine.errors import RequestError
-from engine.text.call_grammar import calls_grammar
 from engine.text.grammar import (
     GrammarError,
+    calls_grammar,
     choice_grammar,
     json_grammar,
     lark_grammar,

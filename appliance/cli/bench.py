@@ -1,6 +1,7 @@
 """The verbs that measure: servers, workloads for them, and the device itself.
 
-Owns: their tables; the kinds' names. Never: measures; the documents that they print and keep.
+Owns: how a load is written on the command line; their wording; their tables; the kinds' names.
+Never: measures; the documents that they print and keep.
 Invariant: whatever is printed can be computed again from what --save keeps.
 Never: measures: appliance.bench does.
 """
@@ -8,20 +9,21 @@ Never: measures: appliance.bench does.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import platform
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from appliance.bench import plot
+from appliance.bench import statistics
 from appliance.bench.arms import (
     INTERFERENCE_METRICS,
     LOAD_METRICS,
@@ -32,25 +34,265 @@ from appliance.bench.arms import (
     turn_metrics,
 )
 from appliance.bench.conversations import APIS, TurnPace, converse
-from appliance.bench.interference import InterferencePlan, InterferenceResult, disturb
-from appliance.bench.load import Load, Measured, Target, measure
-from appliance.bench.statistics import Figures, GoodputTargets, Sample, by_turn, summarize, times
+from appliance.bench.load import (
+    InterferencePlan,
+    InterferenceResult,
+    Load,
+    Measured,
+    Target,
+    disturb,
+    measure,
+)
+from appliance.bench.statistics import (
+    QUANTILES,
+    TIMES,
+    Figures,
+    GoodputTargets,
+    Sample,
+    by_turn,
+    summarize,
+    times,
+)
 from appliance.bench.workloads import (
     CONVERSATIONS,
+    Lengths,
     PlannedConversation,
     lines,
     read_conversations,
+    read_trace,
+    scaled,
+    spread,
     trace,
 )
-from appliance.cli import bench_pages, tables, terminal
-from appliance.cli.bench_pages import DEVICE, Bar
-from appliance.cli.tables import Format, Row, document, printable
-from appliance.cli.terminal import Host, Output
+from appliance.cli import terminal
+from appliance.cli.terminal import (
+    Format,
+    Host,
+    Listing,
+    Output,
+    Row,
+    TableColumn,
+    document,
+    printable,
+)
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
-from appliance.frame.figures import bytes_per_s, flops
+from appliance.frame.figures import ABSENT, bytes_per_s, count, duration, fine_ratio, flops
 from appliance.frame.protocol import utc_now
 from engine.errors import FileError
+
+# What the benchmarks share: options, the page of one arm, columns of several, the bar.
+# Invariant: the bar is on stderr, and only where that is a terminal.
+# Never: computes a figure.
+
+
+# The options that the benchmarks share.
+# Invariant: an option means the same in every verb. Never: measures.
+
+
+DEFAULT_SECONDS = 30.0
+
+Specs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ARM...",
+        help="static, colocated, elastic: a daemon started for it; or a server that is there: a"
+        " socket or http://HOST:PORT. NAME= may precede. The first is the base of all ratios.",
+    ),
+]
+ArmsModel = Annotated[
+    str | None, typer.Option("--model", "-m", help="For the daemons that are started.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="How often every arm has its turn.")]
+Alone = Annotated[
+    bool, typer.Option("--alone", help="Start daemons anew for each turn, one at a time.")
+]
+PromptText = Annotated[
+    bool, typer.Option("--prompt-text", help="Send words, for servers that know no /tokenize.")
+]
+Seed = Annotated[int, typer.Option(help="Of schedules, lengths, prompts and turns.")]
+Save = Annotated[Path | None, typer.Option(help="Keep every sample in this JSON file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw distributions to this SVG.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Of a turn; what was sent may end later.")]
+Speed = Annotated[float, typer.Option(min=0.001, help="A workload's times: 2 is twice as fast.")]
+LengthScale = Annotated[
+    float, typer.Option(min=0.0001, help="A workload's lengths: 0.25 is a quarter of the tokens.")
+]
+SloTtft = Annotated[float | None, typer.Option(help="Goodput: first token within so many ms.")]
+SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's gaps within.")]
+
+
+def _load(
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: so many requests open; 1 by default.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open loop: requests per second.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(min=0.01, help="With --rate: 1 is Poisson, less comes in bursts.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Open loop: JSON lines in the form of Mooncake's traces."),
+    ] = None,
+    speed: Speed = 1.0,
+    length_scale: LengthScale = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Of a turn: 30, or all of the trace.")
+    ] = None,
+    input_tokens: Annotated[str, typer.Option(help="Of a prompt: 512, or any of 128-1024.")] = (
+        "512"
+    ),
+    output_tokens: Annotated[str, typer.Option(help="Of a reply, likewise.")] = "64",
+    seed: Seed = 0,
+) -> Load:
+    """The load that the options describe."""
+    given = [each for each in (concurrency, rate, trace) if each is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("give one of --concurrency, --rate and --trace")
+    if trace is None and (speed, length_scale) != (1.0, 1.0):
+        raise typer.BadParameter("--speed and --length-scale are of a --trace")
+    arrivals = None
+    if trace is not None:
+        # within their ticks in an order of the seed's, so that all arms have the same
+        ticked = spread(read_trace(trace), random.Random(f"{seed}/ticks"))
+        arrivals = tuple(scaled(ticked, speed, length_scale))
+    whole_s = DEFAULT_SECONDS if arrivals is None else max(arrivals[-1].at_s, 1.0)
+    return Load(
+        seconds=whole_s if seconds is None else seconds,
+        inputs=_lengths(input_tokens),
+        outputs=_lengths(output_tokens),
+        concurrency=concurrency if given else 1,
+        rate_per_s=rate,
+        burstiness=burstiness,
+        trace=arrivals,
+        seed=seed,
+    )
+
+
+def under_load(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options of a load in place of its parameter `load`."""
+    own = inspect.signature(verb, eval_str=True).parameters
+    shared = inspect.signature(_load, eval_str=True).parameters
+
+    def with_load(**given: Any) -> None:
+        load = _load(**{name: given.pop(name) for name in shared})
+        verb(load=load, **given)
+
+    together = [*(p for name, p in own.items() if name != "load"), *shared.values()]
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in together]
+    with_load.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    with_load.__doc__ = verb.__doc__
+    return with_load
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: give 512 or 128-1024 ({error})") from error
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+BAR_CELLS = 24
+
+
+def figure(value: Any) -> str:
+    """A number to four digits; a count as it is, and so what is in words already."""
+    if isinstance(value, str):
+        return value
+    return ABSENT if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
+
+
+COMPARISON = (
+    TableColumn("ARM", "arm"),
+    TableColumn("METRIC", "metric"),
+    TableColumn("MEDIAN", "median", figure),
+    TableColumn("LOW", "low", figure),
+    TableColumn("HIGH", "high", figure),
+    TableColumn("RATIO", "ratio", figure),
+    TableColumn("R LOW", "ratio_low", figure),
+    TableColumn("R HIGH", "ratio_high", figure),
+    TableColumn("A/A LOW", "band_low", figure, is_wide=True),
+    TableColumn("A/A HIGH", "band_high", figure, is_wide=True),
+    TableColumn("VERDICT", "verdict"),
+)
+
+STEPS = (
+    TableColumn("STEP", "kind"),
+    TableColumn("BATCH", "batch", count),
+    TableColumn("TOKENS", "num_tokens", count),
+    TableColumn("CONTEXT", "context", count),
+    TableColumn("P50", "ms_p50", duration),
+    TableColumn("MIN", "ms_min", duration),
+    TableColumn("MAX", "ms_max", duration),
+    TableColumn("TOK/S", "tokens_per_s", figure),
+    TableColumn("STEPS", "steps", count, is_wide=True),
+)
+
+DEVICE = (
+    TableColumn("WHAT", "what"),
+    TableColumn("SHAPE", "shape"),
+    TableColumn("P50", "ms", duration),
+    TableColumn("RATE", "rate", figure, instead="rate_text"),
+    TableColumn("UNIT", "unit", is_wide=True),
+    TableColumn("OF CEILING", "share", fine_ratio),
+)
+
+
+def run_page(content: Row) -> str:
+    """`penstock bench run`: quantiles of each time, then the rest, one a line."""
+    figures = content["figures"]
+    columns = [TableColumn("", "name"), *(TableColumn(q.upper(), q, duration) for q in QUANTILES)]
+    times = [
+        {"name": name.removesuffix("_ms")} | {q: figures[f"{name}_{q}"] for q in QUANTILES}
+        for name in TIMES
+    ]
+    shown = {f"{name}_{q}" for name in TIMES for q in QUANTILES}
+    rest = {name: value for name, value in figures.items() if name not in shown}
+    rest["statuses"] = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
+    width = max(map(len, rest))
+    lines = [
+        f"{name:<{width}}  {printable(value) if isinstance(value, str) else figure(value)}"
+        for name, value in rest.items()
+    ]
+    return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
+
+
+class Bar:
+    """How far the measurement is: on a terminal one line that changes, else one line a turn."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_turns = num_turns
+        self._turn = 0
+        self._is_terminal = sys.stderr.isatty()
+
+    def turn(self, label: str) -> Callable[[float], None]:
+        """Begin the next turn; the result takes the share of it that is done."""
+        self._turn += 1
+        about = f"{self._turn}/{self._num_turns} {printable(label)}"
+        if not self._is_terminal:
+            terminal.note(f"penstock: turn {about}")
+        return lambda share: self._draw(about, share)
+
+    def end(self) -> None:
+        """Clear the line for what comes next."""
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def _draw(self, about: str, share: float) -> None:
+        if self._is_terminal:
+            full = round(share * BAR_CELLS)
+            sys.stderr.write(f"\r\x1b[K[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
+            sys.stderr.flush()
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 # The verbs that measure the device itself: bench kernels, steps, transports.
 # Invariant: each figure is beside the ceiling that was measured in the same run.
@@ -119,7 +361,7 @@ Count = Annotated[int, typer.Option(min=1, help="Conversations, or requests of a
 def workload(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     count: Count = 8,
-    seed: bench_pages.Seed = 0,
+    seed: Seed = 0,
 ) -> None:
     """Write a workload as JSON lines: for --trace of run and compare, or --workload of turns.
 
@@ -153,15 +395,15 @@ _DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}
 
 
 @bench.command("run")
-@bench_pages.under_load
+@under_load
 def run(
     load: Load,
     host: Host = None,
-    slo_ttft_ms: bench_pages.SloTtft = None,
-    slo_itl_ms: bench_pages.SloItl = None,
-    prompt_text: bench_pages.PromptText = False,
-    save: bench_pages.Save = None,
-    plot_file: bench_pages.PlotFile = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    prompt_text: PromptText = False,
+    save: Save = None,
+    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put one server under load: the daemon, or what --host says."""
@@ -178,22 +420,22 @@ def run(
     if output is Format.JSON:
         _write(about, [measured])
     else:
-        terminal.show("bench", about, output, lambda: bench_pages.run_page(about))
+        terminal.show("bench", about, output, lambda: run_page(about))
 
 
 @bench.command("compare")
-@bench_pages.under_load
+@under_load
 def compare(
-    specs: bench_pages.Specs,
+    specs: Specs,
     load: Load,
-    model: bench_pages.Model = None,
-    rounds: bench_pages.Rounds = 3,
-    alone: bench_pages.Alone = False,
-    slo_ttft_ms: bench_pages.SloTtft = None,
-    slo_itl_ms: bench_pages.SloItl = None,
-    prompt_text: bench_pages.PromptText = False,
-    save: bench_pages.Save = None,
-    plot_file: bench_pages.PlotFile = None,
+    model: ArmsModel = None,
+    rounds: Rounds = 3,
+    alone: Alone = False,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    prompt_text: PromptText = False,
+    save: Save = None,
+    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put several servers under the same load by turns.
@@ -219,22 +461,22 @@ def compare(
 
 @bench.command("turns")
 def turns(
-    specs: bench_pages.Specs,
+    specs: Specs,
     workload: Annotated[
         str, typer.Option(help="chat, agent, or a file that `bench workload` wrote.")
     ] = "chat",
     count: Count = 8,
     api: Annotated[str, typer.Option(help=f"How they are spoken: {', '.join(APIS)}.")] = "chat",
-    speed: bench_pages.Speed = 1.0,
-    length_scale: bench_pages.LengthScale = 1.0,
-    model: bench_pages.Model = None,
-    slo_ttft_ms: bench_pages.SloTtft = None,
-    slo_itl_ms: bench_pages.SloItl = None,
-    rounds: bench_pages.Rounds = 1,
-    alone: bench_pages.Alone = False,
-    prompt_text: bench_pages.PromptText = False,
-    seed: bench_pages.Seed = 0,
-    save: bench_pages.Save = None,
+    speed: Speed = 1.0,
+    length_scale: LengthScale = 1.0,
+    model: ArmsModel = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    rounds: Rounds = 1,
+    alone: Alone = False,
+    prompt_text: PromptText = False,
+    seed: Seed = 0,
+    save: Save = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Have conversations with servers by turns: TTFT and what was cached, by turn.
@@ -268,18 +510,18 @@ def turns(
 
 @bench.command("interference")
 def interference(
-    specs: bench_pages.Specs,
+    specs: Specs,
     streams: Annotated[int, typer.Option(min=1, help="Replies that go on all the time.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt that comes.")] = 1500,
     every: Annotated[float, typer.Option(min=0.01, help="Seconds between prompts.")] = 2.0,
-    seconds: bench_pages.Seconds = 20.0,
-    model: bench_pages.Model = None,
-    rounds: bench_pages.Rounds = 3,
-    alone: bench_pages.Alone = False,
-    prompt_text: bench_pages.PromptText = False,
-    seed: bench_pages.Seed = 0,
-    save: bench_pages.Save = None,
-    plot_file: bench_pages.PlotFile = None,
+    seconds: Seconds = 20.0,
+    model: ArmsModel = None,
+    rounds: Rounds = 3,
+    alone: Alone = False,
+    prompt_text: PromptText = False,
+    seed: Seed = 0,
+    save: Save = None,
+    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Measure what long prompts do to the gaps of replies that are going on.
@@ -303,7 +545,7 @@ def interference(
         gaps = {
             label: [g for d in turns for g in d.loaded_itl_ms] for label, turns in results.items()
         }
-        _write_file(plot_file, plot.cumulative({"gaps while prompts arrive": gaps}))
+        _write_file(plot_file, statistics.cumulative({"gaps while prompts arrive": gaps}))
     _tell_errors([sample for each in disturbed for sample in (*each.alone, *each.loaded)])
     _show(rows(figures, INTERFERENCE_METRICS), disturbed, save, output)
 
@@ -317,8 +559,8 @@ def step(
     roles: Annotated[str, typer.Option(help="colocated has all cores, static its own.")] = (
         "colocated"
     ),
-    rounds: bench_pages.Rounds = 3,
-    save: bench_pages.Save = None,
+    rounds: Rounds = 3,
+    save: Save = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Time a worker's steps without HTTP: prefill by chunk and context, decode by batch."""
@@ -341,7 +583,7 @@ def step(
     if output is Format.JSON:
         _write({"data": rows}, timed)
     else:
-        terminal.write(terminal.listing("bench", bench_pages.STEPS, output).render(rows))
+        terminal.write(terminal.listing("bench", STEPS, output).render(rows))
 
 
 def _figures(measured: Measured, slo: GoodputTargets) -> Figures:
@@ -363,11 +605,11 @@ def _show(
     if form is Format.JSON:
         _write({"data": rows}, measured)
     else:
-        terminal.write(terminal.listing("bench", bench_pages.COMPARISON, form).render(rows))
+        terminal.write(terminal.listing("bench", COMPARISON, form).render(rows))
 
 
 def _write(about: Row, measured: Sequence[msgspec.Struct]) -> None:
-    terminal.write(tables.document("bench", _with_samples(about, measured)) + "\n")
+    terminal.write(terminal.document("bench", _with_samples(about, measured)) + "\n")
 
 
 def _with_samples(about: Row, measured: Sequence[msgspec.Struct]) -> dict[str, Any]:
@@ -404,7 +646,7 @@ def _draw(results: Mapping[str, Sequence[Measured]], path: Path | None) -> None:
         for label, turns in results.items()
     }
     panels = {title: {label: seen[label][name] for label in seen} for title, name in _DRAWN.items()}
-    _write_file(path, plot.cumulative(panels))
+    _write_file(path, statistics.cumulative(panels))
 
 
 def _write_file(path: Path, text: str) -> None:

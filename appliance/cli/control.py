@@ -1,7 +1,8 @@
 """Verbs that change something: serve, roles, cancel, drain, keys, worker, install-service.
 
-Owns: their flags; serve has one for each setting; its flags; the life of the adapter's process: its
-options, its signals, its end; how its steps are shown.
+Owns: where the unit's files go, and the checks before; their flags; serve has one for each setting;
+its flags; the life of the adapter's process: its options, its signals, its end; how its steps are
+shown.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """
@@ -12,29 +13,157 @@ import asyncio
 import inspect
 import logging
 import os
+import shutil
 import signal
 import socket
+import stat
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
-from appliance.cli.tables import Format, printable
-from appliance.cli.terminal import Host, Output
+from appliance.cli.terminal import Format, Host, Output, printable
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
+from appliance.configuration.paths import SOCKET_UNIT_NAME, UNIT_NAME
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
-from engine.errors import PenstockError, UsageError
+from engine.errors import ConfigError, PenstockError, UsageError
+
+# The daemon as a service of this machine: which files go where, and what is run then.
+# Invariant: nothing is written before everything that can be checked has been; what is there
+# already as it should be is not touched; drop-ins and settings are the operator's.
+# Never: removes a file, or changes one that is not ours.
+
+
+SOURCES = Path(str(files("appliance"))) / "systemd"
+PLACES = {
+    UNIT_NAME: "/etc/systemd/system/penstock.service",
+    SOCKET_UNIT_NAME: "/etc/systemd/system/penstock.socket",
+    "penstock.sysusers.conf": "/etc/sysusers.d/penstock.conf",
+    "penstock.tmpfiles.conf": "/etc/tmpfiles.d/penstock.conf",
+}
+_PROGRAM = "@PENSTOCK@"
+"""Stands in the unit for the path of our command."""
+_TOOLS = ("systemctl", "systemd-sysusers", "systemd-tmpfiles")
+
+
+class Step(NamedTuple):
+    """One thing to do: a file to write, or a command to run."""
+
+    about: str
+    path: Path | None = None
+    text: str = ""
+    command: tuple[str, ...] = ()
+
+
+def install_steps(program: Path | None = None) -> Iterator[Step]:
+    """What an installation does here, in order; the files that are as they should be are left out.
+
+    Args:
+        program: the `penstock` command that the unit starts; None: that of this Python.
+    """
+    program = program or own_program()
+    is_update = Path(PLACES[UNIT_NAME]).exists()
+    for name, place in PLACES.items():
+        text, path = (SOURCES / name).read_text().replace(_PROGRAM, str(program)), Path(place)
+        if not path.exists() or path.read_text() != text:
+            yield Step(f"write {path}", path, text)
+    commands = (
+        ("systemd-sysusers", PLACES["penstock.sysusers.conf"]),
+        ("systemd-tmpfiles", "--create", PLACES["penstock.tmpfiles.conf"]),
+        ("systemctl", "daemon-reload"),
+        ("systemctl", "enable", "--now", SOCKET_UNIT_NAME, UNIT_NAME),
+    )
+    for command in commands:
+        yield Step(f"run {' '.join(command)}", command=command)
+    if is_update:  # whoever asks meanwhile waits at the socket
+        restart = ("systemctl", "restart", UNIT_NAME)
+        yield Step(f"run {' '.join(restart)}", command=restart)
+
+
+def own_program() -> Path:
+    """The `penstock` command beside this Python."""
+    return Path(sys.executable).parent / "penstock"
+
+
+def check_program(program: Path) -> None:
+    """Refuse what could not run as a service.
+
+    Raises:
+        PenstockError: systemd does not run here, or we may not change the machine.
+        ConfigError: the service's user, who is nobody in particular, could not run the program.
+    """
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing or not Path("/run/systemd/system").exists():
+        raise PenstockError(
+            "systemd does not run this machine",
+            where=", ".join(missing),
+            hint="start `penstock serve` by whatever does",
+        )
+    if os.geteuid() != 0:
+        raise PenstockError("this takes root", hint="sudo penstock install-service")
+    check_reach(program)
+
+
+def check_reach(program: Path) -> None:
+    """Refuse a program, or a Python behind it, that other users cannot run.
+
+    Raises:
+        ConfigError: naming the folder or file that shuts them out.
+    """
+    if not program.exists():
+        raise ConfigError(
+            "there is no such command",
+            where=str(program),
+            hint="install Penstock into an environment of its own: python3 -m venv /opt/penstock",
+        )
+    for path in (program, Path(sys.prefix), Path(sys.executable), Path(sys.base_prefix)):
+        real = path.resolve()
+        for each in reversed((real, *real.parents)):
+            if not each.stat().st_mode & stat.S_IXOTH:
+                raise ConfigError(
+                    f"the service's user cannot enter it, and {path} leads through it",
+                    where=str(each),
+                    hint="make the environment under /opt, with a Python that everybody may run",
+                )
+
+
+def do_step(step: Step) -> None:
+    """Do one step.
+
+    Raises:
+        PenstockError: it failed; those before it stay done, and may be done again.
+    """
+    try:
+        if step.path is not None:
+            step.path.parent.mkdir(parents=True, exist_ok=True)
+            step.path.write_text(step.text)
+            step.path.chmod(0o644)
+        else:
+            subprocess.run(step.command, check=True)
+    except OSError as error:
+        raise PenstockError(f"cannot {step.about}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise PenstockError(
+            f"`{' '.join(step.command)}` failed with {error.returncode}",
+            hint="journalctl -u penstock says why, if the daemon did not start",
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -90,15 +219,15 @@ def serve(
     if check_config:
         _check(load_config())
         return
-    from appliance import daemon, process_limits
+    from appliance import daemon, process
 
-    process_limits.keep_small()
+    process.keep_small()
     raise typer.Exit(daemon.serve(load_config))
 
 
 def _check(settings: config.ServeConfig) -> None:
     from appliance.fleet.boot import check_others, check_plan
-    from appliance.fleet.ssd_room import ssd_problem
+    from appliance.fleet.kv_caches import ssd_problem
     from appliance.http.access import AccessPolicy
 
     for sentence in config.unknown_variables():
@@ -377,18 +506,16 @@ def install_service(
     The unit starts the command of this environment. Done again after an upgrade it restarts the
     daemon; clients that connect meanwhile wait.
     """
-    from appliance import install_service as installing
-
-    program = installing.own_program()
+    program = own_program()
     if not dry_run:
-        installing.check(program)
-    for step in installing.steps(program):
+        check_program(program)
+    for step in install_steps(program):
         terminal.write(f"{printable(step.about)}\n")
         if not dry_run:
-            installing.do(step)
+            do_step(step)
         elif step.text:
             terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
     if dry_run:
-        installing.check_reach(program)
+        check_reach(program)
     else:
         terminal.write("serving; penstock status, journalctl -fu penstock\n")

@@ -1,6 +1,7 @@
 """The verbs doctor and devices: what is wrong here, what computes here, what joins it.
 
-Owns: how findings are listed; how devices and the links between them are listed.
+Owns: how findings are listed; how devices and the links between them are listed; how a setting's
+value is written: for people as one would type it.
 Invariant: doctor ends with 8 if something was bad, else with 0.
 Never: looks at anything itself.
 """
@@ -8,7 +9,7 @@ Never: looks at anything itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import Format, TableColumn, folded, in_unit, word
-from appliance.cli.terminal import Host, Output
+from appliance.cli.terminal import (
+    Format,
+    Host,
+    Output,
+    TableColumn,
+    folded,
+    in_unit,
+    word,
+    yes_or_no,
+)
+from appliance.configuration.config import FoundSetting, explain
+from appliance.configuration.setting_kinds import (
+    a_duration,
+    on_or_off,
+    parse_bytes,
+    size_setting,
+    some_weights,
+)
+from appliance.configuration.settings import SETTINGS, Setting
 from appliance.frame.figures import ABSENT, bytes_per_s, count, size
 
 if TYPE_CHECKING:
@@ -160,3 +178,71 @@ def drawing(inventory: Inventory) -> Iterator[str]:
     for short, link in sorted(words.items()):
         reach = {True: "", False: "; no P2P", None: "; P2P is not reported"}[link.can_reach]
         yield f"{short.ljust(width)}{link.words}{reach}"
+
+
+# The verb on the daemon's settings: `config show`.
+# Invariant: what is shown is what serve would take, from the same sources, in the same order.
+# Never: asks a daemon; a running one may have been told something else.
+
+
+config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
+
+
+@config.command()
+def show(
+    origin: Annotated[bool, typer.Option("--origin", help="And what set each one.")] = False,
+    config_file: Annotated[
+        str | None, typer.Option("--config", help="A TOML file of settings.")
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show every setting as serve would find it here and now."""
+    written = _for_people if output.is_for_people else _plain
+    rows = [_row(found, written) for found in explain({"config": config_file})]
+    columns = [TableColumn("SETTING", "name"), TableColumn("VALUE", "value")]
+    columns += [TableColumn("ORIGIN", "origin", is_wide=not origin)]
+    columns += [TableColumn("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
+    columns += [TableColumn("MEANING", "about", is_wide=True)]
+    terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
+
+
+def _row(found: FoundSetting, written: Callable[[FoundSetting], Any]) -> dict[str, Any]:
+    setting = _setting(found)
+    return {
+        "name": found.name,
+        "value": written(found),
+        "origin": found.origin,
+        "is_reloadable": setting.is_reloadable and found.name in SETTINGS,
+        "about": setting.about,
+    }
+
+
+def _setting(found: FoundSetting) -> Setting:
+    """What it is; `models.small.dtype` is the setting `dtype` of one model."""
+    return SETTINGS[found.name.rpartition(".")[2]]
+
+
+def _for_people(found: FoundSetting) -> Any:
+    """As one would type it: a size or a time with its unit."""
+    parse = _setting(found).parse
+    if parse is a_duration:
+        return f"{found.value:g}s"
+    if parse is on_or_off:
+        return "on" if found.value else "off"
+    if parse is parse_bytes and found.value is not None:
+        return size_setting(found.value)
+    return _plain(found)
+
+
+def _plain(found: FoundSetting) -> Any:
+    """As JSON has it; an address and a list as the file and the environment have them."""
+    match found.value:
+        case None | bool() | int() | float():
+            return found.value
+        case (str(host), int(port)):
+            return f"{host}:{port}"
+        case tuple() as pairs if _setting(found).parse is some_weights:
+            return ",".join(f"{name}={weight:g}" for name, weight in pairs)
+        case tuple() as names:
+            return ",".join(map(str, names))
+    return str(found.value)

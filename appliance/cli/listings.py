@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appliance.cli.tables import Row, TableColumn, flat, printable, word
+from appliance.cli.terminal import Row, TableColumn, flat, printable, word
 from appliance.frame import figures
 from appliance.frame.figures import (
     STAGES,

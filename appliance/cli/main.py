@@ -25,33 +25,33 @@ from engine.errors import PenstockError
 VERBS: Mapping[str, str] = {
     "serve": "control",
     "demo": "demo",
-    "run": "generate",
+    "run": "chat",
     "chat": "chat",
     "status": "status",
-    "ps": "look",
-    "show": "look",
-    "top": "look",
+    "ps": "activity",
+    "show": "activity",
+    "top": "activity",
     "cancel": "control",
     "drain": "control",
     "resume": "control",
     "roles": "control",
-    "log": "history",
-    "events": "history",
-    "usage": "history",
+    "log": "activity",
+    "events": "activity",
+    "usage": "activity",
     "metrics": "status",
-    "record": "record",
+    "record": "storage",
     "bench": "bench",
     "models": "models",
-    "cache": "cache",
-    "db": "db",
-    "config": "settings",
+    "cache": "storage",
+    "db": "storage",
+    "config": "doctor",
     "keys": "control",
-    "whoami": "look",
+    "whoami": "activity",
     "install-service": "control",
     "worker": "control",
     "doctor": "doctor",
     "devices": "doctor",
-    "version": "look",
+    "version": "activity",
     "completion": "short_ids",
     "dial-stdio": "control",
 }
@@ -125,9 +125,9 @@ def build(asked: str) -> typer.Typer:
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        from appliance.cli import look
+        from appliance.cli import activity
 
-        look.version()
+        activity.version()
         raise typer.Exit
 
 

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from appliance.api.tool_format import output_format_of
 from appliance.models import cache, fits
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, choose_dtype
-from engine.folder.gguf_header import models_in
+from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
+from engine.folder.gguf import models_in
 from engine.folder.model_config import DTYPE_BYTES, ModelConfig
-from engine.folder.panels_layout import panels_layout
 from engine.kernels.cpu import has_kernels
 from engine.text.tokenizer import Tokenizer
 

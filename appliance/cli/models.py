@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import listings, terminal
-from appliance.cli.tables import Format, printable
-from appliance.cli.terminal import Output, ProgressLine
+from appliance.cli.terminal import Format, Output, ProgressLine, printable
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size
@@ -58,7 +57,7 @@ def pull_model(
     that came before a cut stay, and their sums are compared with the hub's.
     """
     name = _hub_name(model)
-    from appliance.models.pull import pull  # with huggingface_hub, which takes a third of a second
+    from appliance.models.hub import pull  # with huggingface_hub, which takes a third of a second
 
     line = ProgressLine("downloaded")
     start_s = time.monotonic()

@@ -15,8 +15,7 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.listings import roles_text
-from appliance.cli.tables import Format, Row, folded, painted, printable
-from appliance.cli.terminal import Host, Output
+from appliance.cli.terminal import Format, Host, Output, Row, folded, painted, printable
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
 from appliance.frame.figures import (
     count,

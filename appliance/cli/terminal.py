@@ -1,6 +1,7 @@
 """Stdout, stderr and the process around a verb, and how far something is.
 
-Owns: everything that is printed, colour, signals, and the options that most verbs share; the line.
+Owns: escaping; what table, wide, json, ndjson and csv mean; everything that is printed, colour,
+signals, and the options that most verbs share; the line.
 Invariant: stdout carries the answer alone; progress, notes and errors go to
 stderr as `penstock: ...` and `hint: ...`.
 Never: decides what an answer says.
@@ -9,23 +10,262 @@ Never: decides what an answer says.
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from appliance.cli import tables
-from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
 from appliance.client import Client
 from appliance.configuration.address import Address, find
-from appliance.frame.figures import duration, size
+from appliance.frame.figures import ABSENT, duration, size
 from engine.errors import PenstockError, SeveralWrong
+
+# Rows from the daemon in the five formats of -o, and what of its text may reach a terminal.
+# Invariant: pure; table and wide are for people and may change, in the others fields are only ever
+# added; rows come out in the order in which they are given.
+# Never: cuts a value off that has no shorter form, or formats a number for a program.
+
+
+# Text that came from elsewhere is shown with no control character in it.
+
+
+def printable(value: object) -> str:
+    """Text with everything escaped that could move a cursor or reorder a line."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in str(value)
+    )
+
+
+def for_terminal(text: str) -> str:
+    """Completion text without what a terminal would obey: only newlines and tabs are kept."""
+    return "".join(
+        char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
+    )
+
+
+def folded(line: str, room: int | None, column: int = 0) -> str:
+    """The line cut between words where it is longer than `room`; it goes on at `column`."""
+    if room is None or len(line) <= room or len(line) <= column:
+        return line
+    head, text = line[:column], line[column:]
+    parts = textwrap.wrap(
+        text, max(room - column, 20), break_long_words=False, break_on_hyphens=False
+    )
+    return head + f"\n{' ' * column}".join(parts)
+
+
+def word(value: object) -> str:
+    """A name, or whatever else is text; a truth as a file of settings has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ABSENT if value is None or value == "" else printable(value)
+
+
+def yes_or_no(value: bool | None) -> str:
+    """A truth as an answer."""
+    return ABSENT if value is None else "yes" if value else "no"
+
+
+def in_unit(unit: str, scale: float = 1.0) -> Callable[[Any], str]:
+    """How a column shows whole numbers of a unit."""
+    return lambda value: ABSENT if value is None else f"{value * scale:.0f} {unit}"
+
+
+Row = Mapping[str, Any]
+BOLD = "1"
+
+
+class Format(StrEnum):
+    """How a list is printed: what the option -o takes."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    NDJSON = "ndjson"
+    CSV = "csv"
+
+    @property
+    def is_for_people(self) -> bool:
+        """True for aligned columns."""
+        return self in (Format.TABLE, Format.WIDE)
+
+
+class TableColumn(NamedTuple):
+    """One column: its title for people, its field for programs."""
+
+    title: str
+    key: str
+    show: Callable[[Any], str] = word
+    is_wide: bool = False
+    """Left out of `table`."""
+    instead: str | None = None
+    """A field that a table shows in place of `key` once it has a value."""
+    short: Callable[[Any], str] | None = None
+    """What `table` shows in place of `show` where the terminal is too narrow."""
+    rank: int = 0
+    """Where it is still too narrow the highest ranks are left out first; 0 stays."""
+
+    def cell(self, row: Row, *, is_short: bool = False) -> str:
+        """The text of this column in a table's row."""
+        value = row.get(self.instead) if self.instead else None
+        show = self.short if is_short and self.short else self.show
+        return printable(show(row.get(self.key) if value is None else value))
+
+
+class Listing:
+    """Rows in one format, in one batch or, when they are followed, in many.
+
+    Args:
+        verb: names the schema of the JSON document.
+        columns: in order; csv has them all, json and ndjson every field that the daemon sends.
+        form: what was asked for with -o.
+        colour: whether the header may be painted.
+        room: the columns of the terminal that `table` is to fit; None: as wide as it gets.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        columns: Sequence[TableColumn],
+        form: Format,
+        *,
+        colour: bool = False,
+        room: int | None = None,
+    ) -> None:
+        self._verb = verb
+        self._columns = [c for c in columns if form is not Format.TABLE or not c.is_wide]
+        self._form = form
+        self._colour = colour
+        self._room = room if form is Format.TABLE else None
+        self._is_short = False
+        self._widths = [len(column.title) for column in self._columns]
+        self._has_header = False
+
+    def render(self, rows: Iterable[Row]) -> str:
+        """The next rows; the first call writes the header, too. Lines end with a newline."""
+        rows = list(rows)
+        if self._form is Format.JSON:
+            return document(self._verb, {"data": rows}) + "\n"
+        if self._form is Format.NDJSON:
+            return "".join(json.dumps(row) + "\n" for row in rows)
+        return self._csv(rows) if self._form is Format.CSV else self._table(rows)
+
+    def _csv(self, rows: Sequence[Row]) -> str:
+        import csv  # which the other formats, and so most verbs, do not need
+        import io
+
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        if self._needs_header():
+            writer.writerow(column.key for column in self._columns)
+        writer.writerows([csv_cell(row.get(c.key)) for c in self._columns] for row in rows)
+        return out.getvalue()
+
+    def _table(self, rows: Sequence[Row]) -> str:
+        """Columns two spaces apart, as wide as their longest cell so far; numbers to the right."""
+        if self._room is not None and not self._has_header:
+            self._fit(rows, self._room)
+        cells = self._cells(rows)
+        self._widths = self._wide_enough(cells)
+        header = [column.title for column in self._columns]
+        lines = [painted(self._line(header), BOLD, self._colour)] if self._needs_header() else []
+        last = sum(self._widths[:-1]) + 2 * (len(self._widths) - 1)
+        rows_of_text = (folded(self._line(row), self._room, last) for row in cells)
+        return "".join(f"{line}\n" for line in [*lines, *rows_of_text])
+
+    def _fit(self, rows: Sequence[Row], room: int) -> None:
+        """Shorten the table to the terminal; what is then in it stays when more rows come."""
+        while sum(self._wide_enough(self._cells(rows))) + 2 * (len(self._columns) - 1) > room:
+            if not self._is_short:
+                self._is_short = True
+                continue
+            least = max(self._columns, key=lambda column: column.rank)
+            if not least.rank:
+                return
+            self._columns.remove(least)
+            self._widths = [len(column.title) for column in self._columns]
+
+    def _cells(self, rows: Sequence[Row]) -> list[list[str]]:
+        return [[c.cell(row, is_short=self._is_short) for c in self._columns] for row in rows]
+
+    def _wide_enough(self, cells: Sequence[Sequence[str]]) -> list[int]:
+        columns = zip(self._widths, *cells, strict=True)
+        return [max([width, *map(len, column)]) for width, *column in columns]
+
+    def _line(self, cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column.show is word else cell.rjust(width)
+            for column, cell, width in zip(self._columns, cells, self._widths, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    def _needs_header(self) -> bool:
+        had_header, self._has_header = self._has_header, True
+        return not had_header
+
+
+def document(verb: str, content: Row) -> str:
+    """One JSON document; keys are only ever added within a schema's number."""
+    return json.dumps({"schema": f"penstock.{verb}/1", **content}, indent=2)
+
+
+def one(verb: str, content: Row, form: Format) -> str:
+    """A single thing for programs: a document, a line, or `key,value` with dotted keys."""
+    if form is Format.JSON:
+        return document(verb, content) + "\n"
+    if form is Format.NDJSON:
+        return json.dumps(content) + "\n"
+    rows = [{"key": key, "value": value} for key, value in flat(content).items()]
+    return Listing(verb, [TableColumn("KEY", "key"), TableColumn("VALUE", "value")], form).render(
+        rows
+    )
+
+
+def csv_cell(value: object) -> object:
+    """A value that neither a terminal nor a spreadsheet obeys.
+
+    Control characters are escaped, and text that a spreadsheet would take for a formula begins
+    with an apostrophe.
+    """
+    if value is None or isinstance(value, int | float):
+        return value
+    if not isinstance(value, str):
+        return json.dumps(value)
+    shown = printable(value)
+    return f"'{shown}" if shown.lstrip()[:1] in ("=", "+", "-", "@") else shown
+
+
+def painted(shown: str, code: str | None, colour: bool) -> str:
+    """Text in a colour of the terminal, where it has any."""
+    return f"\x1b[{code}m{shown}\x1b[0m" if colour and code else shown
+
+
+def flat(content: Any, prefix: str = "") -> dict[str, object]:
+    """Nested objects and lists as one, with dotted keys."""
+    if isinstance(content, Mapping):
+        items: Iterable[tuple[object, Any]] = content.items()
+    elif isinstance(content, list):
+        items = enumerate(content)
+    else:
+        return {prefix: content}
+    found: dict[str, object] = {}
+    for key, value in items:
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 BROKEN_PIPE = 141
 WIDTH_WITHOUT_TERMINAL = 100
@@ -75,7 +315,7 @@ def listing(verb: str, columns: tuple[TableColumn, ...], form: Format) -> Listin
 
 def show(verb: str, content: Row, form: Format, page: Callable[[], str]) -> None:
     """Print one thing: as its page for people, else in the format asked for."""
-    write(page() + "\n" if form.is_for_people else tables.one(verb, content, form))
+    write(page() + "\n" if form.is_for_people else one(verb, content, form))
 
 
 def has_colour() -> bool:
@@ -121,7 +361,7 @@ def note(text: str) -> None:
     """A line on stderr; on a terminal it is cut between words."""
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
-        text = "\n".join(tables.folded(line, columns) for line in text.split("\n"))
+        text = "\n".join(folded(line, columns) for line in text.split("\n"))
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -130,14 +370,14 @@ def report(error: PenstockError) -> int:
     """Print an error and its hint, or each of several; returns the exit code."""
     import logging  # most verbs have nothing to report
 
-    from appliance import journal
+    from appliance import process
 
-    to_journal = journal.is_journal()
+    to_journal = process.is_journal()
     for each in error.errors if isinstance(error, SeveralWrong) else (error,):
-        note(journal.lines(printable(each), logging.ERROR, to_journal=to_journal))
+        note(process.lines(printable(each), logging.ERROR, to_journal=to_journal))
         if each.hint:
             hint = f"hint: {printable(each.hint)}"
-            note(journal.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
+            note(process.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
     return error.exit_code
 
 

@@ -18,9 +18,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from appliance.configuration import paths
-from appliance.configuration.setting_kinds import a_path, is_loopback, is_meant
+from appliance.configuration.setting_kinds import (
+    ONE_OF_EACH,
+    WantedWorkers,
+    a_path,
+    is_loopback,
+    is_meant,
+)
 from appliance.configuration.settings import SETTINGS
-from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
 from appliance.models.names import MODEL_SETTINGS, MODELS, HubName, read_tables
 from engine.errors import ConfigError, refuse
 

@@ -20,10 +20,10 @@ from appliance.configuration.setting_kinds import (
     on_or_off,
     one_of,
     parse_bytes,
+    parse_place,
     some_devices,
     some_weights,
 )
-from appliance.configuration.wanted_workers import parse_place
 from appliance.models.names import a_model
 from engine.folder.model_config import INT8_KV
 

@@ -33,7 +33,7 @@ from appliance.configuration import config
 from appliance.doctor.gpu_checks import Finding
 from appliance.http.access import KEY_PREFIX
 from appliance.log.query import EventQuery, RowQuery, Span, log_time, read_events, read_rows
-from appliance.log.recorder import write_recording
+from appliance.log.writer import write_recording
 from engine.errors import FileError, PenstockError
 
 # Where the daemon and its workers stand, also when they hang: stacks, written when a signal asks.

@@ -31,7 +31,7 @@ from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
 from appliance.models import cache, fits, hub
 from appliance.models.names import HubName
-from appliance.process_limits import max_connections
+from appliance.process import max_connections
 from engine.errors import PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
@@ -315,7 +315,7 @@ def _log(path: Path) -> Finding:
 
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Of the daemon that runs, or as these settings would have it."""
-    from appliance.fleet.ssd_room import HINT, allowance
+    from appliance.fleet.kv_caches import HINT, allowance
     from engine.tiers.files import slab_bytes
 
     if not isinstance(state, PenstockError) and (served := state.get("ssd")) is not None:

@@ -15,12 +15,11 @@ from collections.abc import AsyncIterator, Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from appliance.dynamo.daemon_http import LostError
-from appliance.dynamo.requests import UnsupportedRequest
+from appliance.dynamo.daemon_http import LostError, UnsupportedRequest
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from appliance.dynamo.requests import ServedModel
+    from appliance.dynamo.daemon_http import ServedModel
     from appliance.dynamo.worker import Adapter
 
 PACKAGE, VERSION = "ai-dynamo-runtime", "1.6.1"

@@ -18,12 +18,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.dynamo.daemon_http import DaemonExchange, LostError, get, output_of, raise_error
-from appliance.dynamo.requests import (
+from appliance.dynamo.daemon_http import (
     CompletionBody,
+    DaemonExchange,
+    LostError,
     Prompts,
     ServedModel,
     completion_body,
+    get,
+    output_of,
+    raise_error,
     served_model,
     used_blocks,
 )

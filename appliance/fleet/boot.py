@@ -38,10 +38,9 @@ from appliance.models.names import HubName
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError
-from engine.folder.checkpoint import Checkpoint
-from engine.folder.panels_layout import gpu_layout
+from engine.folder.checkpoint import Checkpoint, gpu_layout
 from engine.kernels.attention_backends import this_machine
-from engine.tiers.staging import num_slots_for
+from engine.tiers.arena import num_slots_for
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 

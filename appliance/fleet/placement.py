@@ -16,8 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from appliance.configuration.setting_kinds import MIN_BYTES, size_setting
-from appliance.configuration.wanted_workers import WantedWorkers
+from appliance.configuration.setting_kinds import MIN_BYTES, WantedWorkers, size_setting
 from appliance.devices.inventory import Gpu, Node
 from engine.cache.blocks import BlockPool
 from engine.cache.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places

@@ -1,7 +1,8 @@
 """Starts the workers, knows of each how it is, watches them, brings them back.
 
-Owns: the record, and its words for people; worker processes, their channels, and the memfds that
-outlive them (pools, weights).
+Owns: what has been exported in this life of each, who knows of it, and who has to let go of it; the
+record, and its words for people; worker processes, their channels, and the memfds that outlive them
+(pools, weights).
 Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
 worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
 were.
@@ -24,7 +25,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from appliance.fleet.peer_pools import MemorySharing, PeerPools
 from appliance.fleet.placement import WorkerPlan
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.units import part_text, size_text
@@ -35,6 +35,8 @@ from engine.wire.messages import (
     Go,
     LoadingProgress,
     LogitsLoss,
+    MapPool,
+    MapShared,
     PoolMade,
     Ready,
     Report,
@@ -43,6 +45,155 @@ from engine.wire.messages import (
     Unmapped,
     WeightsLoaded,
 )
+
+# Pools of workers on GPUs that workers on other GPUs write into: who is told where each is.
+# What a worker has exported lives as long as it does, and the memory is free only when nobody holds
+# it any more: so before a worker that has died starts again, all that have mapped its pool let go.
+# Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
+# memory that is gone.
+# Never: looks into what it passes on; ends a process.
+
+
+# Two workers on one GPU: who is told where the other's memory is.
+# One worker exports its weights and its pool, and another maps them. What is exported lives as long
+# as its worker: when that one ends, so does the other, before either starts again.
+# Owns: what has been exported in this life of the exporter, and who waits for it.
+# Invariant: a worker is told once in each of its lives, and never of memory that is gone.
+# Never: looks into what it passes on; ends a process.
+
+
+class MemorySharing:
+    """Handles of shared GPU memory, passed between workers by way of the daemon.
+
+    Args:
+        plans: of all workers; most share nothing.
+        send: passes a command to a worker.
+    """
+
+    def __init__(self, plans: Iterable[WorkerPlan], send: Callable[[str, Command], None]) -> None:
+        self._roles = {plan.name: plan.shares for plan in plans}
+        self._send = send
+        self._memory: SharedMemory | None = None
+        self._waiting: set[str] = set()
+        """Mappers that have been let on, and have no memory yet."""
+
+    def waits(self, worker: str) -> bool:
+        """Whether it can only go on when the exporter has made its pool."""
+        return worker in self._waiting
+
+    def let_on(self, worker: str) -> None:
+        """A worker has been sent Go."""
+        if self._roles[worker] == "maps":
+            self._waiting.add(worker)
+            self._tell()
+
+    def exported(self, memory: SharedMemory | None) -> None:
+        """The exporter has made its pool."""
+        self._memory = memory
+        self._tell()
+
+    def ended(self, worker: str) -> list[str]:
+        """A worker is dead; the workers that have to end with it."""
+        self._waiting.discard(worker)
+        if self._roles[worker] != "exports":
+            return []
+        self._memory = None
+        return [name for name, shares in self._roles.items() if shares == "maps"]
+
+    def _tell(self) -> None:
+        if self._memory is not None:
+            for worker in sorted(self._waiting):
+                self._send(worker, MapShared(self._memory))
+            self._waiting.clear()
+
+
+log = logging.getLogger("penstock")
+
+LET_GO_S = 10.0
+"""A worker that has not let go by then is hung, or makes a long step; others do not wait longer."""
+
+
+class PeerPools:
+    """What passes between workers of different GPUs by way of the daemon.
+
+    Args:
+        setups: of all workers; those on cores map pools by their memfds.
+        send: passes a command to a worker.
+    """
+
+    def __init__(self, setups: Iterable[Setup], send: Callable[[str, Command], None]) -> None:
+        setups = list(setups)
+        self._pool_of = {setup.worker: setup.pool.name for setup in setups}
+        self._writers: dict[str, list[str]] = {}
+        """By pool."""
+        for setup in setups:
+            for spec in setup.other_pools:
+                if spec.fd is None:
+                    self._writers.setdefault(spec.name, []).append(setup.worker)
+        self._send = send
+        self._memory: dict[str, SharedMemory] = {}
+        self._up: set[str] = set()
+        self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
+        """Who may have mapped a pool, by its name."""
+        self._let_go = asyncio.Event()
+
+    def waits(self, worker: str) -> bool:
+        """Whether one that starts can only go on when others have made their pools."""
+        mine = (pool for pool, writers in self._writers.items() if worker in writers)
+        return worker in self._up and any(worker not in self._told[pool] for pool in mine)
+
+    def let_on(self, worker: str) -> None:
+        """A worker has been sent Go."""
+        self._up.add(worker)
+        for pool, memory in self._memory.items():
+            if worker in self._writers[pool]:
+                self._tell(worker, pool, memory)
+
+    def made(self, worker: str, memory: SharedMemory | None) -> None:
+        """A worker has made its pool."""
+        pool = self._pool_of[worker]
+        if memory is None or pool not in self._writers:
+            return
+        self._memory[pool] = memory
+        for writer in self._writers[pool]:
+            if writer in self._up:
+                self._tell(writer, pool, memory)
+
+    def unmapped(self, worker: str, pool: str) -> None:
+        """A worker has let go of a pool."""
+        self._told[pool].discard(worker)
+        self._let_go.set()
+
+    async def ended(self, worker: str) -> list[str]:
+        """A worker is dead: what it had mapped is let go of, and so is what it had made.
+
+        Returns:
+            those who have not let go of its pool in time.
+        """
+        self._up.discard(worker)
+        for pool in self._told:
+            self.unmapped(worker, pool)
+        own = self._pool_of[worker]
+        if self._memory.pop(own, None) is None:
+            return []
+        for writer in self._told[own]:
+            self._send(writer, MapPool(own, None))
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                while self._told[own]:
+                    self._let_go.clear()
+                    await self._let_go.wait()
+        except TimeoutError:
+            log.error("%s still hold memory of worker %s", sorted(self._told[own]), worker)
+        return sorted(self._told[own])
+
+    def _tell(self, worker: str, pool: str, memory: SharedMemory) -> None:
+        self._told[pool].add(worker)
+        self._send(worker, MapPool(pool, memory))
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 # What the daemon knows of one worker and its process.
 # Invariant: what a worker's start has found is that of its last start.
@@ -167,8 +318,6 @@ def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
 
 # --------------------------------------------------------------------------------------------------
 
-
-log = logging.getLogger("penstock")
 
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 """By the number of short lives before; the last one for ever, so that what is mended is found."""

@@ -14,15 +14,18 @@ from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
 from engine.errors import ConfigError
 from engine.folder.checkpoint import (
+    AS_STORED,
     Checkpoint,
+    PanelsLayout,
     WeightsLayout,
     arena_layout,
+    gpu_layout,
     packed_layout,
+    panels_layout,
     weights_layout,
 )
 from engine.folder.model_config import ModelConfig
-from engine.folder.panels import FP8_ROWS
-from engine.folder.panels_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
+from engine.folder.quantisation import FP8_ROWS
 from engine.kernels.cpu import (
     WIDENED,
     AttentionTrial,
@@ -32,9 +35,9 @@ from engine.kernels.cpu import (
     find_ways,
     has_kernels,
     load_kernels,
+    step_values,
     try_prompts,
 )
-from engine.kernels.kernel_costs import step_values
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
 

@@ -32,8 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.api.wire import error_object
-from appliance.http.access import Credentials
-from appliance.http.gate import ClientLine, headers_too_large
+from appliance.http.access import ClientLine, Credentials, headers_too_large
 from engine.errors import RequestError, Unavailable
 
 # Connections that there is no room for: told so, and given time to read it.

@@ -20,17 +20,16 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from appliance.api.early_refusals import EarlyRefusals
-from appliance.http.access import AccessPolicy, Credentials, credentials_of
+from appliance.api.routes import EarlyRefusals
+from appliance.http.access import MAX_HEAD_BYTES, AccessPolicy, Credentials, Gate, credentials_of
 from appliance.http.connection import (
     ClientLimits,
     ClientProtocol,
     RejectedConnections,
     too_many_connections,
 )
-from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, ListenerCloser
-from appliance.process_limits import max_connections
+from appliance.process import max_connections
 from appliance.request import Role
 
 NUM_RESERVED = 16

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from appliance.models.names import HubName, is_quantised_as
 from engine.errors import ConfigError, PenstockError
-from engine.folder.gguf_header import parts_of
+from engine.folder.gguf import parts_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from appliance.frame.figures import TTFT_STAGES, duration, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
-from appliance.watch.windows import UsualTimes
+from appliance.watch.telemetry import UsualTimes
 from engine.schedule.queue import PromptsAhead
 from engine.schedule.router import Router
 from engine.schedule.sequence import Phase, Sequence

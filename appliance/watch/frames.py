@@ -48,8 +48,7 @@ from appliance.request import ModelInfo, Request
 from appliance.watch.alerts import Alerts, Change
 from appliance.watch.energy import Energy
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
-from appliance.watch.telemetry import Telemetry
-from appliance.watch.windows import UsualTimes
+from appliance.watch.telemetry import Telemetry, UsualTimes
 from engine.cache.blocks import BlockPool
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.router import Router

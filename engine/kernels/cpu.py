@@ -3,13 +3,15 @@
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
 
-Owns: the choice of the level; the measurement, and what follows from it.
+Owns: the arithmetic of floors, against which a measured time is a fraction; the choice of the
+level; the measurement, and what follows from it.
 Invariant: one level is chosen once, at start. Never: compiles, imports torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import mmap
 import struct
 import time
@@ -22,8 +24,123 @@ from math import inf
 from random import Random
 from typing import Protocol, cast
 
-from engine.folder.panels import packed_shape
-from engine.kernels.kernel_costs import StepValues
+from engine.folder.checkpoint import expected_shapes
+from engine.folder.model_config import ModelConfig
+from engine.folder.quantisation import packed_shape
+
+# What a kernel has to move and to multiply at least, from its shapes.
+# Invariant: bytes that must cross the device's memory once, no more; products and sums as two
+# operations.
+# Never: measures.
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call of a kernel moves and computes at least."""
+
+    num_bytes: int
+    num_flops: int = 0
+
+    def is_bound_by_bytes(self, bytes_per_s: float, flops_per_s: float) -> bool:
+        """True if moving takes longer than multiplying."""
+        return self.num_bytes / bytes_per_s >= self.num_flops / flops_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads and widths of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    window: int | None = None
+
+
+def attention_cost(heads: AttentionShape, sequences: Sequence[tuple[int, int]]) -> Cost:
+    """Cost of attention over (tokens before, new tokens) pairs: each visible key is read once."""
+    num_keys = num_pairs = num_queries = 0
+    for context, new in sequences:
+        window = heads.window or context + new
+        num_keys += min(context + new, window + new - 1)
+        num_pairs += sum(min(position + 1, window) for position in range(context, context + new))
+        num_queries += new
+    keys_and_values = 2 * num_keys * heads.num_kv_heads
+    queries_and_results = 2 * num_queries * heads.num_heads
+    return Cost(
+        (keys_and_values + queries_and_results) * heads.head_dim * heads.itemsize,
+        4 * num_pairs * heads.num_heads * heads.head_dim,
+    )
+
+
+def place_cost(heads: AttentionShape, num_tokens: int) -> Cost:
+    """Cost of rotating queries and keys in place and writing keys and values to the pool."""
+    read = heads.num_heads + 2 * heads.num_kv_heads
+    written = read + 2 * heads.num_kv_heads
+    return Cost((read + written) * num_tokens * heads.head_dim * heads.itemsize)
+
+
+def norm_cost(num_tokens: int, dim: int, itemsize: int) -> Cost:
+    """Cost of adding to the residual stream, keeping the sum, and normalising it."""
+    return Cost(4 * num_tokens * dim * itemsize)
+
+
+def gated_cost(num_tokens: int, width: int, itemsize: int) -> Cost:
+    """Cost of activation(gate) * up: both halves read, one written."""
+    return Cost(3 * num_tokens * width * itemsize)
+
+
+def sample_cost(num_rows: int, vocab_size: int) -> Cost:
+    """Cost of greedy sampling: float32 logits read once."""
+    return Cost(num_rows * vocab_size * 4)
+
+
+def product_cost(num_tokens: int, num_rows: int, depth: int, itemsize: int) -> Cost:
+    """Cost of multiplying tokens by a matrix [num_rows, depth]."""
+    num_values = num_rows * depth + num_tokens * (num_rows + depth)
+    return Cost(num_values * itemsize, 2 * num_tokens * num_rows * depth)
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """A model's weights by how a step uses them; vectors count for nothing."""
+
+    dense: int
+    """In matrices that every token is multiplied by."""
+    experts: int
+    """In those of all experts."""
+    expert_share: float
+    """Of an expert's layer's, how much one token is multiplied by."""
+    head: int
+    """In the projection to logits: once for each sequence. An embedding table is looked up in."""
+
+    def read(self, batch: int) -> int:
+        """Values that a decode step reads at least: of the experts as many as it can need."""
+        return self.dense + self.head + round(self.experts * min(1.0, batch * self.expert_share))
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Operations of the products for a prompt, which has logits for its last token."""
+        of_each = self.dense + self.experts * self.expert_share
+        return round(2 * (of_each * num_tokens + self.head))
+
+
+def step_values(config: ModelConfig) -> StepValues:
+    """What one step needs at least, by the model's shape."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(config) if len(shape) > 1}
+    ends = {
+        n: size
+        for n, size in sizes.items()
+        if n.endswith(("embed_tokens.weight", "lm_head.weight"))
+    }
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    mixture = config.experts
+    share = 0.0 if mixture is None else mixture.num_per_token / mixture.num_experts
+    dense = sum(sizes.values()) - sum(ends.values()) - experts
+    return StepValues(dense, experts, share, config.vocab_size * config.hidden_size)
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """The types of elements, as the kernels number them."""
@@ -35,7 +152,7 @@ FORMS = {
     "q4_0": 4, "q4_1": 5, "q4_k": 6, "q5_0": 7, "q5_1": 8, "q5_k": 9, "q6_k": 10, "q8_0": 11,
     "mxfp4": 12, "int4_32": 13, "int4_128": 14, "int8_128": 15, "int8_row": 16, "fp8_128": 17,
 }  # fmt: skip
-"""Of quantised matrices in panels, by their names in engine.folder.panels."""
+"""Of quantised matrices in panels, by their names in engine.folder.quantisation."""
 WIDENED, DOTS, TILES = range(3)
 """Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
 WAY_NAMES = ("widened", "dots", "tiles")

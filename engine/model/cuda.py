@@ -17,16 +17,16 @@ import torch
 import triton
 
 from engine.model import triton_ops
-from engine.model.attention import StepBatch
-from engine.model.paged import (
+from engine.model.attention import (
     PagedStep,
+    StepBatch,
     num_parts,
     paged_step,
     several_queries_tiling,
     single_query_tiling,
 )
 from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_sampler import sample_rows
+from engine.model.triton_ops import sample_rows
 
 # Paged attention by libraries: flash-attn 2, and the one that torch brings since 2.12.
 # Both are given the pool as it lies: a layer's keys are pages of a block each, far apart. Both

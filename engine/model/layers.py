@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.folder.rope import RopeConfig
+from engine.folder.model_config import RopeConfig
 
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # as in engine/kernels/fused.c
 

@@ -28,7 +28,7 @@ from engine.kernels.cpu import (
     ProductWays,
 )
 from engine.model.compiled import ELEMENT_TYPES, Take, find_kernels, fresh
-from engine.model.weight import PLAIN, Weight
+from engine.model.weights import PLAIN, Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""

@@ -148,7 +148,7 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15
 
 NO_DRAW = (0.0, 0.0, 1.0, 0.0, 0.0)
 NUM_DRAW_FIELDS = len(NO_DRAW)
-"""Temperature (0: greedy), uniform number, top_p, min_p, top_k; engine.model.triton_sampler reads
+"""Temperature (0: greedy), uniform number, top_p, min_p, top_k; engine.model.triton_ops reads
 them by their places."""
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import CheckpointError
-from engine.folder.panels import FORMS
+from engine.folder.quantisation import FORMS
 from engine.folder.tensor_info import BLOCKS, TensorInfo
 
 # Values out of quantised blocks: codes times scales, as GGUF's own package has them.
@@ -348,7 +348,7 @@ def _viewed(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
 # Owns: how codes are chosen.
 # Invariant: no value is further from its code's than half a step of its group, but for those at the
 # ends of a group whose range was drawn in so that the others come nearer.
-# Never: decides which matrices, or to what form (engine.folder.panels_layout does).
+# Never: decides which matrices, or to what form (engine.folder.checkpoint does).
 
 
 GROUP = 32
@@ -361,7 +361,7 @@ def quantised(values: torch.Tensor, form: str) -> Parts:
 
     Args:
         values: float32 [num_rows, depth], in whole groups.
-        form: of engine.folder.panels; `int8_row` has a scale for the row.
+        form: of engine.folder.quantisation; `int8_row` has a scale for the row.
     """
     if form == "int8_row":
         return _int8(values)

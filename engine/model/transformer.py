@@ -19,17 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.folder.model_config import ExpertsConfig, LayerHeads, ModelConfig
-from engine.folder.rope import RopeConfig
+from engine.folder.model_config import ExpertsConfig, LayerHeads, ModelConfig, RopeConfig
 from engine.kernels.cpu import WIDENED, ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
-from engine.model.compiled import Buffers, CompiledBackend
+from engine.model.compiled import MAX_TOKENS, Buffers, CompiledBackend, Tapes
 from engine.model.layers import query_growth, rope_table, soft_cap
 from engine.model.linear import Linears, choose_linears
-from engine.model.quantised import embedded
-from engine.model.tape import MAX_TOKENS, Tapes
-from engine.model.weight import Weight
+from engine.model.weights import Weight, embedded
 
 # What stands behind attention in a layer: a dense feed-forward, or a mixture of them.
 # Invariant: a token's result depends on no other token of the step.

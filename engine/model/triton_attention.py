@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.paged import MAX_PARTS, PagedStep, Tiling, padded_dim
+from engine.model.attention import MAX_PARTS, PagedStep, Tiling, padded_dim
 
 _LOG2_E = math.log2(math.e)
 _BASE_2 = tl.constexpr(_LOG2_E)

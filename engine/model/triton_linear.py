@@ -7,7 +7,7 @@ never rounded to the serving dtype. Where a form's inputs are integers of one by
 products and sums are integers, up to one scale for each row and token at the end.
 Owns: the kernels and their launches.
 Invariant: nothing depends on a device value, so that a step can be captured in a graph.
-Never: packs; chooses forms (engine.folder.panels does).
+Never: packs; chooses forms (engine.folder.quantisation does).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 import triton
 import triton.language as tl
 
-from engine.folder.panels import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
-from engine.model.weight import PLAIN, Weight
+from engine.folder.quantisation import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
+from engine.model.weights import PLAIN, Weight
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 64
 """Tokens of a program, for steps of few and of many: warming up meets both sizes."""

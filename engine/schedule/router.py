@@ -16,15 +16,24 @@ from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, Places
 from engine.schedule import recovery
 from engine.schedule.copies import Copies
-from engine.schedule.fetches import Fetches
-from engine.schedule.growth import Growth
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
-from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.prefix_cache import Fetches, PrefixCache
 from engine.schedule.queue import FairQueue, PromptsAhead
-from engine.schedule.recovery import Recovery
+from engine.schedule.recovery import Growth, Recovery
 from engine.schedule.roles_in_force import Roles
-from engine.schedule.sequence import Ended, FinishReason, Leg, Moving, On, Paused, Sequence, Waiting
-from engine.schedule.sequence_table import Counters, SequenceTable, age
+from engine.schedule.sequence import (
+    Counters,
+    Ended,
+    FinishReason,
+    Leg,
+    Moving,
+    On,
+    Paused,
+    Sequence,
+    SequenceTable,
+    Waiting,
+    age,
+)
 from engine.wire.messages import (
     Command,
     Copied,

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.starter.lessons import Curriculum, Lesson, Teacher, train_tokenizer
-from engine.starter.network import Network, export
-from engine.starter.wiring import begin
+from engine.starter.network import Network, begin, export
 
 STEP_TOKENS = 4096
 # what begins wired needs small steps, or noise drowns what the wiring tells apart

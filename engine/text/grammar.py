@@ -3,7 +3,8 @@
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
 Owns: the search for such parts; how grammars are written, and the limits that keep hostile ones
-harmless; a model's tokens as llguidance sees them, and the state of each match.
+harmless; a model's tokens as llguidance sees them, and the state of each match; how a call that
+must come is written, and how free text is told from one.
 Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
 Never: looks at tokens: a grammar says which texts there may be.
 """
@@ -17,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -442,3 +444,211 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(shorten(self._matcher.get_error()))
+
+
+# The grammar of tool calls, in each way that models write them.
+# Invariant: whatever the grammar lets a model write is a call of one of the functions, with
+# arguments that match their schemas as far as the notation can say.
+# Never: looks at tokens, but for those that no text can stand for.
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a model writes tool calls: `opening (begin head arguments tail end)+ closing`."""
+
+    opening: str = ""
+    """Before the first call, such as `[TOOL_CALLS][`."""
+    begin: str = ""
+    """Before each call, such as `<tool_call>` and a line break."""
+    head: str = '{{"name": "{name}", "arguments": '
+    """From the name of the function to its arguments; names need no escaping in JSON."""
+    tail: str = "}"
+    end: str = ""
+    separator: str = ""
+    closing: str = ""
+    style: str = "json"
+    """Of arguments: one `json` object; `elements`; `python` or `gemma`, a list with commas."""
+    key: str = ""
+    """Of elements: what stands before a value, with its `name`, and `is_text`."""
+    value_end: str = ""
+    key_separator: str = ", "
+    quote: str = ""
+    """Around texts, of the style `gemma`."""
+
+
+def calls_grammar(
+    tools: Mapping[str, Mapping[str, Any] | None],
+    syntax: CallSyntax,
+    *,
+    special_ids: Mapping[str, int],
+    is_required: bool,
+    is_parallel: bool = True,
+    is_lenient: bool = True,
+    answer: str | None = None,
+) -> str:
+    """Calls of these tools, as the model writes them, with arguments that match their schemas.
+
+    Args:
+        tools: names to the JSON schemas of their arguments; None is any object.
+        syntax: how this model writes calls.
+        special_ids: ids of special tokens that may occur in the syntax, by their text.
+        is_required: the output is calls and nothing else. Otherwise it is free text, in which
+            what follows the syntax's opening and begin must be a call; they may not be empty.
+        is_parallel: any number of calls; otherwise one, and with it the output ends.
+        is_lenient: ignore keywords of the schemas that cannot be enforced.
+        answer: a grammar that the output must match where it is no call, instead of free text.
+
+    Raises:
+        GrammarError: the schemas are too large, or a part of one refers only to itself.
+        ValueError: free text needs a marker to tell a call by.
+    """
+    check_size(tools)
+    for tool_schema in tools.values():
+        check_references(tool_schema)
+    marker = syntax.opening + syntax.begin
+    if not is_required and answer is None and not marker:
+        raise ValueError("without a text that marks calls they cannot be told from free text")
+    writer = _Writer(syntax, special_ids, is_lenient=is_lenient)
+    rules = writer.calls(tools)
+    more = f"({writer.literal(syntax.separator + syntax.begin)} tool)*" if is_parallel else ""
+    calls = f"tool {more} {writer.literal(syntax.closing)}"
+    if is_required:
+        rules.append(f"start: {writer.literal(marker)} {calls}")
+    elif answer is not None:
+        rules.append(f"start: {writer.literal(marker)} {calls} | @answer")
+    else:
+        rules += writer.free_text(marker, calls, is_parallel=is_parallel)
+    lark = lark_of("\n".join(rules))
+    if answer is None or is_required:
+        return lark
+    (own,), (other,) = (json.loads(one)["grammars"] for one in (lark, answer))
+    return json.dumps({"grammars": [own, {**other, "name": "answer"}]})
+
+
+class _Writer:
+    """Lark for the calls of one request."""
+
+    def __init__(
+        self, syntax: CallSyntax, special_ids: Mapping[str, int], *, is_lenient: bool
+    ) -> None:
+        self._syntax = syntax
+        self._special_ids = special_ids
+        self._is_lenient = is_lenient
+
+    def calls(self, tools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+        """A rule for each function, and `tool`, which is any of them."""
+        syntax, rules = self._syntax, []
+        for index, (name, schema) in enumerate(tools.items()):
+            shown = json.dumps(name, ensure_ascii=False)[1:-1]
+            head = self.literal(syntax.head.format(name=shown))
+            arguments, more = self._arguments(f"tool_{index}", schema or {})
+            tail = self.literal(syntax.tail + syntax.end)
+            rules.append(f"tool_{index}: {head} {arguments} {tail}")
+            rules += more
+        if syntax.style != "json":
+            rules += self._text_rules()
+        rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+        return rules
+
+    def _text_rules(self) -> list[str]:
+        """Rules for texts that stand for themselves, up to what ends them."""
+        if self._syntax.style == "python":
+            return []
+        end = self._syntax.value_end or self._syntax.quote
+        if end in self._special_ids:
+            return [r"TEXT_VALUE: /(.|\n)*/", f"text_value: TEXT_VALUE {self.literal(end)}"]
+        return [f"text_value[lazy]: /(.|\\n)*/ {lark_text(end)}"]
+
+    def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """How the arguments of one function are written, and the rules that this needs."""
+        if self._syntax.style == "json":
+            return f"%json {self._json({**_ANY_OBJECT, **schema})}", []
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            properties = {}
+        required = schema.get("required")
+        names = set(required) if isinstance(required, list) else set()
+        items = [
+            (self._member(name, own, schema), name in names) for name, own in properties.items()
+        ]
+        return f"{rule}_0", _members(rule, items, self.literal(self._syntax.key_separator))
+
+    def _member(self, name: str, own: Any, schema: Mapping[str, Any]) -> str:
+        """One argument: its name and its value."""
+        syntax = self._syntax
+        is_text = isinstance(own, dict) and own.get("type") == "string" and "enum" not in own
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        value = {**own, **shared} if isinstance(own, dict) else {}
+        as_json = f"%json {self._json(value)}"
+        if syntax.style == "elements":
+            key = self.literal(syntax.key.format(name=name, is_text=str(is_text).lower()))
+            if is_text:
+                return f"{key} text_value"
+            if isinstance(own, dict) and _is_words(own.get("enum")):
+                as_json = "(" + " | ".join(map(lark_text, own["enum"])) + ")"
+            return f"{key} {as_json} {self.literal(syntax.value_end)}"
+        if syntax.style == "python":
+            return f"{lark_text(name + '=')} {as_json}"
+        if is_text or (isinstance(own, dict) and _is_words(own.get("enum"))):
+            quote = self.literal(syntax.quote)
+            words = " | ".join(map(lark_text, own["enum"])) if not is_text else ""
+            text = f"({words}) {quote}" if words else "text_value"
+            return f"{lark_text(name + ':')} {quote} {text}"
+        return f"{lark_text(name + ':')} {as_json}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return json.dumps(enforced(schema, self._is_lenient))
+
+    def free_text(self, marker: str, calls: str, *, is_parallel: bool) -> list[str]:
+        """Rules for free text in which a marker begins a call, and cannot be anything else."""
+        first, *others = self._pieces(marker)
+        rest = "".join(others)
+        rules = [r"TEXT: /(.|\n)*/"]
+        if first in self._special_ids:
+            trigger = f"TEXT {self.literal(first)}"
+        else:
+            # what may follow the marker is forced; so let a line break after it be forced, too
+            stripped = first.rstrip() or first
+            rest = first[len(stripped) :] + rest
+            rules.append(f"trigger[lazy]: TEXT {lark_text(stripped)}")
+            trigger = "trigger"
+        rules.append(f"call: {trigger} {self.literal(rest)} {calls}")
+        return [*rules, "start: call* TEXT" if is_parallel else "start: call | TEXT"]
+
+    def literal(self, text: str) -> str:
+        """Lark for a text: special tokens by their ids, the rest as strings."""
+        return " ".join(
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else lark_text(piece)
+            for piece in self._pieces(text)
+        )
+
+    def _pieces(self, text: str) -> list[str]:
+        """A text cut around the special tokens in it."""
+        names = sorted((name for name in self._special_ids if name), key=len, reverse=True)
+        if not names:
+            return [text] if text else []
+        return [piece for piece in re.split(f"({'|'.join(map(re.escape, names))})", text) if piece]
+
+
+def _members(rule: str, items: list[tuple[str, bool]], separator: str) -> list[str]:
+    """Rules for a list of which some may be left out: `rule_N` goes on from its Nth member.
+
+    `rule_N_more` does the same behind another member, and begins with a separator.
+    """
+    rules = []
+    for index, (item, is_required) in enumerate(items):
+        skipped = "" if is_required else f" | {rule}_{index + 1}"
+        skipped_more = "" if is_required else f" | {rule}_{index + 1}_more"
+        rules.append(f"{rule}_{index}: {item} {rule}_{index + 1}_more{skipped}")
+        rules.append(
+            f"{rule}_{index}_more: {separator} {item} {rule}_{index + 1}_more{skipped_more}"
+        )
+    return [*rules, f'{rule}_{len(items)}: ""', f'{rule}_{len(items)}_more: ""']
+
+
+def _is_words(values: object) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(one, str) and one for one in values)
+    )

@@ -5,7 +5,9 @@ a block reaches a pool only when its checksums are right. Two threads write, two
 disk has something to do while a checksum is made; a write holds up no read for longer than it does.
 They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
 has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
-Owns: the threads and their buffers. Reports come back by a callback, from the thread.
+
+Owns: the folder's lock, the files, and what of another model or damaged was reclaimed at start; the
+threads and their buffers. Reports come back by a callback, from the thread.
 Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
 in order, and the first that fails ends it.
 Never: decides what is stored or loaded; raises on what a disk does.
@@ -14,17 +16,362 @@ Never: decides what is stored or loaded; raises on what a disk does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 
+from engine.tiers.files import (
+    HEADER_BYTES,
+    PAGE,
+    RecordHead,
+    SlabContents,
+    SlabHead,
+    contents_of,
+    head_of,
+    lock,
+    make_private,
+    payload_crc,
+    physical_bytes,
+    read_record,
+    record_bytes,
+    seal_record,
+    seal_slab,
+    slab_paths,
+    write_all,
+)
+from engine.tiers.index import RecordPlace
 from engine.tiers.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
-from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
+
+# Slab files in a folder: where blocks lie on disk. All of it blocks; threads of disk do it.
+# A slab is allocated whole when it is made, so that a full disk is found out then and not in the
+# middle of a record; slabs are made one at a time, as they are needed, while the folder's physical
+# bytes stay under the cap and the disk keeps its reserve. Reads and writes go past the page cache
+# where the file system can (O_DIRECT). Nothing is synced: after a power cut a record is whole or is
+# found out. What is in the folder is as private as the prompts: it is its owner's alone.
+# Invariants: physical bytes never exceed the cap; a slab's number is never used twice in a process;
+# a descriptor stays open until close(), for a thread may be stuck in it.
+# Never: knows which block is where; chooses a place.
+
+
+SLAB_BYTES = 64 << 20
+MIN_SLABS = 8
+"""A cap is divided into at least so many, where they still hold a record."""
+RESERVE_BYTES = 10 << 30
+"""Of the disk's free space, that a slab never takes from others."""
+PROBE_BYTES = 4 << 20
+_INDEX_RECORDS = 160
+"""Records for which a file system may need a page more to say where they lie."""
+
+
+class DamagedError(Exception):
+    """A record is not what was stored."""
+
+
+class RecordBuffer:
+    """Memory for one record at a time, aligned as O_DIRECT wants it; a thread's own.
+
+    Args:
+        block_bytes: of a block.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.record = memoryview(mmap.mmap(-1, record_bytes(block_bytes)))
+        self.block = self.record[HEADER_BYTES : HEADER_BYTES + block_bytes]
+
+
+@dataclass(slots=True)
+class Reclaimed:
+    """What was in the folder at start and is not served."""
+
+    num_foreign_slabs: int = 0
+    """Of another model, dtype or layout..."""
+    num_foreign_records: int = 0
+    """...with so many blocks..."""
+    num_foreign_bytes: int = 0
+    """...of so many bytes."""
+    num_damaged_slabs: int = 0
+    """Whose first page cannot be read, or which could not be made whole again."""
+    num_surplus_slabs: int = 0
+    """Beyond a cap that has become smaller."""
+    num_damaged_records: int = 0
+    num_bytes: int = 0
+    """That were given back to the disk."""
+
+
+@dataclass(slots=True)
+class _Slab:
+    head: SlabHead
+    path: Path
+    fd: int
+
+
+class Slabs:
+    """The folder of one daemon.
+
+    Args:
+        folder: made where it is missing.
+        block_bytes: of a block.
+        fingerprint: of all that a block's bytes depend on: [DIGEST_BYTES].
+        cap_bytes: physical bytes that the slabs may have together.
+        reserve_bytes: free bytes that the disk keeps.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        block_bytes: int,
+        fingerprint: bytes,
+        cap_bytes: int,
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.block_bytes = block_bytes
+        self.is_direct = True
+        """False: the file system cannot, and everything passes the page cache."""
+        self.reclaimed = Reclaimed()
+        self._fingerprint = fingerprint
+        self._reserve_bytes = reserve_bytes
+        self._record_bytes = record_bytes(block_bytes)
+        self.probe_bytes = min(PROBE_BYTES, max(cap_bytes // 64 // PAGE, 1) * PAGE)
+        """Of a file beside the slabs, that is there while it is found out how fast the disk is."""
+        self._slab_cap_bytes = cap_bytes - self.probe_bytes
+        wanted = min(SLAB_BYTES, self._slab_cap_bytes // MIN_SLABS)
+        self._num_records = max(1, (wanted - PAGE) // self._record_bytes)
+        self._slabs: dict[int, _Slab] = {}
+        self._gone: list[_Slab] = []
+        self._next_number = 0
+        self._adopted: set[int] = set()
+        """Numbers of slabs that were there at start."""
+        self._lock_fd: int | None = None
+        self._growing = Lock()
+        self._zeros = memoryview(mmap.mmap(-1, self._record_bytes))
+
+    @property
+    def max_places(self) -> int:
+        """Records that the cap has room for."""
+        num_slabs = self._slab_cap_bytes // self._need_bytes(self._num_records)
+        return max(num_slabs, 0) * self._num_records
+
+    @property
+    def num_bytes(self) -> int:
+        """Physical bytes of all slabs, those included that have lost their name."""
+        return sum(physical_bytes(slab.fd) for slab in [*self._slabs.values(), *self._gone])
+
+    # Start and end
+
+    def open(self) -> list[SlabContents]:
+        """Take the folder; what is in it of ours. What is not is reclaimed.
+
+        Raises:
+            BusyError: another process has it.
+            OSError: it cannot be made, or is not one's own.
+        """
+        make_private(self.folder)  # refuses what holds files of others
+        self._lock_fd = lock(self.folder)
+        found = []
+        for number, path in sorted(slab_paths(self.folder)):
+            contents = self._adopt(number, path)
+            if contents is not None:
+                self._adopted.add(number)
+                found.append(contents)
+        return found
+
+    def _adopt(self, number: int, path: Path) -> SlabContents | None:
+        fd = self.open_file(path, os.O_RDWR)
+        head = head_of(fd, number)
+        reclaimed = self.reclaimed
+        if head is None:
+            reclaimed.num_damaged_slabs += 1
+        elif (head.fingerprint, head.record_bytes) != (self._fingerprint, self._record_bytes):
+            records = [record for _, record in contents_of(fd, head).records]
+            reclaimed.num_foreign_slabs += 1
+            reclaimed.num_foreign_records += len(records)
+            reclaimed.num_foreign_bytes += sum(record.num_bytes for record in records)
+        elif self._claimed_bytes() + self._need_bytes(head.num_records) > self._slab_cap_bytes:
+            reclaimed.num_surplus_slabs += 1
+        else:
+            contents = contents_of(fd, head)
+            try:
+                os.ftruncate(fd, min(os.fstat(fd).st_size, head.num_bytes))
+                os.posix_fallocate(fd, 0, head.num_bytes)  # where it had been cut off
+                for index in contents.damaged:
+                    write_all(fd, self._zeros, head.offset(index))
+            except OSError:
+                reclaimed.num_damaged_slabs += 1
+            else:
+                self._slabs[number] = _Slab(head, path, fd)
+                reclaimed.num_damaged_records += len(contents.damaged)
+                return contents
+        reclaimed.num_bytes += physical_bytes(fd)
+        os.close(fd)
+        path.unlink()
+        return None
+
+    def close(self) -> None:
+        """Leave the folder to others. No thread may be at work in it any more."""
+        for slab in [*self._slabs.values(), *self._gone]:
+            os.close(slab.fd)
+        self._slabs.clear()
+        self._gone.clear()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    # Slabs
+
+    def grow(self) -> SlabHead | None:
+        """Make another slab; None: the cap or the disk has no room for one.
+
+        Raises:
+            OSError: it could not be made, and nothing is left of it.
+        """
+        self.remake_folder()
+        with self._growing:
+            need = self._need_bytes(self._num_records)
+            if self._claimed_bytes() + need > self._slab_cap_bytes:
+                return None
+            if shutil.disk_usage(self.folder).free - need < self._reserve_bytes:
+                return None
+            # the lowest, whatever lies there: a name with too many digits would never be found
+            while self._next_number in self._adopted:
+                self._next_number += 1
+            number, self._next_number = self._next_number, self._next_number + 1
+            head = SlabHead(number, self._record_bytes, self._num_records, self._fingerprint)
+            path = self.folder / f"slab-{number:06}.kv"
+            fd = self.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                os.posix_fallocate(fd, 0, head.num_bytes)
+                page = memoryview(mmap.mmap(-1, PAGE))
+                page[:] = seal_slab(head)
+                write_all(fd, page, 0)
+            except OSError:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+                raise
+            self._slabs[number] = _Slab(head, path, fd)
+            return head
+
+    def remake_folder(self) -> None:
+        """If somebody has deleted the folder, or the lock in it, make it again and take it.
+
+        Raises:
+            BusyError: another process was faster.
+            OSError: it cannot be made.
+        """
+        with self._growing:
+            if self._lock_fd is None or os.fstat(self._lock_fd).st_nlink:
+                return
+            if not self.folder.is_dir():
+                make_private(self.folder)
+            lock_fd, self._lock_fd = self._lock_fd, lock(self.folder)
+            os.close(lock_fd)
+
+    def forget_lost(self) -> list[int]:
+        """Numbers of slabs whose files somebody has deleted; their space is given back."""
+        with self._growing:
+            lost = [n for n, slab in self._slabs.items() if not os.fstat(slab.fd).st_nlink]
+            for number in lost:
+                slab = self._slabs.pop(number)
+                self._gone.append(slab)
+                with suppress(OSError):
+                    os.ftruncate(slab.fd, 0)
+            return lost
+
+    def _claimed_bytes(self) -> int:
+        """What the slabs take, or will when they are full."""
+        whole = sum(self._need_bytes(slab.head.num_records) for slab in self._slabs.values())
+        return max(whole, self.num_bytes)
+
+    def _need_bytes(self, num_records: int) -> int:
+        pages = 2 + num_records // _INDEX_RECORDS  # the first, and those of the file system
+        return num_records * self._record_bytes + pages * PAGE
+
+    def open_file(self, path: Path, flags: int) -> int:
+        """A descriptor of a file in the folder, past the page cache where that can be."""
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        if self.is_direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.is_direct = False
+                flags &= ~os.O_EXCL  # the failed attempt may have made the file
+        return os.open(path, flags, 0o600)
+
+    # Records
+
+    def write(
+        self,
+        place: RecordPlace,
+        block_hash: bytes,
+        number: int,
+        stored_at_s: int,
+        buffer: RecordBuffer,
+    ) -> None:
+        """Write the buffer's block to a place.
+
+        Raises:
+            OSError: it is not there whole.
+        """
+        slab = self._slab(place)
+        head = RecordHead(
+            number,
+            stored_at_s,
+            self.block_bytes,
+            block_hash,
+            self._fingerprint,
+            payload_crc(buffer.block),
+        )
+        buffer.record[:HEADER_BYTES] = seal_record(head, *place)
+        write_all(slab.fd, buffer.record, slab.head.offset(place.record))
+
+    def read(self, place: RecordPlace, block_hash: bytes, buffer: RecordBuffer) -> None:
+        """Read a block into the buffer.
+
+        Raises:
+            DamagedError: what lies there is not that block as it was stored.
+            OSError: it cannot be read.
+        """
+        slab = self._slab(place)
+        size = os.preadv(slab.fd, [buffer.record], slab.head.offset(place.record))
+        if size < self._record_bytes:
+            raise DamagedError("the slab is cut off")
+        head = read_record(bytes(buffer.record[:HEADER_BYTES]), *place)
+        if head is None or head.num_bytes != self.block_bytes:
+            raise DamagedError("its header is damaged")
+        if (head.block_hash, head.fingerprint) != (block_hash, self._fingerprint):
+            raise DamagedError("another block lies there")
+        if head.payload_crc != payload_crc(buffer.block):
+            raise DamagedError("the checksum of its bytes is wrong")
+
+    def erase(self, place: RecordPlace) -> None:
+        """Write zeros over a place, so that nothing of what was there is left.
+
+        Raises:
+            OSError: it could not be done.
+        """
+        slab = self._slab(place)
+        write_all(slab.fd, self._zeros, slab.head.offset(place.record))
+
+    def _slab(self, place: RecordPlace) -> _Slab:
+        try:
+            return self._slabs[place.slab]
+        except KeyError:
+            raise OSError(errno.ENOENT, "the slab is gone", f"slab {place.slab}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 NUM_READERS = NUM_WRITERS = 2
 WRITE_SHARE = 0.25

@@ -19,8 +19,7 @@ from itertools import count
 from engine.cache.prefix_index import Hash
 from engine.tiers.index import ReuseDistances, SlabIndex
 from engine.tiers.jobs import Context, CopyJob, Counts, GrowJob, Job, ProbeJob, SweepJob
-from engine.tiers.loads import Costs, Loads, PredictMs, Restored, WantedBlocks, joined
-from engine.tiers.stores import Stores
+from engine.tiers.loads import Costs, Loads, PredictMs, Restored, Stores, WantedBlocks, joined
 
 MAX_MISSES = 3
 MAX_DECLINED = 8

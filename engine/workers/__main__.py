@@ -28,8 +28,8 @@ from engine.wire.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Se
 if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
     from engine.kernels.cpu import ProductWays
-    from engine.model.weight import Weight
-    from engine.workers.affinity import NodeMemory
+    from engine.model.weights import Weight
+    from engine.workers.device import NodeMemory
     from engine.workers.running import Grammars
 
 _PR_SET_PDEATHSIG = 1
@@ -78,8 +78,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.model.transformer import Transformer
     from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
-    from engine.workers.affinity import NodeMemory, use_cores
     from engine.workers.copying import map_pool, probe
+    from engine.workers.device import NodeMemory, use_cores
     from engine.workers.logits_loss import kv_loss, weights_loss
     from engine.workers.loop import StepLoop
     from engine.workers.runner import Runner
@@ -139,7 +139,7 @@ def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
 ) -> tuple[dict[str, Weight], ProductWays | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
-    from engine.folder.panels_layout import AS_STORED
+    from engine.folder.checkpoint import AS_STORED
     from engine.kernels.cpu import ProductWays
     from engine.model.weights import load_weights
 

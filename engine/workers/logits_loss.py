@@ -16,8 +16,7 @@ import torch
 
 from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.model.transformer import StepBatch, Transformer
-from engine.model.weight import Weight
-from engine.model.weights import Progress, convert_weights, layout_views, load_weights
+from engine.model.weights import Progress, Weight, convert_weights, layout_views, load_weights
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import LogitsLoss
 from engine.workers.copying import TORCH_DTYPES, block_shape

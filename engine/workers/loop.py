@@ -42,9 +42,8 @@ from engine.wire.messages import (
     Stepped,
     UseCores,
 )
-from engine.workers.affinity import use_cores
 from engine.workers.copying import Copier
-from engine.workers.device import Device
+from engine.workers.device import Device, use_cores
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.running import Running
 

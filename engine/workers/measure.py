@@ -31,7 +31,7 @@ from engine.errors import PenstockError, WorkerFailed
 from engine.folder.checkpoint import expected_shapes, layout_of
 from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
-from engine.kernels.kernel_costs import (
+from engine.kernels.cpu import (
     AttentionShape,
     Cost,
     attention_cost,
@@ -48,15 +48,15 @@ from engine.model.layers import rope_table
 from engine.model.linear import choose_linears
 from engine.model.sampler import draw_of
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
+from engine.model.weights import Weight
 from engine.units import size_text
 from engine.wire.messages import SamplingParams
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
 from engine.workers.graphs import DecodeGraphs
+from engine.workers.on_gpu import arena_views
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars, Running
-from engine.workers.streaming import arena_views
 
 # Each kernel of a model's step on its own: calls on shapes that matter, and what they cost.
 # Invariant: each call of a case is on another layer's memory, or reads a matrix as large as a

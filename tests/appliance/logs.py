@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.log.request_log import RequestLog
-from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
+from appliance.log.store import RetentionLimits
+from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import SamplingParams

@@ -14,7 +14,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import make_plan
 from appliance.fleet.supervisor import WorkerState
 from appliance.log.query import RowQuery
-from appliance.log.request_log import RequestLog
+from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
 from engine.cache.blocks import Ledger

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from appliance.exam import ExamScore
-from engine.starter.documents import Turn
+from engine.starter.lessons import Turn
 
 
 def test_an_answer_is_right_only_as_it_stands():

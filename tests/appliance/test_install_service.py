@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from appliance import install_service
+from appliance.cli import control
 from engine.errors import ConfigError
 
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     moved = {name: str(tmp_path / place.replace("/", "-")) for name, place in PLACES.items()}
-    monkeypatch.setattr(install_service, "PLACES", moved)
+    monkeypatch.setattr(control, "PLACES", moved)
     return moved
 
 
-PLACES = dict(install_service.PLACES)
+PLACES = dict(control.PLACES)
 
 
 def test_files_come_first_and_name_the_command_of_this_environment(places):
-    steps = list(install_service.steps(Path("/opt/penstock/bin/penstock")))
+    steps = list(control.install_steps(Path("/opt/penstock/bin/penstock")))
     written = [step for step in steps if step.path is not None]
     assert [str(step.path) for step in written] == list(places.values())
     assert steps[: len(written)] == written
@@ -31,12 +31,12 @@ def test_files_come_first_and_name_the_command_of_this_environment(places):
 
 def test_an_update_writes_what_differs_and_restarts(places):
     program = Path("/opt/penstock/bin/penstock")
-    for step in install_service.steps(program):
+    for step in control.install_steps(program):
         if step.path is not None:
-            install_service.do(step)
-    assert not [step for step in install_service.steps(program) if step.path is not None]
+            control.do_step(step)
+    assert not [step for step in control.install_steps(program) if step.path is not None]
     Path(places["penstock.socket"]).write_text("[Socket]\n")
-    steps = list(install_service.steps(program))
+    steps = list(control.install_steps(program))
     assert [str(step.path) for step in steps if step.path] == [places["penstock.socket"]]
     assert steps[-1].command == ("systemctl", "restart", "penstock.service")
 
@@ -54,9 +54,9 @@ def test_a_python_that_others_cannot_run_is_refused_by_the_folder_that_shuts_the
             pytest.skip(f"{each} shuts others out already")
     for name in ("prefix", "executable", "base_prefix"):
         monkeypatch.setattr(sys, name, str(program))
-    install_service.check_reach(program)
+    control.check_reach(program)
     home.chmod(0o700)
     with pytest.raises(ConfigError, match="cannot enter") as refused:
-        install_service.check_reach(program)
+        control.check_reach(program)
     assert refused.value.where == str(home)
     assert refused.value.hint

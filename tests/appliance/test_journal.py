@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.journal import is_journal, lines, notify
+from appliance.process import is_journal, lines, notify
 
 
 def test_the_journal_is_known_by_its_stream(tmp_path):

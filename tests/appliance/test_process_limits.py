@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from appliance.process_limits import NUM_APART, OWN_PAGES_BYTES, max_connections
+from appliance.process import NUM_APART, OWN_PAGES_BYTES, max_connections
 
 CHURN = """
 import ctypes, random, re, sys
-from appliance.process_limits import keep_small
+from appliance.process import keep_small
 if sys.argv[1] == "kept" and not keep_small():
     sys.exit("this C library has no such sizes")
 rng, stays, passing = random.Random(0), [], []
@@ -46,7 +46,7 @@ def test_bodies_that_come_and_go_leave_no_holes():
 
 def test_the_soft_limit_is_raised_to_the_hard_one():
     script = (
-        "import resource; from appliance.process_limits import raise_limit\n"
+        "import resource; from appliance.process import raise_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
         "print(raise_limit(1024)); print(raise_limit(100))\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"

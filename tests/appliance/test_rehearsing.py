@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.fleet.balance import MeasuredModel, StepMemory
-from appliance.rehearsing import Rehearsing
+from appliance.fleet.placer import MeasuredModel, StepMemory
+from appliance.loading import Rehearsing
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, PREFILL, make_places
 from engine.schedule.queue import FairQueue

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.schedule.recovery import MAX_SUSPICIONS
-from engine.starter.documents import Writer
+from engine.starter.lessons import Writer
 from tests.daemons import Daemon
 
 MAX_TOKENS = 64

@@ -24,8 +24,7 @@ from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
-from engine.model.weight import Weight
-from engine.model.weights import load_weights
+from engine.model.weights import Weight, load_weights
 from engine.text.grammar import GrammarTokenizer
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars, Running

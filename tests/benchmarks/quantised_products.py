@@ -15,10 +15,10 @@ import time
 
 import torch
 
-from engine.folder.panels import FORMS, panels_shape
+from engine.folder.quantisation import FORMS, panels_shape
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
-from engine.model.weight import Weight
+from engine.model.weights import Weight
 
 DEPTH = 2048
 NAMES = (

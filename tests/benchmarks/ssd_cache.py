@@ -56,11 +56,10 @@ from engine.cache.places import SSD
 from engine.cache.prefix_index import PrefixHasher
 from engine.folder.checkpoint import Checkpoint
 from engine.tiers import disk as disk_module
-from engine.tiers.disk import Disk, probe
+from engine.tiers.disk import DamagedError, Disk, RecordBuffer, Slabs, probe
 from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.jobs import Context, CopyJob, GrowJob
 from engine.tiers.loads import Costs, WantedBlocks
-from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 from engine.tiers.tier import Tier
 from engine.wire.messages import Copy
 from tests.daemons import Daemon

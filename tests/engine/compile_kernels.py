@@ -16,13 +16,13 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
-from engine.folder.panels import FORMS, panels_shape
-from engine.model import triton_attention, triton_linear, triton_ops, triton_sampler
-from engine.model.paged import PagedStep, several_queries_tiling, single_query_tiling
+from engine.folder.quantisation import FORMS, panels_shape
+from engine.model import triton_attention, triton_linear, triton_ops
+from engine.model.attention import PagedStep, several_queries_tiling, single_query_tiling
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_sampler import sample_rows
-from engine.model.weight import Weight
+from engine.model.triton_ops import sample_rows
+from engine.model.weights import Weight
 from tests.triton_driver import SHARED_BYTES, FakeDriver
 
 NUM_KV_HEADS, NUM_PARTS = 2, 4
@@ -161,8 +161,8 @@ FUNCTIONS = {
     "norm": triton_ops._norm_kernel,
     "gated": triton_ops._gated_kernel,
     "place": triton_ops._place_kernel,
-    "sample": triton_sampler._sample_kernel,
-    "greedy": triton_sampler._sample_kernel,
+    "sample": triton_ops._sample_kernel,
+    "greedy": triton_ops._sample_kernel,
 } | {
     name: getattr(triton_linear, "_bytes_kernel" if "int8_row" in name else "_panels_kernel")
     for name in PRODUCTS

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.folder.model_config import ACTIVATIONS
+from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.cuda import DeviceLimits
-from engine.model.paged import several_queries_tiling, single_query_tiling
 from tests.engine.kernel_cases import (
     MIXED,
     STEPS,

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from appliance.devices.inventory import Gpu
+from appliance.fleet.gpu_placement import GPU_STEP_TOKENS
 from appliance.fleet.placement import WorkerPlan
-from appliance.fleet.spread import GPU_STEP_TOKENS
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import Copied, Copy, GpuSpec, PoolMade, PoolSpec, Setup, Stepped
 from tests.checkpoints import load_oracle

@@ -12,13 +12,11 @@ from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed, keys
 from tui.app import Console
-from tui.feed_messages import CallerKnown, FrameArrived
 from tui.view import Caller
 from tui.widgets import main_screen
 from tui.widgets.dialogs import AskDialog, Choose, Confirm, Detail, Explain, Help
 from tui.widgets.main_screen import THEMES
-from tui.widgets.panel import Page
-from tui.widgets.request_table import RequestTable
+from tui.widgets.panel import CallerKnown, FrameArrived, Page, RequestTable
 
 COVERED: set[str] = set()
 

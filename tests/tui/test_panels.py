@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame, fields
 from tests.tui import frames
 from tui.lines import text_of, width_of
-from tui.panels import gauges, handoff, header, lanes, log, requests
+from tui.panels import gauges, header, lanes, requests
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary
-from tui.request_listing import RequestListing
-from tui.view import DaemonLink, View
+from tui.view import DaemonLink, RequestListing, View
 from tui.widgets import main_screen
 
 MAKERS = [
@@ -36,7 +35,7 @@ PANELS = [
     gauges.kv,
     gauges.latency,
     gauges.machine,
-    log.events,
+    header.events,
 ]
 
 
@@ -128,7 +127,7 @@ def test_a_title_leaves_out_whole_what_does_not_fit():
 
 
 def test_events_come_newest_first():
-    lines = log.events(View().after(frames.busy()), 120, 2)
+    lines = header.events(View().after(frames.busy()), 120, 2)
     assert "queue.high" in text_of(lines[0])
     assert "request.cancelled" in text_of(lines[1])
 
@@ -180,7 +179,7 @@ def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):
 def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     frame = frames.busy()
     frame.totals.routes = {"move unknown": 3, "decode some new reason": 1}
-    shown = text(handoff.page(View().after(frame), 100, 40))
+    shown = text(lanes.page(View().after(frame), 100, 40))
     assert "3  move    steps of its size were not measured yet: as static roles do" in shown
     assert "1  decode  some new reason" in shown
     assert "3 move not measured" in text(lanes.handoff(View().after(frame), 40, 20))
@@ -188,12 +187,12 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
 
 def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_closed():
     frame = frames.busy()
-    assert "PREDICTIONS" not in text(handoff.page(View().after(frame), 120, 40))
+    assert "PREDICTIONS" not in text(lanes.page(View().after(frame), 120, 40))
     frame.totals.ways = [
         WayFrame("move", "prefill", True, False, 512, 7, 0, 0, 1.12, False),
         WayFrame("decode", "decode", True, True, 64, 3, 2, 1, 2.6, True),
     ]
-    shown = text(handoff.page(View().after(frame), 140, 40))
+    shown = text(lanes.page(View().after(frame), 140, 40))
     assert (
         "7  move    on prefill, own cores, beside decodes, from 512 tokens a step, off by 1.1x"
         in shown

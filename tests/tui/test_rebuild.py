@@ -18,7 +18,7 @@ from engine.schedule.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import request_row, write_log
 from tests.tui import frames
-from tui.rebuild import ended, request_at
+from tui.replay import ended, request_at
 
 STAMPS = (
     "t_tokenized_us", "t_started_us", "t_first_token_us", "t_attached_us", "t_decode_started_us",

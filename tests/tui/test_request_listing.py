@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tui import frames
-from tui.request_listing import NUMBERS, SORTS, WORDS, Filter, FilterError, RequestListing, parse
+from tui.view import NUMBERS, SORTS, WORDS, Filter, FilterError, RequestListing, parse
 
 REQUESTS = [
     *(frames.request(number) for number in range(1, 9)),

@@ -14,9 +14,8 @@ from typing import Any
 from appliance.frame import figures as fig
 from appliance.frame.protocol import RequestFrame, fields
 from tui.lines import Line, Run, Tone, clean, clip, pad, pairs, wrap
-from tui.rebuild import PastRequest
-from tui.request_listing import RequestListing
-from tui.view import REPLAY, View
+from tui.replay import PastRequest
+from tui.view import REPLAY, RequestListing, View
 
 _MARGIN = 2
 _ROOMY = 100

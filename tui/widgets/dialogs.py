@@ -17,11 +17,10 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from appliance.frame.protocol import RequestFrame
-from tui.feed_messages import KeyUnderDialog
 from tui.lines import Line, Run, Tone, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.requests import detail
-from tui.widgets.panel import Page, Panel, entitle
+from tui.widgets.panel import KeyUnderDialog, Page, Panel, entitle
 
 YES = "yes"
 _KEY_WIDTH = 20

@@ -20,10 +20,9 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
 from tui.lines import Line, Run, Tone
-from tui.panels import gauges, handoff, header, kv, lanes, log, power
+from tui.panels import gauges, header, kv, lanes
 from tui.view import View, workers_for
-from tui.widgets.panel import Page, Panel, entitle
-from tui.widgets.request_table import RequestBox, RequestTable
+from tui.widgets.panel import Page, Panel, RequestBox, RequestTable, entitle
 
 # The overview: which panel stands where, and one call to show a view in all of them.
 # Invariant: `show` draws only rows that changed.
@@ -40,7 +39,7 @@ FRAMED: dict[str, tuple[_Title, _Paint]] = {
     "kv": (gauges.kv_title, gauges.kv),
     "latency": (lambda view, width, height: gauges.title(view), gauges.latency),
     "machine": (lambda view, width, height: "MACHINE", gauges.machine),
-    "events": (lambda view, width, height: "EVENTS", log.events),
+    "events": (lambda view, width, height: "EVENTS", header.events),
 }
 _MAX_POOLS = 4
 _MAX_WORKERS = 4
@@ -98,7 +97,7 @@ NAMES = ("overview", "requests", "kv", "power", "handoff", "log")
 Paint = Callable[[View, int, int], list[Line]]
 """Lines for a view, a width and a height; there may be more of them, a page scrolls."""
 LINED: Mapping[str, Paint] = MappingProxyType(
-    {"kv": kv.page, "power": power.page, "handoff": handoff.page, "log": log.page}
+    {"kv": kv.page, "power": gauges.page, "handoff": lanes.page, "log": header.page}
 )
 """Pages that are lines and nothing else."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.log.request_log import RequestLog
+from appliance.log.writer import RequestLog
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.logs import rids, row, start

@@ -10,11 +10,11 @@ from typing import IO
 
 import pytest
 
-from appliance.api import log as log_api
-from appliance.api.log import MAX_OPEN_EACH, RECORDING_TYPE
+from appliance.api import operator_api as log_api
+from appliance.api.operator_api import MAX_OPEN_EACH, RECORDING_TYPE
 from appliance.api.routes import build_app
 from appliance.frame.recording import open_recording
-from appliance.log.request_log import RequestLog
+from appliance.log.writer import RequestLog
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.peers import ALICE, BOB, client_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.bench.arms import AGAIN, LOAD_METRICS, Arms, Metric, interleaved, order, rows
-from appliance.bench.plot import cumulative
+from appliance.bench.statistics import cumulative
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.bench.interference import InterferencePlan, InterferenceResult, disturb, gaps_between
-from appliance.bench.load import Target
+from appliance.bench.load import InterferencePlan, InterferenceResult, Target, disturb, gaps_between
 from appliance.bench.statistics import Sample
 from engine.errors import PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from engine.tiers.disk import RecordBuffer, Slabs
 from engine.tiers.index import RecordPlace
-from engine.tiers.slabs import RecordBuffer, Slabs
 from tests.appliance.cli_process import penstock, user_environ
 
 BLOCK_BYTES = 5000

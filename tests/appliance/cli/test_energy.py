@@ -7,7 +7,7 @@ import time
 import pytest
 
 from appliance.cli import doctor, listings, status
-from appliance.cli.tables import Format, Listing
+from appliance.cli.terminal import Format, Listing
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
 from appliance.frame.figures import joules

@@ -12,8 +12,7 @@ import pytest
 
 from appliance.fleet.boot import STARTER_FOLDER
 from appliance.models import cache
-from engine.folder.checkpoint import Checkpoint, choose_dtype
-from engine.folder.panels_layout import panels_layout
+from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.configuration.dialects import Dialect, dialect_of, error_body
+from appliance.api.wire import Dialect, dialect_of, error_body
 from engine.errors import RequestError, Unavailable
 
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.devices import gpu as gpu_room
+from appliance.devices import machine as gpu_room
 from appliance.devices import nvml as api
-from appliance.devices.gpu import MAX_WINDOW_NS, Counter, EnergyMeter
-from appliance.devices.machine import Devices, find_gpus
+from appliance.devices.machine import MAX_WINDOW_NS, Counter, Devices, EnergyMeter, find_gpus
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.frame.protocol import DeviceFrame
 from tests.appliance.fake_nvml import (

@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
-from appliance.dynamo import requests as requests_module
-from appliance.dynamo.daemon_http import LostError, output_of, raise_error
-from appliance.dynamo.requests import Prompts, ServedModel, UnsupportedRequest, completion_body
+from appliance.dynamo import daemon_http as requests_module
+from appliance.dynamo.daemon_http import (
+    LostError,
+    Prompts,
+    ServedModel,
+    UnsupportedRequest,
+    completion_body,
+    output_of,
+    raise_error,
+)
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.dynamo import worker
-from appliance.dynamo.daemon_http import LostError
-from appliance.dynamo.requests import UnsupportedRequest
+from appliance.dynamo.daemon_http import LostError, UnsupportedRequest
 from appliance.dynamo.worker import Adapter, KvEvents
 from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer

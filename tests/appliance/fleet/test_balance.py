@@ -2,7 +2,7 @@
 
 import pytest
 
-from appliance.fleet.balance import PairTimes, is_two_better, pair_times, programme
+from appliance.fleet.placer import PairTimes, is_two_better, pair_times, programme
 from engine.wire.messages import RehearsedStep
 
 

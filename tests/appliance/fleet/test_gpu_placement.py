@@ -6,9 +6,14 @@ import pytest
 
 from appliance.devices.inventory import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
-from appliance.fleet.gpu_placement import PREFILL_PERCENT, choose_gpus, name_gpus, place_on_gpu
+from appliance.fleet.gpu_placement import (
+    GPU_STEP_TOKENS,
+    PREFILL_PERCENT,
+    choose_gpus,
+    name_gpus,
+    place_on_gpu,
+)
 from appliance.fleet.placement import BLOCK_SIZE
-from appliance.fleet.spread import GPU_STEP_TOKENS
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint, choose_dtype
 from engine.kernels.attention_backends import Machine

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from appliance.devices.inventory import Gpu
-from appliance.fleet import peer_pools
-from appliance.fleet.peer_pools import MemorySharing, PeerPools
+from appliance.fleet import supervisor
 from appliance.fleet.placement import WorkerPlan
-from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.supervisor import MemorySharing, PeerPools, Supervisor
 from engine.wire.messages import Command, GpuSpec, MapPool, MapShared, PoolSpec, Setup, SharedMemory
 from tests.fakes import until
 
@@ -86,7 +85,7 @@ async def test_memory_of_the_dead_is_let_go_of_before_there_is_new_memory() -> N
 
 
 async def test_a_worker_that_does_not_let_go_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_pools, "LET_GO_S", 0.01)
+    monkeypatch.setattr(supervisor, "LET_GO_S", 0.01)
     machine = Machine()
     machine.pools.let_on("p0")
     machine.pools.made("decode", MEMORY)

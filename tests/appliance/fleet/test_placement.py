@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.configuration.setting_kinds import parse_bytes
-from appliance.configuration.wanted_workers import ONE_OF_EACH, parse_place
+from appliance.configuration.setting_kinds import ONE_OF_EACH, parse_bytes, parse_place
 from appliance.devices.inventory import Node
 from appliance.fleet.placement import (
     BLOCK_SIZE,

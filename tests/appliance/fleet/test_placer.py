@@ -15,12 +15,11 @@ import pytest
 
 from appliance.cli.doctor import drawing
 from appliance.configuration.config import ServeConfig
-from appliance.configuration.wanted_workers import parse_place
+from appliance.configuration.setting_kinds import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
-from appliance.fleet.balance import MeasuredModel, PairTimes, StepMemory, key_of
 from appliance.fleet.placement import placement_lines
-from appliance.fleet.placer import PlacedModel, Placer
+from appliance.fleet.placer import MeasuredModel, PairTimes, PlacedModel, Placer, StepMemory, key_of
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine

@@ -4,8 +4,8 @@ from collections import namedtuple
 
 import pytest
 
-from appliance.fleet import ssd_room
-from appliance.fleet.ssd_room import SsdAllowance, allowance, ssd_problem
+from appliance.fleet import kv_caches
+from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_problem
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
@@ -15,7 +15,7 @@ Usage = namedtuple("Usage", "total used free")
 def disk(monkeypatch):
     def has_free(num_bytes):
         usage = Usage(1000 * GIB, 0, num_bytes)
-        monkeypatch.setattr(ssd_room.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(kv_caches.shutil, "disk_usage", lambda _: usage)
 
     return has_free
 
@@ -54,11 +54,11 @@ def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(aske
         (tmp_path / "file", "file is not a folder"),
         (tmp_path / "file" / "kv", "file is not a folder"),
     ]:
-        told = ssd_problem(ssd_room.Path(folder), asked)
+        told = ssd_problem(kv_caches.Path(folder), asked)
         assert str(folder) in told
         assert why in told
         assert "--ssd-dir" in told
-        assert ssd_problem(ssd_room.Path(folder), "off") is None
+        assert ssd_problem(kv_caches.Path(folder), "off") is None
 
 
 def test_looking_leaves_nothing(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 from sqlite_utils import Database
 
 from appliance.log.query import RowQuery, read_row, read_rows
-from appliance.log.request_log import RequestLog
 from appliance.log.store import open_log, remove_backups
+from appliance.log.writer import RequestLog
 from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, rids, row, start, write

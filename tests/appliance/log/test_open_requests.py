@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.log import open_requests
-from appliance.log.open_requests import CUT, OpenRequests
+from appliance.log import row as open_requests
 from appliance.log.query import RowQuery
-from appliance.log.row import LogRow
+from appliance.log.row import CUT, LogRow, OpenRequests
 from tests.appliance.logs import query, request, rids, row, run_python, start
 
 

@@ -32,7 +32,7 @@ from appliance.log.query import (
     row_query,
     usage_query,
 )
-from appliance.log.recorder import temporary_recording, write_recording
+from appliance.log.writer import temporary_recording, write_recording
 from appliance.request import Peer
 from engine.errors import PenstockError, RequestError
 from tests.appliance.logs import query, rids, row, start, write

@@ -14,12 +14,17 @@ from sqlite_utils import Database
 
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker
-from appliance.log import recorder, request_log
+from appliance.log import writer
 from appliance.log.query import Span
-from appliance.log.recorder import write_recording
-from appliance.log.request_log import RequestLog
-from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
-from appliance.log.store import open_log
+from appliance.log.store import (
+    KEEP_FRAMES,
+    Pruned,
+    RetentionLimits,
+    estimate,
+    open_log,
+    prune_steps,
+)
+from appliance.log.writer import RequestLog, write_recording
 from engine.errors import PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, row, start
@@ -62,13 +67,13 @@ def test_frames_are_kept_without_the_requests_and_events_that_they_show(path: Pa
 
 def test_frames_wait_for_each_other_and_rows_take_them_along(path: Path) -> None:
     log = start(path)
-    for second in range(request_log.COMMIT_FRAMES - 1):
+    for second in range(writer.COMMIT_FRAMES - 1):
         log.frame(frame_at(second))
     log.record(row("cmpl-1"))
     while not query(path, "SELECT 1 FROM requests"):
         time.sleep(0.01)
     assert query(path, NUM_FRAMES) == [(4,)]
-    for second in range(4, 4 + request_log.COMMIT_FRAMES):
+    for second in range(4, 4 + writer.COMMIT_FRAMES):
         log.frame(frame_at(second))
     while query(path, NUM_FRAMES) != [(9,)]:
         time.sleep(0.01)
@@ -79,7 +84,7 @@ def test_frames_wait_for_each_other_and_rows_take_them_along(path: Path) -> None
 
 
 def test_templates_are_renewed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "TEMPLATE_FRAMES", 3)
+    monkeypatch.setattr(writer, "TEMPLATE_FRAMES", 3)
     assert write_log(path, [frame_at(second) for second in range(8)]).close()
     assert query(path, "SELECT template_id, count(*) FROM frames GROUP BY 1") == [
         (1, 3), (2, 3), (3, 2),
@@ -100,7 +105,7 @@ def test_another_state_gets_a_template_of_its_own(path: Path) -> None:
 def test_a_full_queue_drops_the_oldest_frames_and_counts_them(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "MAX_QUEUED_FRAMES", 3)
+    monkeypatch.setattr(writer, "MAX_QUEUED_FRAMES", 3)
     log = RequestLog(path)  # its writer starts with the run, so the queue fills up
     for second in range(5):
         log.frame(frame_at(second))

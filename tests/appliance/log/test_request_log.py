@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from appliance.frame.latency import Stages, stages
-from appliance.log import request_log, store
+from appliance.log import store, writer
 from appliance.log.query import RowQuery, read_rows
-from appliance.log.request_log import RequestLog
 from appliance.log.row import LogRow, RowEnergy, insert_row
+from appliance.log.writer import RequestLog
 from engine.schedule.sequence import Stamps
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
@@ -183,9 +183,9 @@ def test_what_a_killed_daemon_committed_is_there(path: Path) -> None:
 def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
     script = (
         "import resource, sys, time; from pathlib import Path\n"
-        "from appliance.log import request_log\n"
+        "from appliance.log import writer\n"
         "from tests.appliance.logs import row, start\n"
-        "request_log.RETRY_INTERVAL_S = 0.05\n"
+        "writer.RETRY_INTERVAL_S = 0.05\n"
         "log = start(Path(sys.argv[1]))\n"
         "unlimited = resource.RLIM_INFINITY\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1, unlimited))\n"
@@ -215,7 +215,7 @@ def test_rows_that_cannot_be_written_in_the_end_are_counted(
 def test_a_full_queue_drops_old_events_before_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "MAX_QUEUED_ROWS", 3)
+    monkeypatch.setattr(writer, "MAX_QUEUED_ROWS", 3)
     log = RequestLog(path)  # its writer starts with the run, so the queue fills up
     for number in range(2):
         log.event("info", "test", f"event {number}")

@@ -13,17 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appliance.log import retention as log_retention
+from appliance.log import store as log_retention
 from appliance.log.query import EventQuery, RowQuery, log_time, read_rows
-from appliance.log.request_log import RequestLog
-from appliance.log.retention import (
-    Pruned,
-    RetentionLimits,
-    Upkeep,
-    estimate,
-    prune_steps,
-    used_bytes,
-)
+from appliance.log.store import Pruned, RetentionLimits, Upkeep, estimate, prune_steps, used_bytes
+from appliance.log.writer import RequestLog
 from tests.appliance.logs import query, rids, row, start, write
 
 NOW = datetime(2026, 3, 31, tzinfo=UTC)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.control import HttpCounts
+from appliance.api.operator_api import HttpCounts
 from appliance.frame.latency import Histograms, stages
 from appliance.frame.protocol import (
     AlertFrame,

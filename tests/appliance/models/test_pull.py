@@ -87,7 +87,7 @@ def test_a_pull_that_was_killed_is_taken_up_by_the_next(
     tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
 ) -> None:
     hub.chunk_pause = threading.Event()
-    command = [sys.executable, "-m", "appliance.models.pull", "owner/name"]
+    command = [sys.executable, "-m", "appliance.models.hub", "owner/name"]
     pulling = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         blobs, deadline = snapshot(tmp_path).parents[1] / "blobs", time.monotonic() + 30
@@ -193,7 +193,7 @@ def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
     tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
 ) -> None:
     hub.cuts[WEIGHTS] = [400_000, 0, 0, 0, 0, 0]
-    hasty = "from appliance.models import hub, pull; hub.RETRY_PAUSE_S = 0; pull.main('owner/name')"
+    hasty = "from appliance.models import hub; hub.RETRY_PAUSE_S = 0; hub.main('owner/name')"
     ended = subprocess.run(
         [sys.executable, "-c", hasty], env=environ, cwd=ROOT, capture_output=True, timeout=60
     )
@@ -270,7 +270,7 @@ def test_room_on_the_disk_is_looked_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, source: Path
 ) -> None:
     from appliance.models import hub as door
-    from appliance.models import pull as pulling
+    from appliance.models import hub as pulling
     from appliance.models.hub import RemoteFile
     from appliance.models.hub import Repository as Listed
     from appliance.models.names import HubName
@@ -289,7 +289,7 @@ def test_room_on_the_disk_is_looked_at_first(
 def test_a_process_of_its_own_says_how_far_it_is(
     tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
 ) -> None:
-    command = [sys.executable, "-m", "appliance.models.pull"]
+    command = [sys.executable, "-m", "appliance.models.hub"]
     ended = subprocess.run(
         [*command, "owner/name"], env=environ, cwd=ROOT, capture_output=True, timeout=60, check=True
     )

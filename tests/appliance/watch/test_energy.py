@@ -19,7 +19,7 @@ from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_packages
 from appliance.fleet.boot import make_plan
 from appliance.frame.protocol import DeviceFrame
 from appliance.log.query import RowQuery, UsageQuery
-from appliance.log.request_log import RequestLog
+from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
 from appliance.watch.energy import MAX_INTERVALS, WINDOW_S, Energy

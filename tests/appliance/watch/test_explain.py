@@ -10,7 +10,7 @@ import pytest
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.frame.protocol import LatencyFrame
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
-from appliance.watch.windows import UsualTimes
+from appliance.watch.telemetry import UsualTimes
 from engine.cache.prefix_index import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.test_prefix_cache import next_turn

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
-from appliance.watch.windows import MIN_STALL_MS, WINDOW_S, UsualTimes, Windows
+from appliance.watch.telemetry import MIN_STALL_MS, WINDOW_S, UsualTimes, Windows
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import SamplingParams

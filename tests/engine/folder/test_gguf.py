@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from engine.errors import CheckpointError, PenstockError
 from engine.folder.checkpoint import Checkpoint, arena_layout
-from engine.folder.gguf_header import GgufModel, models_in
+from engine.folder.gguf import GgufModel, models_in
 from engine.folder.tensor_info import BLOCKS
 from engine.model.stored_tensors import dequantised
 from engine.model.weights import convert_weights
 from engine.text.tokenizer import Tokenizer
-from engine.workers.streaming import arena_views
+from engine.workers.on_gpu import arena_views
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import ARCHITECTURES, split_gguf, write_gguf
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
 from engine.folder.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
-from engine.folder.model_config import ModelConfig
-from engine.folder.rope import RopeConfig
+from engine.folder.model_config import ModelConfig, RopeConfig
 from tests.checkpoints import FAMILIES
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, arena_layout
-from engine.folder.panels_layout import panels_layout
+from engine.folder.checkpoint import Checkpoint, arena_layout, panels_layout
 from engine.kernels.cpu import has_kernels
 from engine.model.linear import CompiledLinear, choose_linears
-from engine.model.quantised import embedded
-from engine.model.weight import PLAIN
-from engine.model.weights import convert_weights, layout_views, load_weights
+from engine.model.weights import PLAIN, convert_weights, embedded, layout_views, load_weights
 from tests.checkpoints import make_checkpoint
 from tests.quantised_checkpoints import (
     KINDS,

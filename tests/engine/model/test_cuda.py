@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from engine.folder.checkpoint import Checkpoint
-from engine.kernels.kernel_costs import AttentionShape, Cost, attention_cost, product_cost
+from engine.kernels.cpu import AttentionShape, Cost, attention_cost, product_cost
 from engine.model import transformer
-from engine.model.attention import StepBatch, reference_attention
+from engine.model.attention import (
+    StepBatch,
+    num_parts,
+    paged_step,
+    reference_attention,
+    several_queries_tiling,
+    single_query_tiling,
+)
 from engine.model.cuda import (
     CudaBackend,
     DeviceLimits,
@@ -16,7 +23,6 @@ from engine.model.cuda import (
     flash_attention,
     torch_varlen_attention,
 )
-from engine.model.paged import num_parts, paged_step, several_queries_tiling, single_query_tiling
 from engine.workers.measure import KernelFixture
 from tests.checkpoints import make_checkpoint
 from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, filled

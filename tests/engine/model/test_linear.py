@@ -13,7 +13,7 @@ from engine.model.linear import (
     TorchLinear,
     choose_linears,
 )
-from engine.model.weight import Weight
+from engine.model.weights import Weight
 
 MANY_TOKENS = 30
 """MANY_INPUTS of linear.c."""

@@ -20,6 +20,7 @@ from engine.kernels.cpu import (
     ProductWays,
     PromptTrial,
     Spread,
+    StepValues,
     best_step_tokens,
     find_attention_way,
     find_ways,
@@ -30,12 +31,9 @@ from engine.kernels.cpu import (
     try_attention,
     try_prompts,
 )
-from engine.kernels.kernel_costs import StepValues
 from engine.model.linear import CompiledLinear
-from engine.model.packing import packed_weight
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
-from engine.model.weights import load_weights
+from engine.model.weights import Weight, load_weights, packed_weight
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_linear import assert_close, levels
 from tests.engine.model.test_transformer import Pool

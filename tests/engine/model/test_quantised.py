@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.folder.panels import FORM_BY_KIND, FORMS, panels_shape
+from engine.folder.quantisation import FORM_BY_KIND, FORMS, panels_shape
 from engine.folder.tensor_info import BLOCKS, TensorInfo
 from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
-from engine.model.quantised import embedded, pack_panels, panels_of
 from engine.model.stored_tensors import Parts, Stored, dequantised, quantised
-from engine.model.weight import Weight
+from engine.model.weights import Weight, embedded, pack_panels, panels_of
 
 LEVELS = load_kernels("portable")[0].supported()
 KINDS = tuple(FORM_BY_KIND)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.model.paged import Tiling
+from engine.model.attention import Tiling
 from tests.engine.kernel_cases import STEPS, check_attention, check_padding
 
 SMALL, LARGE = Tiling(16, 16, 4), Tiling(32, 64, 4)

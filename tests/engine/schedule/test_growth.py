@@ -3,10 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.growth import PreemptionCandidate, victim
 from engine.schedule.journeys import MAX_PREEMPTIONS
-from engine.schedule.sequence import Sequence, Stamps
-from engine.schedule.sequence_table import age
+from engine.schedule.recovery import PreemptionCandidate, victim
+from engine.schedule.sequence import Sequence, Stamps, age
 from engine.wire.messages import SamplingParams
 
 

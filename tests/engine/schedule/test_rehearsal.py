@@ -3,8 +3,7 @@ import pytest
 from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
 from engine.schedule.copies import Copies
-from engine.schedule.rehearsal import BUDGET_MS, Rehearsal, steps
-from engine.schedule.roles_in_force import Roles
+from engine.schedule.roles_in_force import BUDGET_MS, Rehearsal, Roles, steps
 from engine.schedule.step_times import MIN_STEPS, StepLoad
 from engine.wire.messages import (
     CoresUsed,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.starter.documents import (
+from engine.starter.lessons import (
     ATTRIBUTES,
     LINES,
     SMALL_TALK,

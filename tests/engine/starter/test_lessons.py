@@ -4,12 +4,14 @@ from random import Random
 
 import pytest
 
-from engine.starter.documents import FIRST_NAMES, LAST_NAMES, NOUNS
 from engine.starter.lessons import (
     ASSISTANT,
     BEGIN,
     CHAT_TEMPLATE,
     END,
+    FIRST_NAMES,
+    LAST_NAMES,
+    NOUNS,
     SPECIAL_TOKENS,
     Teacher,
     train_tokenizer,

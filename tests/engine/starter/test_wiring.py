@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.starter.lessons import Teacher, train_tokenizer
-from engine.starter.network import HEAD_DIM, NUM_HEADS, Network, _rotate
-from engine.starter.wiring import begin
+from engine.starter.network import HEAD_DIM, NUM_HEADS, Network, _rotate, begin
 
 
 @pytest.fixture(scope="module")

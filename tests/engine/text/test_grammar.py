@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.call_grammar import CallSyntax, calls_grammar
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
+    CallSyntax,
     GrammarError,
     GrammarTokenizer,
     Matcher,
+    calls_grammar,
     choice_grammar,
     endless_reference,
     json_grammar,

@@ -9,10 +9,9 @@ from queue import Queue
 
 import pytest
 
-from engine.tiers.disk import NUM_READERS, NUM_WRITERS, Disk
+from engine.tiers.disk import NUM_READERS, NUM_WRITERS, Disk, Slabs
 from engine.tiers.index import RecordPlace, SlabIndex
 from engine.tiers.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.tiers.slabs import Slabs
 from engine.wire.messages import Copy
 
 BLOCK_BYTES = 10_000
@@ -156,7 +155,7 @@ from queue import Queue
 from engine.wire.messages import Copy
 from engine.tiers.disk import CopyJob, Disk, GrowJob
 from engine.tiers.index import SlabIndex
-from engine.tiers.slabs import Slabs
+from engine.tiers.disk import Slabs
 
 size = 300_000
 pool = os.memfd_create("pool")

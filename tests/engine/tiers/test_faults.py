@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from engine.tiers.disk import DamagedError, RecordBuffer, RecordPlace
 from engine.tiers.jobs import GrowJob
-from engine.tiers.slabs import DamagedError, RecordBuffer, RecordPlace
 from tests.engine.tiers.harness import TierHarness
 from tests.engine.tiers.test_disk import BLOCK_BYTES, Harness, block, name
 
@@ -83,7 +83,7 @@ def test_a_read_that_fails_leaves_the_pool_as_it_was(harness, code, monkeypatch)
     def fail(fd, buffers, offset):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("engine.tiers.slabs.os.preadv", fail)
+    monkeypatch.setattr("engine.tiers.disk.os.preadv", fail)
     job = harness.load((1, 4))
     assert (job.num_done, job.error) == (0, os.strerror(code))
     assert harness.in_pool(4) == block(4)

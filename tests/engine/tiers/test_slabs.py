@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.tiers import slabs as module
-from engine.tiers.disk import probe
+from engine.tiers import disk as module
+from engine.tiers.disk import DamagedError, RecordBuffer, Slabs, probe
 from engine.tiers.files import (
     DIGEST_BYTES,
     HEADER_BYTES,
@@ -27,7 +27,6 @@ from engine.tiers.files import (
     survey,
 )
 from engine.tiers.index import RecordPlace, SlabIndex
-from engine.tiers.slabs import DamagedError, RecordBuffer, Slabs
 
 BLOCK_BYTES = 5000
 CAP_BYTES = 48 * PAGE

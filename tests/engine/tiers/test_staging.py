@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.places import DRAM, SSD
-from engine.tiers.arena import WorkerCopies
+from engine.tiers.arena import StagedDisk, WorkerCopies, num_slots_for
 from engine.tiers.index import IndexEntry, RecordPlace
 from engine.tiers.jobs import CopyJob, ProbeJob
-from engine.tiers.loads import JOB_BYTES
-from engine.tiers.staging import StagedDisk, num_slots_for
-from engine.tiers.stores import URGENT_BYTES
+from engine.tiers.loads import JOB_BYTES, URGENT_BYTES
 from engine.wire.messages import Copied, Copy
 from tests.engine.tiers.test_router import ARMS, TieredWorld, TokenDisk, walk_beside_a_failing_disk
 

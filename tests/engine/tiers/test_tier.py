@@ -5,8 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.cache.blocks import BlockState
 from engine.tiers.jobs import CopyDeadlines
-from engine.tiers.loads import DEADLINE_RATIO, OVERHEAD_MS, Costs
-from engine.tiers.stores import PAUSE_S, STORED_AT_ONCE
+from engine.tiers.loads import DEADLINE_RATIO, OVERHEAD_MS, PAUSE_S, STORED_AT_ONCE, Costs
 from engine.tiers.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, TierHarness
 

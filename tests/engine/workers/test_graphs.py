@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.folder.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
-from engine.model.weights import load_weights
+from engine.model.weights import Weight, load_weights
 from engine.wire.messages import Admit, Release, SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner

@@ -10,8 +10,7 @@ from engine.cache.blocks import Ledger
 from engine.cache.places import make_places
 from engine.folder.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
-from engine.model.weights import load_weights
+from engine.model.weights import Weight, load_weights
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps

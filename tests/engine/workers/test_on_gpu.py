@@ -25,10 +25,15 @@ from engine.wire.messages import (
     WeightsLoaded,
     WeightsSpec,
 )
-from engine.workers import streaming
+from engine.workers import on_gpu
 from engine.workers.device import CudaDevice, Memory, check_allocator
-from engine.workers.on_gpu import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
-from engine.workers.streaming import arena_views, stream_weights
+from engine.workers.on_gpu import (
+    MIN_STEP_TOKENS,
+    arena_views,
+    num_blocks_that_fit,
+    step_tokens,
+    stream_weights,
+)
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
@@ -50,7 +55,7 @@ def checkpoint(tmp_path_factory):
 def test_streamed_weights_are_the_files_in_the_serving_dtype(
     checkpoint, dtype, piece_bytes, monkeypatch
 ):
-    monkeypatch.setattr(streaming, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(on_gpu, "PIECE_BYTES", piece_bytes)
     assert len({tensor.file for tensor in checkpoint.tensors.values()}) > 2
     stored = load_weights(checkpoint, "bfloat16", None, None, lambda *_: None)
     device, told = FakeDevice(), []
@@ -69,7 +74,7 @@ def test_streamed_weights_are_the_files_in_the_serving_dtype(
 def test_workers_on_several_devices_read_each_byte_once_between_them(
     checkpoint, dtype, monkeypatch
 ):
-    monkeypatch.setattr(streaming, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(on_gpu, "PIECE_BYTES", 1000)
     num_bytes = arena_layout(checkpoint, dtype).num_bytes
     fd = os.memfd_create("weights")
     os.ftruncate(fd, num_bytes)
@@ -110,7 +115,7 @@ def test_a_worker_that_starts_again_reads_no_file(checkpoint):
     fd = os.memfd_create("weights")
     os.ftruncate(fd, num_bytes)
     layout = arena_layout(checkpoint, "float32")
-    streaming.read_share(checkpoint, "float32", layout, fd, (0, 1), lambda *_: None)
+    on_gpu.read_share(checkpoint, "float32", layout, fd, (0, 1), lambda *_: None)
     spec = WeightsSpec(fd, num_bytes, 0, 2, is_filled=True)
     with contextlib.closing(start_alone(checkpoint, FakeDevice(), weights=spec)) as worker:
         worker.report(PoolMade)

@@ -12,8 +12,13 @@ from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.text.call_grammar import CallSyntax, calls_grammar
-from engine.text.grammar import GrammarTokenizer, json_grammar, lark_grammar
+from engine.text.grammar import (
+    CallSyntax,
+    GrammarTokenizer,
+    calls_grammar,
+    json_grammar,
+    lark_grammar,
+)
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, SamplingParams
 from engine.workers.runner import Runner

@@ -1,0 +1,535 @@
+"""The last part of a start: elastic roles' rehearsal, waited for and put into words.
+
+Owns: the one rehearsal of a daemon, and how long it may take; the process that pulls, and how far
+that is, in the words of /ready, console and journal; the order in which workers end, start and are
+told of.
+Invariant: it ends: with the last worker's answer, with a worker's death, or when time is up.
+Never: decides where requests go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from appliance.api.appliance import Readings
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import BootPlan, check_files, is_to_be_fetched, make_plan
+from appliance.fleet.placer import StepMemory, is_two_better, key_of, pair_times, programme
+from appliance.fleet.roles_change import RolesChange
+from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.swaps import SwapLimits, Swaps
+from appliance.frame.latency import Histograms
+from appliance.frame.protocol import (
+    FRAME_VERSION,
+    EventFrame,
+    Frame,
+    HostFrame,
+    LatencyFrame,
+    QueueFrame,
+    TotalsFrame,
+    utc_now,
+)
+from appliance.log.row import frame_of_row
+from appliance.log.writer import RequestLog
+from appliance.models.names import HubName
+from appliance.process import notify
+from appliance.request import ModelInfo, Request
+from appliance.service import Service
+from engine.cache.prefix_index import PrefixChain
+from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.schedule.roles_in_force import Rehearsal, steps
+from engine.schedule.router import Router
+from engine.schedule.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
+from engine.units import part_text, size_text
+from engine.wire.messages import Command, CoresUsed, Rehearsed, Report
+
+TIMEOUT_S = 10.0
+"""Twenty times what it should take; nobody waits longer for a worker that may hang."""
+
+
+class Rehearsing:
+    """One daemon's.
+
+    Args:
+        router: whose roles learn, with blocks of its ledger.
+        send: passes a command to a worker.
+        max_step_tokens: of prompts, in a worker's step.
+        memory: keeps what steps took for the next start; None: nothing is placed by that.
+        is_trial: two workers share a device, and are timed to find whether one would be better.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        send: Callable[[str, Command], None],
+        max_step_tokens: int,
+        memory: StepMemory | None = None,
+        *,
+        is_trial: bool = False,
+    ) -> None:
+        self._memory = memory
+        self._is_trial = is_trial and memory is not None
+        if memory is not None and self._is_trial:  # before anything can fail
+            memory.write(msgspec.structs.replace(memory.read(), is_trying=True))
+        self._router = router
+        self._send = send
+        self._max_step_tokens = max_step_tokens
+        self._rehearsal: Rehearsal | None = None
+        self._is_over = asyncio.Event()
+
+    async def run(self, max_model_len: int) -> str | None:
+        """Rehearse where elastic roles have something to choose; what there is to say about it."""
+        roles = self._router.roles
+        if self._is_trial and self._memory is not None:
+            return await self._try_two(self._memory, max_model_len)
+        if roles.roles != "elastic" or roles.acts_static:
+            return None
+        plan = steps(self._max_step_tokens, max_model_len)
+        started_s = time.monotonic()
+        made = await self._rehearse(Rehearsal(roles, self._router.ledger, self._send, plan))
+        if self._memory is not None and made.made:
+            known = self._memory.read()
+            self._memory.write(msgspec.structs.replace(known, steps=made.made))
+        return _words(made, time.monotonic() - started_s)
+
+    async def _try_two(self, memory: StepMemory, max_model_len: int) -> str:
+        """Time two workers on one device, and go on with the better; why that is."""
+        router = self._router
+        prefill, decode = router.places.names
+        turns = programme(prefill, decode, self._max_step_tokens, max_model_len)
+        made = await self._rehearse(Rehearsal(router.roles, router.ledger, self._send, [], turns))
+        times = pair_times(made.by_turn)
+        if times is None:
+            return "two workers on one device could not be timed; the next start has one"
+        memory.write(msgspec.structs.replace(memory.read(), pair=times, is_trying=False))
+        has_two, why = is_two_better(times)
+        if has_two:
+            return f"both workers go on: {why}"
+        router.switch_roles("colocated", time.monotonic_ns())
+        return f"{decode} does everything, and the next start has no other worker: {why}"
+
+    async def _rehearse(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Until it is over, or has lasted too long."""
+        self._rehearsal = rehearsal
+        rehearsal.begin()
+        self._note()
+        try:
+            await asyncio.wait_for(self._is_over.wait(), TIMEOUT_S)
+        except TimeoutError:
+            rehearsal.give_up()
+        return rehearsal
+
+    def reported(self, worker: str, report: Report) -> None:
+        """A worker has said something; the router has heard it already."""
+        if self._rehearsal is None:
+            return
+        if isinstance(report, Rehearsed):
+            self._rehearsal.rehearsed(worker, report)
+        elif isinstance(report, CoresUsed):
+            self._rehearsal.go_on()
+        self._note()
+
+    def died(self) -> None:
+        """A worker has: what is known by now has to do."""
+        if self._rehearsal is not None:
+            self._rehearsal.give_up()
+            self._note()
+
+    def _note(self) -> None:
+        if self._rehearsal is not None and self._rehearsal.is_over:
+            self._is_over.set()
+
+
+def _words(rehearsal: Rehearsal, elapsed_s: float) -> str:
+    """`timed 48 steps in 0.5 s, by which each prompt gets its worker: ...`."""
+    made = rehearsal.made
+    size = max((step.num_tokens for step in made), default=0)
+    depth = max((step.num_before for step in made if step.num_tokens == size), default=0)
+    batch = max((step.num_sequences for step in made), default=0)
+    return (
+        f"timed {len(made)} steps in {elapsed_s:.1f} s, by which each prompt gets its worker: "
+        f"chunks of up to {size} tokens after up to {depth:,}; up to {batch} replies together"
+    )
+
+
+def rehearsing_of(
+    plan: BootPlan, state_dir: Path, router: Router, send: Callable[[str, Command], None]
+) -> Rehearsing:
+    """That of a plan; what steps take on its GPUs is kept in the state directory."""
+    gpu = next((worker.gpu for worker in plan.placement.workers if worker.gpu is not None), None)
+    memory = None
+    if gpu is not None:
+        memory = StepMemory(state_dir, key_of(plan.checkpoint, plan.dtype, gpu))
+    placement = plan.placement
+    return Rehearsing(router, send, placement.max_step_tokens, memory, is_trial=placement.is_trial)
+
+
+# What the appliance is while its model is being downloaded: it answers, and takes no work.
+# Invariant: the process ends with the daemon, and with whoever waits for it.
+# Never: imports huggingface_hub.
+
+
+log = logging.getLogger("penstock")
+
+PROGRAM = (sys.executable, "-P", "-m", "appliance.models.hub")
+FRAME_S = 1.0
+LOG_S = 5.0
+EXTEND_US = 60_000_000
+"""More time that systemd is asked for, again and again, while bytes come."""
+
+
+class Fetching:
+    """One download, and what clients see of it."""
+
+    def __init__(self, name: HubName, request_log: RequestLog) -> None:
+        self._name = name
+        self._log = request_log
+        self.log_rows, self.log_events = request_log.rows, request_log.events
+        self.log_usage, self.log_recording = request_log.usage, request_log.recording
+        self._about = f"looking for {name} on the hub"
+        self._started_s = self._logged_s = time.monotonic()
+        self._events = [EventFrame(utc_now(), "info", "model.fetching", self._about)]
+
+    async def run(self) -> Path:
+        """Download it; returns its folder. Cancelled, it ends the process.
+
+        Raises:
+            PenstockError: it cannot be had, as models.pull says.
+        """
+        log.info("%s", self._about)
+        process = await asyncio.create_subprocess_exec(
+            *PROGRAM, str(self._name), stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, start_new_session=True,  # Ctrl-C is the daemon's
+        )  # fmt: skip
+        said: dict[str, Any] = {}
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                said = json.loads(line)
+                if "done_bytes" in said:
+                    self._progressed(**said)
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+        if "folder" not in said:
+            raise _error(said, process.returncode)
+        log.info("downloaded %s in %.1f s", self._name, time.monotonic() - self._started_s)
+        return Path(said["folder"])
+
+    async def has_fetched(self, *, unless: asyncio.Event) -> bool:
+        """Download it; False if something else came first.
+
+        Raises:
+            PenstockError: as run().
+        """
+        coming = asyncio.create_task(self.run())
+        stopping = asyncio.create_task(unless.wait())
+        try:
+            await asyncio.wait({coming, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            coming.cancel()
+        if not coming.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await coming
+            return False
+        coming.result()
+        return True
+
+    def _progressed(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
+        self._about = (
+            f"downloading {self._name}: {part_text(done_bytes, total_bytes)} "
+            f"at {size_text(bytes_per_s)}/s"
+        )
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= LOG_S or done_bytes == total_bytes:
+            self._logged_s = now_s
+            log.info("%s", self._about)
+            notify(STATUS=self._about, EXTEND_TIMEOUT_USEC=str(EXTEND_US))
+
+    # What the api asks
+
+    swaps = None
+    cache_contents = None
+
+    def not_ready_reason(self) -> str | None:
+        """How far the download is."""
+        return self._about
+
+    def degraded_reason(self) -> str | None:
+        """None: while a model is fetched no other serves."""
+        return None
+
+    def check_available(self) -> None:
+        """Raise Unavailable: there is no model yet."""
+        self._refuse()
+
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        """Nothing is taken that could lack room."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """Raise Unavailable: nothing is known of it yet."""
+        self._refuse()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raise Unavailable: nothing is known of it yet."""
+        self._refuse()
+
+    @property
+    def max_per_request(self) -> int:
+        """0: no request may bring a sequence yet."""
+        return 0
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """0: no request may bring a prompt yet."""
+        return 0
+
+    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
+        """None: there is no cache yet."""
+        return None
+
+    def next_seq_id(self) -> int:
+        """Raise Unavailable: nothing is accepted yet."""
+        self._refuse()
+
+    def submit(self, request: Request) -> None:
+        """Raise Unavailable: there is no model yet."""
+        self._refuse()
+
+    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
+        """Raise Unavailable: no sequence runs yet."""
+        self._refuse()
+
+    def queue_place(self, request: Request) -> int | None:
+        """None: nothing waits yet."""
+        return None
+
+    def owner_of(self, request_id: str) -> str | None:
+        """None: no request is live yet."""
+        return None
+
+    def cancel(self, request_id: str, by: str) -> bool:
+        """False: no request is live yet."""
+        return False
+
+    def drain(self, by: str) -> None:
+        """Raise Unavailable: there is nothing to drain; SIGTERM ends the download."""
+        self._refuse()
+
+    def resume(self, by: str) -> None:
+        """Raise Unavailable: nothing is drained yet."""
+        self._refuse()
+
+    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
+        """Raise Unavailable: there are no workers yet."""
+        self._refuse()
+
+    def close(self, request: Request, http_status: int) -> None:
+        """Raise Unavailable: no request is live."""
+        self._refuse()
+
+    def request_frames(self) -> list[dict[str, object]]:
+        """An empty list: no request is live yet."""
+        return []
+
+    def request_frame(self, request_id: str) -> dict[str, object] | None:
+        """None: no request is live yet."""
+        return None
+
+    def logged_frame(self, request_id: str) -> dict[str, object] | None:
+        """A finished request of an earlier run, from the log; blocking."""
+        row = self._log.row(request_id)
+        return None if row is None else msgspec.to_builtins(frame_of_row(row))
+
+    def frame_json(self) -> bytes:
+        """A frame that says how far the download is, as JSON."""
+        return msgspec.json.encode(self._frame())
+
+    def readings(self) -> Readings:
+        """The frame, and histograms in which nothing was counted yet."""
+        return Readings(self._frame(), Histograms(1))
+
+    async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
+        """Wait for the next frame, which comes once a second."""
+        if self._seq <= after_seq:
+            await asyncio.sleep(FRAME_S)
+        return self._seq, self.frame_json()
+
+    @property
+    def _seq(self) -> int:
+        return 1 + int((time.monotonic() - self._started_s) / FRAME_S)
+
+    def _refuse(self) -> NoReturn:
+        raise Unavailable(self._about, code="model_loading")
+
+    def _frame(self) -> Frame:
+        return Frame(
+            version=FRAME_VERSION,
+            at=utc_now(),
+            seq=self._seq,
+            uptime_s=time.monotonic() - self._started_s,
+            state="loading",
+            state_reason=self._about,
+            model=str(self._name),
+            model_note=None,
+            dtype="",
+            max_model_len=None,
+            roles="",
+            transport=None,
+            pid=os.getpid(),
+            queue=QueueFrame(0, 0, 0, 0, 0, None),
+            workers=[],
+            pools=[],
+            latency=LatencyFrame(0.0, 0, None, None, None, None, None, None, None, None),
+            totals=TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+            devices=[],
+            host=HostFrame(None, None, None, None, None),
+            requests=[],
+            num_requests=0,
+            events=self._events,
+            limit=self._about,
+        )
+
+
+def _error(said: dict[str, Any], code: int | None) -> PenstockError:
+    """What the process has said last, as an error of this one."""
+    words = said.get("error")
+    if words is None:
+        hint = "its last words are above"
+        return PenstockError(f"the download ended with exit code {code}", hint=hint)
+    if said.get("exit_code") == CheckpointError.exit_code:
+        return CheckpointError(words["what"], where=words["where"], hint=words["hint"])
+    error = PenstockError(words["what"], where=words["where"], hint=words["hint"])
+    error.exit_code = said.get("exit_code", error.exit_code)  # as `models pull` ends
+    return error
+
+
+# Another model in place of the one that is served, and the old one back if that fails.
+# Invariant: when a swap returns, a model is served.
+# Never: decides which model is next or when: that is swaps.
+
+
+BYTES_PER_TOKEN = 4
+"""Of a body: what waits for another model has not been tokenized yet."""
+BACK_AFTER_S = (1, 2, 4, 8)
+"""Between attempts to bring the last model back; after them the daemon ends with the error."""
+
+
+class Swapping:
+    """Swaps, done with the daemon's workers."""
+
+    def __init__(
+        self,
+        config: Callable[[], ServeConfig],
+        service: Service,
+        request_log: RequestLog,
+        *,
+        start: Callable[[BootPlan], tuple[Router, Supervisor]],
+        stop: Callable[[], Awaitable[None]],
+        load: Callable[[], Awaitable[object]],
+    ) -> None:
+        """Serve what is served.
+
+        Args:
+            config: the settings as they are; a reload changes some.
+            service: is told which model it serves.
+            request_log: of downloads.
+            start: spawns the workers of a plan.
+            stop: ends the workers that there are.
+            load: waits until the workers are ready and have rehearsed.
+        """
+        self._service, self._request_log = service, request_log
+        self._start, self._stop, self._load = start, stop, load
+        self._config = config
+        first = service.model.model_id
+        self._configs = {first: config(), **config().models}
+        self.swaps = Swaps(
+            first,
+            list(self._configs),
+            prepare=self._prepare,
+            swap=self._swap,
+            idle=service.idle,
+            limits=self._limits,
+            refused=service.refused_before_queue,
+        )
+
+    def _limits(self) -> SwapLimits:
+        config = self._config()
+        num_bytes = BYTES_PER_TOKEN * config.max_queued_tokens
+        return SwapLimits(config.min_stay_s, config.max_queued, num_bytes, config.max_queue_wait_s)
+
+    async def _prepare(self, name: str) -> None:
+        config = self._configs[name]
+        if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
+            await Fetching(config.model, self._request_log).run()
+        await asyncio.to_thread(check_files, config)
+
+    async def _swap(self, name: str) -> str | None:
+        """Serve another model; None, or why it is still the old one.
+
+        Raises:
+            PenstockError: the old one could not be started again either.
+        """
+        before, began_s = self.swaps.current, time.monotonic()
+        self._service.event("info", "model.swapping", f"{name} takes the place of {before}")
+        self._service.availability.is_rehearsing = True  # until it has
+        try:
+            await self._serve(name)
+        except (PenstockError, OSError) as error:
+            about = str(error)
+            self._service.event("error", "model.swap_failed", f"{name} cannot be served: {about}")
+            await self._return_to(before)
+            took_s = time.monotonic() - began_s
+            self._service.event("info", "model.back", f"serving {before} again, {took_s:.1f} s on")
+            return about
+        took_s = time.monotonic() - began_s
+        done = f"serving {name} in place of {before}, swapped in {took_s:.1f} s"
+        self._service.event("info", "model.swapped", done)
+        return None
+
+    async def _return_to(self, name: str) -> None:
+        """Serve the model that was there before: it did, so what ended it now may be over soon."""
+        for wait_s in BACK_AFTER_S:
+            try:
+                await self._serve(name)
+                return
+            except (PenstockError, OSError) as error:
+                about = f"{name} did not come back, and is tried again in {wait_s} s: {error}"
+                self._service.event("error", "model.back_failed", about)
+                await asyncio.sleep(wait_s)
+        await self._serve(name)
+
+    async def _serve(self, name: str) -> None:
+        """End the workers that there are, and start those of a model."""
+        await self._stop()
+        plan = await asyncio.to_thread(self._plan, name)
+        router, supervisor = self._start(plan)
+        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, plan.checkpoint.folder)
+        self._service.change_model(plan, router, supervisor, tokenizer)
+        await self._load()
+        self._service.make_frame()
+
+    def _plan(self, name: str) -> BootPlan:
+        """With the roles that an operator may have changed."""
+        plan = make_plan(self._configs[name])
+        roles = plan.roles if plan.placement.places.is_colocated else self._service.frame.roles
+        others = tuple(other for other in self._configs if other != name)
+        return replace(plan, model_id=name, roles=roles, others=others)
