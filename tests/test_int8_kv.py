@@ -11,9 +11,9 @@ import torch
 from engine.folder.checkpoint import Checkpoint
 from engine.model.attention import StepBatch
 from engine.model.transformer import Transformer
+from engine.model.weights import load_weights
 from engine.wire.messages import PoolSpec
 from engine.workers.copying import block_shape, copy_blocks, map_pool
-from engine.workers.logits_loss import _as_stored
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ARMS, MANY
 from tests.engine.tiers.test_disk import Harness
@@ -34,7 +34,8 @@ def lone_run(folder):
     """The model over an int8 pool, its own or another's, as a function of all its tokens."""
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
-    model = Transformer(config, _as_stored(checkpoint, "float32"), "float32")
+    weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
+    model = Transformer(config, weights, "float32")
 
     def logits(token_ids, kv=None, num_before=0):
         if kv is None:
