@@ -1,10 +1,10 @@
-"""The last part of a start: elastic roles' rehearsal, waited for and put into words.
+"""Before a model serves: while it is downloaded, when it takes another's place, and its rehearsal.
 
-Owns: the one rehearsal of a daemon, and how long it may take; the process that pulls, and how far
-that is, in the words of /ready, console and journal; the order in which workers end, start and are
-told of.
-Invariant: it ends: with the last worker's answer, with a worker's death, or when time is up.
-Never: decides where requests go.
+Owns: the process that pulls, and how far that is, in the words of /ready, console and journal; the
+order in which workers end and start in a swap, and the way back if that fails; the one rehearsal of
+a daemon, and how long it may take.
+Invariant: each of them ends: done, failed with its reason, or out of time.
+Never: takes work before the model is there; decides where requests go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this process may use: open files, and the C library's heap.
+"""The daemon as a process of its machine: what it may use, and what systemd reads of it.
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which nobody here does), and the size from which the heap gives large

@@ -1,9 +1,9 @@
-"""The keys of the console: what each does, and whether it does it now, for this caller.
+"""The keys of the console: what each does, whether it does it now, what is asked before a change.
 
-Owns: the words of the questions and the form of the targets; the bindings and the order of their
-hints.
-Invariant: help, hints and the list of commands come from the same table as the keys themselves.
-Never: acts.
+Owns: the bindings and the order of their hints; the words of the questions, and what is then sent.
+Invariant: help, hints and the list of commands come from the same table as the keys themselves;
+nothing is sent that was not asked about first.
+Never: acts; decides who may, for the daemon does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A recording as the source of frames: any of its seconds, whole; and how its time passes.
 
-Owns: what a row tells of the time before its request ended; seeking, stepping and the pace; the
-open recording and what has been read of it.
+Owns: the open recording, the place in it and the pace; what a row of the log tells of the time
+before its request ended.
 Invariant: a frame is shown with the requests and events of its own time; one that is damaged is
 passed over and counted, never guessed.
 Never: writes; needs a daemon; imports Textual.

@@ -1,4 +1,4 @@
-"""The console over a recording: the same screens, with time in the viewer's hands.
+"""The console over a recording: the same screens, with time in the viewer's hands and a bar below.
 
 Owns: the place in the recording, and the keys that move it.
 Invariant: what is on screen is one frame of the recording, with its own requests and events.

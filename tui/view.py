@@ -1,8 +1,8 @@
-"""What the console shows at one time: a frame, what came before it, how the daemon is reached.
+"""What the console shows at one time: a frame, what came before it, which requests in which order.
 
-Owns: the grammar of a filter; the orders that requests can be sorted in; which readings are kept,
-for how long, and what counts as a stall of decode; the state of the link, who the console acts for,
-and how the operator wants to see things.
+Owns: the grammar of a filter (`user:ana state:queued in>4096 !bench`), and the orders to sort by;
+which readings are kept, for how long, and what counts as a stall of decode; the state of the link,
+who the console acts for, and how the operator wants to see things.
 Invariant: a view never changes; the same view always gives the same screen.
 Never: reads a clock or a socket.
 """

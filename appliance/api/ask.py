@@ -1,8 +1,7 @@
-"""What a client asks, validated: of which model, and all that the APIs have in common.
+"""What a client asks, validated, whichever API it speaks: the model, the prompt, how to sample.
 
-Owns: roles, contents, and the calls that an assistant made earlier in the conversation; what a
-prompt may be, and what an answer may go on with; the table of marks; the refusal; how an ask
-becomes sampling parameters, once its prompt is token ids.
+Owns: what a prompt may be: a chat's messages, a completion's texts or ids, both sides of a gap;
+which model is meant; how an ask becomes sampling parameters, once its prompt is token ids.
 Invariant: an Ask asks for nothing that this daemon does not do.
 Never: knows fields' names beyond those that its own refusals name.
 """

@@ -1,8 +1,7 @@
-"""What operators read and do over HTTP: requests, frames, cancelling, draining, cache, metrics.
+"""What operators read and do over HTTP: requests, frames, cancel, drain, cache, metrics, the log.
 
-Owns: the lines, and how often changes are looked for; the counts of replies by route, method and
-class of status; /v1/requests and the routes of /v1/penstock that speak of the present; the four
-routes, and how many queries run and recordings are open at once.
+Owns: /v1/requests and the routes under /v1/penstock; counts of replies by route, method and class
+of status; how many queries run and recordings are open at once.
 Invariant: whoever reads the appliance may read all of this; what changes something asks authority.
 Never: decides about requests; it asks the Appliance.
 """

@@ -1,8 +1,8 @@
-"""The HTTP surface: one table of routes, and what holds for every one, known or not.
+"""The HTTP surface: one table of routes, what holds for all of them, and refusals before parsing.
 
-Owns: which requests can be refused by their first line, and the bytes of such a reply; the reading
-of paths, the headers that all replies carry, OPTIONS, and how an error becomes a reply; paths, and
-the handlers of what is asked about the appliance itself.
+Owns: paths, and the handlers of what is asked about the appliance itself; the headers that all
+replies carry, OPTIONS, and how an error becomes a reply; which requests a full queue refuses by
+their first line, so that a flood costs little.
 Invariant: every route is in the document of openapi, and nothing else is.
 Never: decides about requests; it asks the Appliance.
 """

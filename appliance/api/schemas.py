@@ -1,7 +1,7 @@
-"""JSON schemas of what can be asked, as data; Anthropic's and Ollama's with their answers.
+"""JSON schemas of what can be asked and what is answered, as data.
 
-Owns: how an absent field, a list or a bound looks in a schema; the bodies of POSTs; them, as data;
-the shapes of replies, of the log's rows, and of errors.
+Owns: the bodies of POSTs in all three APIs; the shapes of replies, of frames by their own types, of
+the log's rows and of errors.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: another
 model's name, a prompt longer than the context, a grammar that cannot be compiled.
 Never: checks anything; what a field may be is decided where it is read.

@@ -1,4 +1,4 @@
-"""One open reply: tokens in, text out.
+"""One open reply: tokens in; text, reasoning and tool calls out.
 
 Owns: which of the text is the answer, which is reasoning, which is a call; for each sequence of a
 request, the text not yet sent: half characters, and what may be the beginning of a stop string or a

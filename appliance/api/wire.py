@@ -1,8 +1,9 @@
 """Between HTTP and the handlers: who asks and what that peer may do; JSON and errors out.
 
-Owns: which paths belong to which API, and the shapes of their errors; the headers that replies
-carry, and what of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
-Invariant: a refusal that may pass says when to come back, in both headers that clients read.
+Owns: which API a path belongs to, and its shape of errors; the headers that replies carry, and what
+of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
+Invariant: whoever asks by an API's path is refused in a way that its official client understands; a
+refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """
 

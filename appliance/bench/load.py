@@ -1,10 +1,10 @@
-"""Load on one server for a while, with prompts that fit it: by schedule, or so many at a time.
+"""Load on one server for a while, with prompts that fit; what long prompts do to others' tokens.
 
-Owns: what is asked of every server alike, so that arms differ in nothing else; the pace; these
-three phases.
+Owns: what is asked of every server alike, so that arms differ in nothing else; the pace: by
+schedule, or so many at a time; the connection of each request, and the stamp of each read.
 Invariant: every request that was due is a sample, also one that was refused, failed or never
 ended; a schedule does not wait for replies.
-Never: computes a statistic.
+Never: computes a statistic; compares servers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From measured requests to figures, and from several rounds to ratios with their spread.
+"""From measured requests to figures, from several rounds to ratios with their spread, and drawings.
 
 Owns: the meaning of TTFT, gap, TPOT, late, merged; goodput, throughput, quantiles, and what counts
-as a difference; the drawing. Invariant: pure; text in, text out, and every label is escaped.
+as a difference; distributions as SVG.
 Invariant: pure. Goodput's denominator is every request that was offered; throughput counts the
 tokens that arrived within the window; a figure without observations is None.
 Never: averages quantiles: a figure over rounds is the median of the rounds' figures.

@@ -1,9 +1,8 @@
-"""Verbs that look back: log, events, usage.
+"""Verbs that show what goes on and went on: ps, show, top, log, events, usage, whoami, version.
 
-Owns: their parameters, following, and the choice between the daemon and its file; what each asks
-the daemon for.
+Owns: their parameters, following, and the choice between the daemon and the log's file.
 Invariant: the daemon and the file answer the same parameters alike; whoever reads the file is told.
-Never: writes to the log.
+Never: changes anything in the daemon or the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The verbs that measure: servers, workloads for them, and the device itself.
 
-Owns: how a load is written on the command line; their wording; their tables; the kinds' names.
-Never: measures; the documents that they print and keep.
+Owns: how a load is written on the command line; the pages and tables of results.
 Invariant: whatever is printed can be computed again from what --save keeps.
 Never: measures: appliance.bench does.
 """

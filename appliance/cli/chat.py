@@ -1,8 +1,8 @@
-"""The verb chat: turns, commands, settings, and a reply that can be interrupted without leaving.
+"""The verbs run and chat: one reply, or turns with commands and settings; each can be interrupted.
 
-Owns: the options of generation, and the path from them to a request's body; where the prompt comes
-from; the messages, the settings' names and values, and the file of `/save` and `/load`; the loop,
-the commands and the history of what was typed.
+Owns: the options of generation, and the path from them to a request's body; where run's prompt
+comes from; chat's loop, its messages, settings and commands, the history of what was typed, and the
+file of `/save` and `/load`.
 Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
 pipe every line is one turn and none is a command.
 Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a

@@ -1,8 +1,7 @@
 """Verbs that change something: serve, roles, cancel, drain, keys, worker, install-service.
 
-Owns: where the unit's files go, and the checks before; their flags; serve has one for each setting;
-its flags; the life of the adapter's process: its options, its signals, its end; how its steps are
-shown.
+Owns: their flags, of which serve has one for each setting; the life of the process of `worker`; the
+files and checks of the systemd service.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """

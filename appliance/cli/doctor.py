@@ -1,7 +1,7 @@
-"""The verbs doctor and devices: what is wrong here, what computes here, what joins it.
+"""The verbs doctor, devices and config: what is wrong here, what computes here, what is set here.
 
-Owns: how findings are listed; how devices and the links between them are listed; how a setting's
-value is written: for people as one would type it.
+Owns: how findings, devices and the links between them are listed; how a setting's value is written,
+for people as one would type it.
 Invariant: doctor ends with 8 if something was bad, else with 0.
 Never: looks at anything itself.
 """

@@ -1,10 +1,10 @@
-"""The verbs on the SSD cache: stats, verify, clear.
+"""Verbs on what the daemon keeps on disk: cache (KV blocks), db (the request log), record.
 
-Owns: what is said of its files; how ages and sizes are written on the command line; the file's way
-to its name.
-Invariant: stats and verify only read, with and without a running daemon; clear touches nothing that
-a daemon has.
-Never: prints a hash, or anything from which a prompt could be guessed.
+Owns: how ages and sizes are written on the command line; what is said of the files; a recording's
+way to its name.
+Invariant: what only looks works with and without a running daemon; clear touches nothing that a
+daemon has; a recording is there whole, or not at all.
+Never: overwrites a file; prints a hash, or anything from which a prompt could be guessed.
 """
 
 from __future__ import annotations

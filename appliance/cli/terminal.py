@@ -1,7 +1,7 @@
-"""Stdout, stderr and the process around a verb, and how far something is.
+"""What a verb prints, and how: stdout, stderr, the formats of -o, progress, signals.
 
-Owns: escaping; what table, wide, json, ndjson and csv mean; everything that is printed, colour,
-signals, and the options that most verbs share; the line.
+Owns: what table, wide, json, ndjson and csv mean; which characters from elsewhere may reach a
+terminal; colour, and the options that most verbs share.
 Invariant: stdout carries the answer alone; progress, notes and errors go to
 stderr as `penstock: ...` and `hint: ...`.
 Never: decides what an answer says.

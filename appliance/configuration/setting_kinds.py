@@ -1,7 +1,7 @@
 """The kinds of values that settings have: text, or TOML's own types, to a value.
 
-Owns: that language, and who gets which cores. Pure; what is allowed, in words, and what was
-probably meant.
+Owns: what is allowed, in words, and what was probably meant; the language of --place: how many
+workers of each role, and on which cores, GPUs or MIG instances.
 Invariant: a value of the right type, or a ValueError whose text says what is allowed.
 Never: knows which settings there are.
 """

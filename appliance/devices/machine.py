@@ -1,7 +1,7 @@
-"""All devices of the machine, read together.
+"""All devices of the machine, read together: GPUs with their MIG instances, CPU packages' energy.
 
-Owns: the last reading of each counter; the device's handle and counters, its instances, the newest
-critical error; the newest reading.
+Owns: each device's handle and the last reading of its counters, from which rates and energy follow;
+the newest critical error.
 Invariant: a device keeps its place and name from one reading to the next; None means not reported.
 Never: needs a driver; is read so often that a counter's difference says nothing.
 """

@@ -1,8 +1,8 @@
-"""The daemon's HTTP as the adapter reads it: a request a connection, outputs of token ids.
+"""The daemon as Dynamo's adapter sees it: its card, requests as completions, tokens back.
 
-Owns: how that is read from the daemon's own answers; which of its fields mean what here, and which
-cannot be done; the form of outputs; which ends are answers, which are the client's fault, and which
-another worker can make good; the connection.
+Owns: how Dynamo's words become the daemon's, and which of its fields cannot be done; the one
+connection of each request; which ends are answers, which are the client's fault, and which another
+worker can make good.
 Invariant: whatever goes wrong on the way is a LostError; hanging up makes the daemon cancel.
 Never: tries again.
 """

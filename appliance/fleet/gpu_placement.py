@@ -1,4 +1,4 @@
-"""Which GPUs serve, and what each worker does on one.
+"""Workers on devices of their own: which GPUs, MIG instances or cores, and how blocks pass between.
 
 On one GPU it is measured whether two processes gain more by not waiting for each other's steps
 than they lose by taking turns: a model's first start tries two, and what it finds holds after that.

@@ -1,9 +1,9 @@
-"""The caches below the KV pools, in DRAM and on disk, as the daemon opens and closes them.
+"""The caches below the KV pools, in DRAM and on disk: where, how large, opened, kept up and closed.
 
-Owns: the sizes when nobody says, and what of a disk stays free; the slabs and the threads of the
-disk, from start to end; the tier, as long as the router whose pools it is below; both.
+Owns: their sizes when nobody says, and what of a disk stays free; the slabs and the threads of the
+disk, from start to end; the tiers, as long as the router whose pools they are below.
 Invariant: they are opened when the workers are ready, and closed before they end.
-Never: decides anything.
+Never: decides which block is stored or loaded; engine.tiers does.
 """
 
 from __future__ import annotations

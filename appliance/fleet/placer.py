@@ -1,10 +1,11 @@
 """From the settings and the machine to a placement: on cores, on a GPU, on several, or on both.
 
-Owns: the file of such times in the state directory; what is measured for it, and the comparison.
-Pure; the estimate. Pure; which of those ways is taken, and the sentences about what is not used.
+Owns: which of those ways is taken, and the sentences about what is not used; how many workers do
+what, by data sheets before a model was served, and after that by what its steps took, which a file
+in the state directory keeps.
 Invariant: what --place names is what is used; whatever is asked for and cannot be had is an error
 that says what could.
-Never: makes anything.
+Never: starts or measures anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Starts the workers, knows of each how it is, watches them, brings them back.
+"""Starts the workers, tells them of each other's memory, knows how each is, brings them back.
 
-Owns: what has been exported in this life of each, who knows of it, and who has to let go of it; the
-record, and its words for people; worker processes, their channels, and the memfds that outlive them
-(pools, weights).
+Owns: worker processes, their channels, and the memfds that outlive them (pools, weights); the
+record of each; what GPU memory each has exported, who knows of it, and who has to let go of it.
 Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
 worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
 were.

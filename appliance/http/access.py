@@ -1,8 +1,8 @@
-"""Who comes in, and as what: processes on the socket, holders of API keys on TCP.
+"""Who comes in, as what, and how much a request may be: peers, API keys, the gate before routes.
 
-Owns: the file's format, and how a key is made; the policy, which is replaced as a whole when the
-configuration is read again; the request's Arrival with its peer; the key that TCP asks for, and the
-limits on heads and bodies.
+Owns: the keys' file, and how a key is made; the policy of who has which role, replaced as a whole
+when the configuration is read again; the checks in front of every route: peer, key, Host, sizes of
+head and body.
 Invariant: an identity is the kernel's word or a key, never what a client says of itself; roles are
 looked up with each request, so that a new policy holds for connections that are open.
 Never: decides what a role may do.

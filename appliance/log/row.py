@@ -1,8 +1,8 @@
-"""One row of the request log: how a request becomes one, and how it becomes SQL.
+"""One row of the request log: made of a request, written as SQL; and requests that have none yet.
 
 Owns: which sequence a row speaks of where a request has several; the statements that insert runs,
-requests and events, and complete a request's energy; the file beside the request log, a JSON line
-for each request from its acceptance to its row, and another when it has been answered.
+requests and events, and complete a request's energy; the file beside the log with a JSON line for
+each request from its acceptance to its row, so that a killed daemon's can be told.
 Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
 Never: reads a clock or the database.
 """

@@ -1,7 +1,7 @@
-"""The request log's file: made, migrated, opened, copied, made smaller, and told from another.
+"""The request log's file: made, migrated, opened, copied, and made smaller as retention asks.
 
-Owns: the order of deletion, the size of a slice, and when the next round is due; the file's mode,
-its pragmas and its migration; what `penstock db` does.
+Owns: the file's mode, its pragmas and its migration; which rows go first, how many at a time, and
+when the next round is due; what `penstock db` does.
 Invariant: nothing here needs the daemon, and nothing disturbs one that is running.
 Never: changes the schema; overwrites a file.
 """

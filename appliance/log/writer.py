@@ -1,9 +1,10 @@
-"""Frames into the log: packed against a template that is renewed now and then.
+"""The one thread that writes the request log: rows, events, and frames packed against a template.
 
-Owns: the template in use; the queue of what is to be written, and the daemon's one connection that
-writes.
-Invariant: a frame's template is in the file before it or with it.
-Never: commits; keeps requests or events, which have rows of their own.
+Owns: the queue of what is to be written, and the daemon's one connection that writes; the template
+that frames are packed against, renewed now and then.
+Invariant: an accepted request gets one row; a frame's template is in the file before it or with it;
+what cannot be written is tried again, counted, and said.
+Never: blocks the daemon's loop; changes a row that is there, but to complete its energy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Metrics as text for Prometheus, under vLLM's names too. The only door to prometheus_client.
+"""Metrics as text for Prometheus: ours, and vLLM's names for them. The one door to its library.
 
-Owns: the form in which the tables of names are written; their names and what they mean; which of
-them have a meaning here, and what we put there; the text's form and media type, and the process's
-own metrics.
+Owns: the names, what they mean, and from which field of a frame each comes; which of vLLM's have a
+meaning here; the text's form and media type, and the process's own metrics.
 Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
 Never: keeps a value.
 """

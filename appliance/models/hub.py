@@ -1,11 +1,13 @@
-"""The door to huggingface_hub: what a hub lists, which of it serving needs, and a file's bytes.
+"""A model from a hub into its cache: what is listed, what serving needs of it, fetched and checked.
 
-HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and HF_HUB_OFFLINE are the
-library's own, and hold here. It starts a broken download again from nothing when the process has
-ended, and compares only sizes: so bytes are fetched here, by ranges, and their sums compared.
+The door to huggingface_hub. `python -m appliance.models.hub NAME` pulls in a process of its own and
+says so in lines of JSON. HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and
+HF_HUB_OFFLINE are the library's own, and hold here. It starts a broken download again from nothing
+when the process has ended, and compares only sizes: so bytes are fetched here, by ranges, and their
+sums compared.
 
-Owns: the choice. Pure; requests to the hub, and their errors in words; the order: what says what
-the model is, whether it can be served, whether there is room, then the weights.
+Owns: requests to the hub, and their errors in words; the order: what says what the model is,
+whether it can be served, whether there is room, then the weights.
 Invariant: a blob that is in place has the sum that it is named by; what a hub lists leads to no
 place outside the cache, and no reply is longer on the disk than it was listed.
 Never: runs in the daemon's process or writes to a terminal.

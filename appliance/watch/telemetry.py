@@ -1,7 +1,7 @@
-"""From what happens to what is shown: what is counted, and the rates of a frame.
+"""From what happens to what is shown: what is counted, what was seen lately, the rates of a frame.
 
-Owns: the windows that latency figures come from; the steps and handoffs of the last second, the
-newest events, the windows and histograms.
+Owns: the windows that latency figures come from, and the histograms; the steps and handoffs of the
+last second; the newest events.
 Invariant: rates are over the time since the last frame; what is not reported is None.
 Never: changes anything that it reads.
 """

@@ -1,9 +1,9 @@
 """A model, checked before any worker starts: its config and where every weight lies.
 
-Owns: the names and layouts of stacks; which tensors a model needs, the choice of the serving dtype,
-and the layout of the arena that holds converted weights; that choice.
+Owns: which tensors a model needs; the choice of the serving dtype; where converted and quantised
+weights lie in the memory that all workers read; one expert's part of a tensor that holds all.
 Invariant: an opened Checkpoint has every tensor its config expects, in the right shape, inside
-its file.
+its file; daemon and workers come to the same layout of that memory.
 Never: reads tensor data, imports torch.
 """
 

@@ -1,11 +1,11 @@
-"""The GGUF format, as far as its headers: metadata, and where each tensor lies in which file.
+"""GGUF files: headers read and checked, then said as config.json and safetensors would say it.
 
 The format's own package reads a header as one array per token: nine seconds and half a gigabyte for
 a vocabulary of 150,000, and it follows counts beyond the end of the file. So the header, which is a
 list of lengths and values, is read here; the package is what the tests compare with.
 
-Owns: the checks that a file is what its header says; the table of architectures, and the names of
-tensors.
+Owns: the checks that a file is what its header says; which architectures are known, and what their
+keys and tensors are called in the other format.
 Invariant: no length of the file is believed before it is compared with what is left of the file.
 Never: reads tensor data, but for the small ones that are configuration.
 """

@@ -1,8 +1,7 @@
 """What a model's JSON says of it, with transformers' defaults for what it leaves out.
 
-Owns: the parameters of rotary position embedding as config.json states them; the reading of those
-keys, and the check that such a view exists; those keys and their limits; the shape of a model, and
-the numbers by which its family departs from Llama.
+Owns: which keys are read and what each may be; RoPE scaling; key heads that differ between layers;
+the sampling that generation_config.json asks for; the numbers by which a family departs from Llama.
 Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
 that names the file and the key.
 Never: reads weights, imports torch.

@@ -1,11 +1,13 @@
-"""Quantised matrices of safetensors files: of which tensors each is made, checked.
+"""Quantised matrices: of which tensors of a file each is made, and how kernels want them to lie.
 
-A matrix is stored as codes, scales, and perhaps zeros, each a tensor of its own, in the way that
-config.json names. Which of a model's matrices are quantised, and how finely, is what the tensors
-themselves say, beside the shape that the model asks for: config.json says it in too many ways.
+In safetensors files a matrix is stored as codes, scales, and perhaps zeros, each a tensor of its
+own, in the way that config.json names. Which of a model's matrices are quantised, and how finely,
+is what the tensors themselves say, beside the shape that the model asks for: config.json says it in
+too many ways. The C kernels read codes in panels, and bfloat16 matrices in pairs.
 
-Owns: those ways, and their refusals; its numbers, and which block formats have it; its two numbers.
-Invariant: every part of a matrix has the shape and dtype that the matrix asks for.
+Owns: those ways, and their refusals; the sizes of panels and pairs.
+Invariant: every part of a matrix has the shape and dtype that the matrix asks for; panels and pairs
+are as the C files have them.
 Never: reads tensor data.
 """
 

@@ -3,8 +3,8 @@
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
 
-Owns: the arithmetic of floors, against which a measured time is a fraction; the choice of the
-level; the measurement, and what follows from it.
+Owns: the choice of the instruction set; the trials at start and what follows from them; the least
+that each kernel has to read and to multiply, against which a measured time is a fraction.
 Invariant: one level is chosen once, at start. Never: compiles, imports torch.
 """
 

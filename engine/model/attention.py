@@ -1,13 +1,12 @@
-"""Attention over paged KV by torch: gather a group's blocks, and one fused call over them.
+"""Attention over paged KV: by torch, as one fused call; and a step as every GPU kernel reads it.
 
-Owns: how a step's keys and values reach the pool and how its queries read it back; the numbers that
-kernels are launched with, chosen by shape and not by trial; the packing of block tables and
-lengths, in one copy to the device.
+Owns: how a step's keys and values reach the pool and how its queries read it back; for GPUs, how
+attention is cut into programs, and block tables and lengths in one copy to the device.
 Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
 contiguous, or, of int8, kv[num_blocks, num_layers, 2, block_size, bytes], of which planes() knows
 where codes and scales lie; a sequence's query i sees the keys at positions j <= i, in a window
 i - j < window.
-Never: chooses blocks, keeps anything after the step.
+Never: chooses blocks, keeps anything after the step, reads a device value back.
 """
 
 from __future__ import annotations

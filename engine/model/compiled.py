@@ -1,9 +1,10 @@
-"""The parts of a step that compiled CPU kernels do, and the memory in which their results lie.
+"""The parts of a step that compiled CPU kernels do; decode steps as tapes of such calls, replayed.
 
 Owns: one buffer for each kind of result; the addresses, strides and sizes that the kernels are
 given; the tapes, and the inputs that each of them reads.
 Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
-returns; results agree with engine.model.layers and attention to rounding.
+returns; results agree with engine.model.layers and attention to rounding; a replayed step is the
+recorded one, bit for bit.
 Never: gathers keys or values, masks by adding, chooses blocks.
 """
 

@@ -1,7 +1,7 @@
-"""A step's small operations by Triton: norms, gates, and placing queries, keys and values.
+"""A step's small operations by Triton: norms, gates, placing keys and values, drawing tokens.
 
-Owns: the kernels and their launches; what they compute is engine.model.layers', cast for cast; the
-kernel and its launch.
+Owns: the kernels and their launches; what they compute is engine.model.layers' and
+engine.model.sampler's, cast for cast.
 Invariant: each element is read before it is written by the same thread, so that all but `gated` may
 work in place; nothing depends on a device value.
 Never: multiplies by weights' matrices, allocates more than its result.

@@ -1,11 +1,11 @@
-"""Weights in memory: the checkpoint's own files mapped, or an arena of converted ones.
+"""Weights in memory: files mapped as they are, or converted, paired, in panels, for all workers.
 
-Owns: which schemes there are in memory, and the check that data and scales are what theirs says;
-filling the arena, a share by each worker; turning blocks into panels, a share by each worker;
-turning a Checkpoint into named weights without a second copy in memory.
-Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint.
-Never: decides the dtype or the layout (engine.folder.checkpoint does), makes the arena (the daemon
-does).
+Owns: which schemes a weight in memory may have, and the check that data and scales are what theirs
+says; filling the memory that all workers read, a share by each of them.
+Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint; a
+packed matrix has the values of the stored one, rounded to bfloat16 where that is its form.
+Never: decides the dtype or the layout (engine.folder.checkpoint does), makes that memory (the
+daemon does).
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The prefix cache: what of a sequence is computed already; what all of it holds, for who asks.
+"""The prefix cache: what of a sequence is computed already, in its pool or copied from another.
 
 Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
 needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
 its hit before the block of its last token, which it computes into a block of its own: so nobody
 writes a block that another can find.
 
-Owns: fetches under way, each with tables of its own: what it reads, what it fills, and what is
-before that in the chain; for each block that can be found in some pool its tokens and the block
-before it, and the last changes of that.
+Owns: copies from other pools under way, each with block tables of its own; what the caches of all
+pools hold by tokens, and the last changes of that, for who chooses among several appliances.
 Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
 share it; a sequence waits only for one that is on a worker, and has further to go than itself.
-Never: moves a block, ends or admits a sequence.
+Never: chooses a way through the workers; ends or admits a sequence.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How a sequence goes on that was handed over, has lost its worker, or blocks on their way.
+"""How a sequence goes on: with more blocks, after preemption or handoff, after a worker's death.
 
-Owns: who is short of blocks, and who has been told to let go of its own.
+Owns: who is short of blocks, and who has been told to let go of its own; which sequence is to
+blame when workers die of it.
 Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
 with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
 where nobody else is.
-Never: admits, ends or blames a sequence.
+Never: admits or ends a sequence.
 """
 
 from __future__ import annotations

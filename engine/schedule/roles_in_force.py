@@ -1,11 +1,11 @@
-"""What the workers are for at this moment, and who computes on which cores.
+"""What the workers are for at this moment, who computes on which cores, and the rehearsal at start.
 
-Owns: what each worker may compute on now, and the UseCores commands that it has not answered; the
-roles in force, the targets, what is known of step times and of outcomes, and the last route taken;
-who rehearses what, on which cores and blocks, and when that is over.
+Owns: the roles in force and their targets; what each worker may compute on now, and the UseCores
+commands that it has not answered; what is known of step times, and the rehearsal that measures the
+first of them.
 Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
 to do lends its cores to one that has, unless roles are static; it has them back before it steps.
-Never: touches a block or a sequence; reads a clock.
+Never: touches a sequence, or any block but those of the rehearsal; reads a clock.
 """
 
 from __future__ import annotations

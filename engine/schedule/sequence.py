@@ -1,13 +1,14 @@
-"""A sequence: token ids, where they stand, and when each stage began.
+"""A sequence: token ids, where they stand, when each stage began; and the table of all unfinished.
 
 Its way is a list of legs, each a worker and how many output tokens it is to have there. Static
 roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
 it is one leg. Where it is at this moment is said in one place, `where`.
 
-Owns: the progress of one sequence as the daemon knows it; the numbers; all of them but the queue,
-which has an order of its own.
-Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once.
-Never: text, HTTP, block ids of more than it owns.
+Owns: the progress of each sequence as the daemon knows it; in which container each of them is, but
+for the queue's order; the counters of what the router has done.
+Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once; a
+sequence is said to be where its container is.
+Never: text, HTTP; reserves or frees a block.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 # ruff: noqa: SIM905 -- lists of words are read as text
-"""What is taught when: conversations as token ids, and documents that grow as answers come right.
+"""What the starter model is taught: documents, questions, answers, their words, and in which order.
 
-Owns: names, titles, the ways to state a fact and to ask for one, small talk and its answers; what a
-document, a question and its one right answer are, word for word; the starter model's tokenizer and
-chat template, and how a lesson is laid out; the size of the lessons of each step.
-Invariant: a lesson's ids are what the chat template and the tokenizer give for
-the same conversation, so that serving asks what training answered.
-Never: leaves the split that it was made for.
+Owns: names, titles, the ways to state a fact and to ask for one, small talk; the tokenizer and the
+chat template; how a lesson is laid out as token ids, and how long documents are at each step.
+Invariant: all follows from the random generator given; a lesson's ids are what the chat template
+and the tokenizer give for the same conversation, so that serving asks what training answered.
+Never: leaves the split that it was made for, training or held out; reads data from anywhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The starter model as a thing that can learn, and as the folder that it becomes.
+"""The starter model: the network that learns, its first weights, and the folder that it becomes.
 
-Owns: its shape, and its forward pass over whole conversations; what is written beside the weights;
-the first weights.
+Owns: its shape, and its forward pass over whole conversations; first weights that make it a reader
+that looks up before it has learned to; what is written beside the weights.
 Invariant: parameter names are those of Hugging Face's Llama without `model.`.
 Never: serves.
 """

@@ -1,12 +1,12 @@
-"""Grammars that an output must match: validated as texts, then followed token by token.
+"""Grammars that an output must match: checked as texts, compiled, then followed token by token.
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
-Owns: the search for such parts; how grammars are written, and the limits that keep hostile ones
-harmless; a model's tokens as llguidance sees them, and the state of each match; how a call that
-must come is written, and how free text is told from one.
-Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes.
-Never: looks at tokens: a grammar says which texts there may be.
+Owns: how grammars are written, those of tool calls too, and the limits that keep hostile ones
+harmless; the state of each match: which tokens may come next.
+Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes; a
+match's state follows from the output ids alone, so that a sequence can move to another worker.
+Never: imports torch, samples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Text to token ids, and back while they come: the one door to `tokenizers`.
 
-Owns: the table, and merges out of scores; the checkpoint's tokenizer, and the files that its chat
-template comes from; the text that is not yet complete.
-Invariant: encode, decode and render give what transformers gives for the same folder.
+Owns: the model's tokenizer, from tokenizer.json or made of a GGUF file's metadata; the chat
+template that belongs to it; of streamed text the part that is not yet a whole character.
+Invariant: encode, decode and render give what transformers gives for the same folder; a GGUF
+file's ids are its own.
 Never: knows requests, and never loads a tokenizer from anywhere but the folder.
 """
 

@@ -1,4 +1,4 @@
-"""An arena of the daemon in host memory: the workers copy blocks between it and their pools.
+"""Blocks in host memory that workers copy: the DRAM tier, and the way of GPUs' blocks to disk.
 
 What a GPU has only its worker reaches, so the copies are commands to workers, as those of a ring
 are: by a stream of their own there, between two steps where a pool is in the host's memory. They

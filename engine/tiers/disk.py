@@ -1,4 +1,4 @@
-"""Threads that copy blocks between pools in host memory and slabs, and wait for the disk.
+"""The store of KV blocks on disk: slab files, and the threads that read and write them.
 
 Bytes go from the pool's memory to a buffer of the thread's own and from there to the disk, or back:
 a block reaches a pool only when its checksums are right. Two threads write, two read, so that the
@@ -6,11 +6,11 @@ disk has something to do while a checksum is made; a write holds up no read for 
 They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
 has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
 
-Owns: the folder's lock, the files, and what of another model or damaged was reclaimed at start; the
-threads and their buffers. Reports come back by a callback, from the thread.
+Owns: the folder's lock, its slab files, and what of another model or damaged was reclaimed at
+start; the threads and their buffers. Reports come back by a callback, from the thread.
 Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
 in order, and the first that fails ends it.
-Never: decides what is stored or loaded; raises on what a disk does.
+Never: decides what is stored or loaded, or where; raises on what a disk does.
 """
 
 from __future__ import annotations

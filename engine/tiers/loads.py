@@ -1,16 +1,16 @@
-"""Blocks on their way from a tier, the prompts that wait for them; what a load costs, and did.
+"""Blocks on their way between pools and a tier: stored when used twice, loaded where quicker.
 
 A prompt whose next blocks are in a tier waits until they are in a pool, where loading them is
 predicted to take less than computing them. There they are cached like any others, and admission
 finds them. It waits no longer than a deadline.
 
-Owns: the rate at which blocks come from the tier, learnt from every load, and the sums of what was
-predicted and of what it took; loads under way; which blocks are to be stored, and those that are
-being stored.
-Invariants: what is loaded, and what is before it in its chain, is named by an open command until
-who copies is done with it; at most an eighth of a pool, or a block, is being loaded; each block is
-loaded once, however many wait for it; what is published was read with the right checksums.
-Never: waits; ends or admits a sequence.
+Owns: loads and stores under way; the rate at which blocks come from the tier, learnt from every
+load, and the sums of what was predicted and of what it took; which blocks are to be stored.
+Invariants: what is loaded or stored, and what is before it in its chain, is named by an open
+command until who copies is done with it; at most an eighth of a pool, or a block, is being loaded;
+each block is loaded once, however many wait for it; what is published was read with the right
+checksums.
+Never: waits; ends or admits a sequence; evicts a block of a pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The GPU that a worker computes on: memory, copies, graphs. The door to torch.cuda.
+"""What a worker computes on: its CPU cores, or its GPU with memory, copies and graphs.
+
+The one door to torch.cuda, and the one function that says where threads may run.
 
 Owns: the affinity of all threads of the process; the CUDA context's settings, the memory of
 captured graphs.

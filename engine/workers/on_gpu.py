@@ -1,12 +1,12 @@
-"""A worker's start on a GPU: weights, profile, sizes of pool and steps, graphs, what two share.
+"""A worker's start on a GPU: weights from files, sizes of pool and steps, graphs, what two share.
 
 Workers on GPUs of their own export their pools to those that write blocks into them.
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
 an admit with the same block ids, and the weights are read once and lie there once. Where they have
 a ring instead, each has weights and a pool of its own, and blocks go by way of the host.
 
-Owns: the buffers and threads, while it runs; the arithmetic, and what is kept free; the order of
-the start.
+Owns: the order of the start; buffers and threads of the reading, while it runs; how many blocks fit
+and how many tokens a step has, and what is kept free.
 Invariant: the pool is allocated once, by itself, after the largest step has been run and measured.
 Never: steps for clients; chooses who exports.
 """

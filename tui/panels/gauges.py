@@ -1,4 +1,4 @@
-"""KV occupancy, the machine, and what clients wait for.
+"""KV occupancy, the machine, what clients wait for; and the page of power and energy.
 
 Owns: nothing; pure.
 Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.

@@ -1,7 +1,8 @@
-"""The lines above and below the pages: header, alerts and keys.
+"""The lines above and below the pages: header, alerts and keys; and the page of events and alerts.
 
 Owns: how severity looks.
-Invariant: the state, the link and the worst alert are shown at every width.
+Invariant: the state, the link and the worst alert are shown at every width; the newest event comes
+first.
 Never: judges a reading; thresholds are the daemon's, and here are only its words and the link's.
 """
 

@@ -1,9 +1,10 @@
-"""The three lanes in the order of the data: prefill, handoff, decode.
+"""The three lanes in the order of the data: prefill, handoff, decode; and the page of the handoff.
 
 A lane is a phase; several workers of it have a row each.
 
 Owns: nothing; pure.
-Invariant: the lines come in order of importance, so a lower panel shows the first of them.
+Invariant: the lines come in order of importance, so a lower panel shows the first of them; a
+transport is shown with what proves it, or with the word that nothing does.
 Never: shows a number that the frame does not report.
 """
 

@@ -1,7 +1,8 @@
-"""Widgets that show lines: the one place where tones become terminal styles.
+"""What widgets are made of: lines and rows on screen, and messages between feed, widgets and app.
 
-Owns: the words between the feed, the widgets and the app; the lines on screen; cursor and scroll
-position.
+The one place where tones become terminal styles.
+
+Owns: the lines on screen; cursor and scroll position; the words of the messages.
 Invariant: only rows whose line changed are drawn again.
 Never: decides what to show; its painter does, from a view and a size.
 """
