@@ -142,7 +142,7 @@ def make_plan(config: ServeConfig) -> BootPlan:
     attention = tried_attention(dtype, placement)
     trials = tuple(filter(None, (weights.trial, prompts_trial, attention.why)))
     for trial in trials:
-        log.info("%s, by timing this machine", trial)
+        log.info("timed at start: %s", trial)
     arena, num_staging = _arena(config, placement)
     workers, fds = _setups(
         checkpoint,

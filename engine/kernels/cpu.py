@@ -259,6 +259,28 @@ _TOLERANCE = 2**-6
 _ATTENTION_TOLERANCE = 2**-5
 """Of outputs that are means of values of about 1, with weights of eight bits."""
 _ROUNDS = 3
+_WAY_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A ratio measured in several rounds."""
+
+    low: float
+    median: float
+    high: float
+    """The ends without the outermost round on either side, where there are four or more."""
+
+    @classmethod
+    def of(cls, ratios: Iterable[float]) -> Spread:
+        """Over rounds, in each of which both sides were measured one after the other."""
+        found = sorted(ratios)
+        cut = len(found) >= 4  # a round that something else ran beside
+        return cls(found[cut], found[len(found) // 2], found[-1 - cut])
+
+    def __str__(self) -> str:
+        low, mid, high = (f"{each:.2f}" for each in (self.low, self.median, self.high))
+        return mid if low == high else f"{mid} ({low} to {high})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +377,7 @@ class TrialResult:
 
 
 def find_ways(kernels: Kernels, level: str) -> TrialResult:
-    """Try all ways that the level has; takes 0.3 s of a core, and nothing where it has none."""
+    """Try all ways that the level has; takes 0.4 s of a core, and nothing where it has none."""
     if level not in LEVELS:
         return TrialResult(None, f"{_STORED}: this CPU has no instructions for bfloat16")
     trial = _Trial(kernels)
@@ -365,59 +387,40 @@ def find_ways(kernels: Kernels, level: str) -> TrialResult:
     return judge(times_s, wrong)
 
 
-def judge(times_s: Mapping[int, Mapping[int | None, float]], wrong: list[str]) -> TrialResult:
-    """What follows from seconds by number of inputs and way; None is as stored.
+def judge(
+    times_s: Mapping[int, Mapping[int | None, Sequence[float]]], wrong: list[str]
+) -> TrialResult:
+    """What follows from seconds by number of inputs, way and round; None is as stored.
 
     Args:
         times_s: of ways that computed the right thing.
         wrong: names of those that did not.
     """
     best: list[int] = []
-    gains: list[float] = []
+    gains: list[Spread] = []
     for by_way in times_s.values():
-        packed = {way: seconds for way, seconds in by_way.items() if way is not None}
+        packed = {way: min(seconds) for way, seconds in by_way.items() if way is not None}
         if not packed:
             break
         best.append(min(packed, key=packed.__getitem__))
-        gains.append(by_way[None] / packed[best[-1]])
+        rounds = zip(by_way[None], by_way[best[-1]], strict=True)
+        gains.append(Spread.of(stored / there for stored, there in rounds))
     said = "".join(f"; {name} compute wrongly, and are not used" for name in wrong)
     if not gains:
         return TrialResult(None, f"{_STORED}{said}")
-    ways = ProductWays(tuple(times_s), tuple(best))
     counts = tuple(times_s)
     tried = (
-        f"measured just now, {gains[0]:.2g}x as fast for {counts[0]} token at a time, "
-        f"{gains[-1]:.2g}x for {counts[-1]}"
+        f"{gains[0]}x as fast for {counts[0]} token at a time, {gains[-1]}x for {counts[-1]}{said}"
     )
-    if gains[-1] < GAIN or min(gains) < LOSS:
-        why = (
-            "rearranged for its bfloat16 instructions they gain too little for prompts on this CPU"
-        )
-        return TrialResult(None, f"{_STORED}: {why} ({tried}){said}")
-    return TrialResult(
-        ways, f"rearranged at start for this CPU's bfloat16 instructions: {tried}{said}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A ratio measured in several rounds."""
-
-    low: float
-    median: float
-    high: float
-    """The ends without the outermost round on either side, where there are four or more."""
-
-    @classmethod
-    def of(cls, ratios: Iterable[float]) -> Spread:
-        """Over rounds, in each of which both sides were measured one after the other."""
-        found = sorted(ratios)
-        cut = len(found) >= 4  # a round that something else ran beside
-        return cls(found[cut], found[len(found) // 2], found[-1 - cut])
-
-    def __str__(self) -> str:
-        low, mid, high = (f"{each:.2f}" for each in (self.low, self.median, self.high))
-        return mid if low == high else f"{mid} ({low} to {high})"
+    if gains[-1].low >= GAIN and min(gain.low for gain in gains) >= LOSS:
+        ways = ProductWays(counts, tuple(best))
+        how = "rearranged at start for this CPU's bfloat16 instructions"
+        return TrialResult(ways, f"{how}: {tried}")
+    if gains[-1].high >= GAIN and min(gain.high for gain in gains) >= LOSS:
+        why = "undecided if they should be rearranged for this CPU's bfloat16 instructions"
+    else:
+        why = "rearranged for this CPU's bfloat16 instructions they gain too little for prompts"
+    return TrialResult(None, f"{_STORED}: {why}: {tried}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,16 +639,18 @@ class _Trial:
 
         return call
 
-    def seconds(self, num_inputs: int, ways: tuple[int | None, ...]) -> dict[int | None, float]:
-        """The best of a few calls in each way, which take turns."""
+    def seconds(
+        self, num_inputs: int, ways: tuple[int | None, ...]
+    ) -> dict[int | None, list[float]]:
+        """Of a call in each way, which take turns, in each round."""
         calls = {way: self.call(num_inputs, _ROWS[num_inputs], way) for way in ways}
-        best_s = dict.fromkeys(ways, inf)
-        for _ in range(_ROUNDS):
+        for call in calls.values():
+            call()
+        found: dict[int | None, list[float]] = {way: [] for way in ways}
+        for _ in range(_WAY_ROUNDS):
             for way, call in calls.items():
-                started_s = time.perf_counter()
-                call()
-                best_s[way] = min(best_s[way], time.perf_counter() - started_s)
-        return best_s
+                found[way].append(_seconds(call, 1))
+        return found
 
     def is_right(self, way: int) -> bool:
         """True if the way yields what matrices as stored do, but for rounding."""

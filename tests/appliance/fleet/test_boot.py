@@ -81,8 +81,8 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
 def test_a_plan_keeps_what_was_timed_for_it_and_what_follows(plan_of, tiny_llama, caplog):
     caplog.set_level("INFO", logger="penstock")
     plan = plan_of(model=tiny_llama)
-    told = [line for line in caplog.messages if line.endswith(", by timing this machine")]
-    assert told == [f"{trial}, by timing this machine" for trial in plan.trials]
+    told = [line for line in caplog.messages if line.startswith("timed at start: ")]
+    assert told == [f"timed at start: {trial}" for trial in plan.trials]
     size = plan.placement.max_step_tokens
     assert [setup.max_step_tokens for _, setup in plan.workers] == [size, size]
     assert [f"up to {size:,} prompt tokens a step" in trial for trial in plan.trials] == (

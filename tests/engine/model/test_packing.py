@@ -207,7 +207,7 @@ def test_tiles_are_taken_for_attention_where_they_are_right_and_sooner():
 def times(stored, **ways):
     numbers = dict(zip(WAY_NAMES, WAYS, strict=True))
     return {
-        count: {None: stored[i]} | {numbers[name]: taken[i] for name, taken in ways.items()}
+        count: {None: [stored[i]]} | {numbers[name]: [taken[i]] for name, taken in ways.items()}
         for i, count in enumerate(NUM_INPUTS)
     }
 
@@ -216,7 +216,7 @@ def test_each_number_of_inputs_gets_its_fastest_way():
     tiles = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], tiles=[2, 2, 1, 1, 4]), [])
     assert tiles.ways == ProductWays(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
     assert [tiles.ways.way_of(n) for n in (1, 3, 15, 16, 5000)] == [0, 0, 0, 2, 2]
-    assert tiles.why.endswith("just now, 1x as fast for 1 token at a time, 4x for 256")
+    assert tiles.why.endswith(": 1.00x as fast for 1 token at a time, 4.00x for 256")
     assert EXACT.way_of(9000) == WIDENED
 
 
@@ -227,11 +227,22 @@ def test_matrices_stay_as_they_are_where_packing_gains_nothing_or_costs_decode()
         assert found.why.startswith("used as they are stored: rearranged ")
 
 
+def test_rounds_that_differ_about_packing_leave_matrices_as_they_are_stored():
+    tried = times([1, 1, 1, 4, 16], widened=[1, 1, 1, 1, 4])
+    quick, slow = tried[256][WIDENED][0], 15.0
+    for rounds, is_packed in (([quick] * 5, True), ([*[quick] * 4, slow], True),
+                              ([quick, quick, quick, slow, slow], False)):  # fmt: skip
+        found = judge({n: {way: s * 5 for way, s in t.items()} for n, t in tried.items()}
+                      | {256: {None: [16.0] * 5, WIDENED: rounds}}, [])  # fmt: skip
+        assert (found.ways is not None) == is_packed
+        assert ("undecided" in found.why) != is_packed
+
+
 def test_a_way_that_computes_wrongly_is_not_used_and_named():
     found = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 1, 1, 1]), ["tiles"])
     assert found.ways.ways == (WIDENED,) * 5
     assert "tiles compute wrongly" in found.why
-    assert judge({1: {None: 1.0}}, ["widened"]).ways is None
+    assert judge({1: {None: [1.0]}}, ["widened"]).ways is None
 
 
 def test_this_machine_finds_how_many_prompt_tokens_a_step_is_worth():
