@@ -136,13 +136,14 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
-        recount = Counter(self.state(block_id) for block_id in range(1, self.num_blocks))
+        states = [self.state(block_id) for block_id in range(1, self.num_blocks)]
+        recount = Counter(states)
         if any(self.counts[state] != recount[state] for state in BlockState):
             raise InvariantViolated(f"counts {self.counts}, {recount} found", where=self.name)
-        free = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.FREE}
+        free = {b for b, state in enumerate(states, 1) if state is BlockState.FREE}
         if len(self.free_block_ids) != len(free) or free != set(self.free_block_ids):
             raise InvariantViolated("the free list does not equal the free blocks", where=self.name)
-        cached = {b for b in range(1, self.num_blocks) if self.state(b) is BlockState.CACHED}
+        cached = {b for b, state in enumerate(states, 1) if state is BlockState.CACHED}
         self.index.check_invariants(cached)
 
 
