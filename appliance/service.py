@@ -364,7 +364,7 @@ class Service:
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)
         elif isinstance(report, CoresUsed):
-            self._router.cores_used(worker, report)
+            self._router.roles.answered(worker, report)
         elif isinstance(report, PoolMade):
             pool = self._router.places.pool_of(worker)
             limit = self._router.ledger.resize(pool, report.num_blocks)

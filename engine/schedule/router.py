@@ -37,7 +37,6 @@ from engine.schedule.sequence import (
 from engine.wire.messages import (
     Command,
     Copied,
-    CoresUsed,
     Release,
     SequenceStep,
     Stepped,
@@ -153,10 +152,6 @@ class Router:
         self.roles.worker_ready(worker)
         self.dispatch(now_ns)
 
-    def cores_used(self, worker: str, report: CoresUsed) -> None:
-        """The worker has changed its cores, as it was told."""
-        self.roles.answered(worker, report)
-
     def switch_roles(self, roles: str, now_ns: int) -> None:
         """Place what comes by other roles; what runs ends as it began."""
         self.roles.switch(roles)
@@ -254,7 +249,6 @@ class Router:
         ahead = PromptsAhead(self.at.running.values(), now_ns)
         spare, there = self.growth.spare(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
-        there = self.roles.open_workers
         paused = sorted(self.at.paused.values(), key=age)
         for sequence in chain(paused, self.queue.in_order(now_ns)):
             is_full = not any(spare[worker.pool] > 0 for worker in self.places.workers)

@@ -125,7 +125,7 @@ class World:
                     self.scheduled[entry.seq_id] += entry.num_scheduled_tokens
                 self.router.stepped(worker.name, report, self.now_ns)
             case CoresUsed():
-                self.router.cores_used(worker.name, report)
+                self.router.roles.answered(worker.name, report)
             case Copied():
                 self.router.copied(worker.name, report, self.now_ns)
         self.check()
