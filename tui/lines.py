@@ -84,17 +84,19 @@ def text_of(line: Iterable[Run]) -> str:
 
 
 def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
-    """The line in exactly `width` cells, cut or filled, with nothing unprintable left in it."""
+    """The line in exactly `width` cells, cut once or filled; nothing in it is unprintable."""
     fitted: Line = []
     room = width
     for span in line:
-        if room <= 0:
-            break
-        text = clip(to_ascii(span.text) if is_ascii else span.text, room)
+        whole = to_ascii(span.text) if is_ascii else clean(span.text)
+        text = clip(whole, room)
+        is_cut = text != whole
         if is_ascii:
             text = to_ascii(text)  # the mark of a cut
         room -= cell_len(text)
         fitted.append(Run(text, span.tone))
+        if is_cut or room <= 0:
+            break
     if room > 0:
         fitted.append(Run(" " * room))
     return fitted

@@ -22,7 +22,6 @@ from appliance.frame.figures import (
     duration,
     fine_ratio,
     joules,
-    part,
     plain,
     quantiles,
     rate,
@@ -51,7 +50,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     state = printable(frame.get("state"))
     lines = [("model", _model_text(frame))]
     if frame.get("weights"):
-        lines.append(("weights", str(frame["weights"])))
+        lines += _note_lines("weights", "weights are ", frame["weights"])
     if swaps := frame.get("swaps"):
         lines.append(("swaps", _swaps_text(swaps)))
     lines.append(("roles", roles_text(frame)))
@@ -61,8 +60,8 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
     lines += [("trial", trial) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
-        lines.append(("kv", str(frame["kv"])))
-    lines += [("kv", _pool_text(pool)) for pool in frame.get("pools") or ()]
+        lines += _note_lines("kv", "KV is ", frame["kv"])
+    lines += [("pool", _pool_text(pool)) for pool in frame.get("pools") or ()]
     lines += [(name, _tier_text(frame[name])) for name in ("dram", "ssd") if frame.get(name)]
     if (frame.get("handoff") or {}).get("transport"):
         lines.append(("handoff", _handoff_text(frame["handoff"])))
@@ -89,6 +88,12 @@ def line(frame: Row) -> str:
     parts += [quantiles(latency, name, "p50", "p95") for name in ("ttft", "itl")]
     parts += [f"{a.get('severity')} {a.get('code')}" for a in frame.get("alerts") or ()]
     return printable("  ".join(parts))
+
+
+def _note_lines(name: str, doubled: str, note: object) -> list[tuple[str, str]]:
+    """A sentence of the start without the words that its subject says; a line for each part."""
+    first, *others = str(note).removeprefix(doubled).split("; ")
+    return [(name, first), *(("", each) for each in others)]
 
 
 def _state_text(frame: Row) -> str:
@@ -236,14 +241,16 @@ def _energy_text(energy: Row) -> str:
 
 
 def _tier_text(tier: Row) -> str:
-    """`on, 1.2 GiB of 20 GiB; ...; would find 31% of prompts' blocks, twice the size 40%`."""
+    """`1.2 GiB of 20.0 GiB in 96 blocks; since the start 96 stored; its size finds ...`."""
     if tier.get("state") != "on":
         return f"{tier.get('state')}: {tier.get('reason')}"
     text = (
-        f"{part(tier.get('num_bytes'), tier.get('max_bytes'))},"
-        f" {count(tier.get('stored_blocks'))} blocks stored, {count(tier.get('loaded_blocks'))}"
-        f" loaded, regret {duration(tier.get('regret_ms'))}"
+        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} in"
+        f" {things(tier.get('blocks'), 'block')}; since the start"
+        f" {count(tier.get('stored_blocks'))} stored, {count(tier.get('loaded_blocks'))} loaded"
     )
+    if tier.get("loads"):
+        text += f", regret {duration(tier.get('regret_ms'))}"
     shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
         now, twice = ratio(shares["1"]), ratio(shares["2"])

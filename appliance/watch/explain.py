@@ -68,7 +68,7 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
         yield _Cause(swap_wait_ms, text, None)
     for stage, phase, usual_ms, text in (
         ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
-        ("restore", "", None, "restore: it waited {} for its prefix from the disk"),
+        ("restore", "", None, "restore: it waited {} for its prefix from DRAM or the SSD"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: its KV was on the way for {}"),
         ("paused", "", None, "pause: {} without KV blocks, which others needed"),
         ("decode_wait", "", usual.decode_wait_ms, "wait: {} to its first step of decoding"),
@@ -84,7 +84,7 @@ def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
     usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
-        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens} prompt tokens"
+        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens:,} prompt tokens"
         yield _Cause(prefill_ms - usual_ms, text, usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
         excess_ms = (tpot_ms - usual.tpot_ms) * frame.output_tokens / frame.num_sequences

@@ -40,6 +40,12 @@ def test_fitting_keeps_the_tones():
     ]
 
 
+def test_a_line_is_cut_once():
+    assert text_of(fit([Run("a b"), Run("cd")], 3)) == "a b"
+    assert text_of(fit([Run("in a file"), Run(" more")], 5)) == "in a…"
+    assert text_of(fit([Run("in  a file"), Run(" more")], 5)) == "in…  "
+
+
 def test_every_character_of_the_console_has_an_ascii_stand_in():
     drawn = SPARK_LEVELS + "".join(STATE_CELLS.values()) + "…│●▲■"
     assert "?" not in to_ascii(drawn)

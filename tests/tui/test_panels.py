@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.frame import figures
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame, fields
 from tests.tui import frames
 from tui.lines import text_of, width_of
@@ -100,6 +101,20 @@ def test_the_worst_alert_comes_first_and_the_others_are_counted():
     assert line.startswith(" ■ ERROR worker decode is down for 41s")
     assert line.endswith("more)")
     assert len(line) <= 80
+
+
+def test_a_reading_of_a_daemon_that_is_gone_says_since_when_it_is_stale():
+    view = View().after(frames.busy())
+    lost = view.over(DaemonLink("DISCONNECTED", "no daemon listens", 3.0, 2.0))
+    stale = f"figures stale since {figures.clock(view.frame.at)}: no daemon listens"
+    assert stale in text_of(header.alert_line(lost, 120))
+    assert stale in header.summary(lost)
+    assert "stale" not in text_of(header.alert_line(View().over(lost.link), 120))
+
+
+def test_a_pool_that_all_share_is_named_once():
+    shared = View().after(frames.busy(pools=[frames.pool(active=10)]))
+    assert "kv kv" not in header.summary(shared)
 
 
 def test_what_limits_the_appliance_stands_beside_the_alerts_if_it_fits():
@@ -323,7 +338,10 @@ def test_energy_of_a_page_adds_up_and_says_its_method():
 
 def test_no_meter_means_not_reported_everywhere():
     view = View().after(frames.no_gpu())
-    assert text(main_screen.LINED["power"](view, 78, 20)).count("not reported") == 2
+    page = text(main_screen.LINED["power"](view, 78, 20))
+    assert page.count("not reported") == 2
+    assert "RAPL" in page  # what would provide it
+    assert "virtual machines lack" in page.replace("\n", " ")
     assert text(gauges.machine(view, 36, 5)).count("not reported") == 2
     assert "energy not reported" in text(requests.detail(view.frame.requests[0], 70))
 

@@ -301,6 +301,11 @@ def _made_of(now: LatencyFrame) -> Line:
 
 _LABEL_WIDTH = 14
 _INDENT = 2
+_NO_METER = (
+    "CPU packages report energy through /sys/class/powercap (RAPL), which on most machines only "
+    "root may read, and which virtual machines lack; NVIDIA GPUs through NVML. penstock doctor "
+    "says what is here; with a meter this page shows power, and joules by phase and token."
+)
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -313,6 +318,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
         lines += _device(frame, device, width)
     if not frame.devices:
         lines.append([Run("power not reported: no device has a meter here", Tone.MUTED)])
+        lines += wrap(_NO_METER, width, 0, Tone.MUTED)
     else:
         graph = sparkline(view.recent(view.history.power_w, width), width)
         lines.append(rule("POWER", width, f"all devices, last {fig.whole_seconds(view.window_s)}"))

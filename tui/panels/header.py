@@ -129,7 +129,9 @@ def own_alerts(view: View) -> list[Alert]:
     """What no alert of the daemon says: the link, and why its state is not `ready`."""
     frame, found = view.frame, []
     if view.link.why:
-        found.append(Alert("error", view.link.why))
+        since = None if frame is None or view.link.is_live else fig.clock(frame.at)
+        stale = "" if since is None else f"figures stale since {since}: "
+        found.append(Alert("error", f"{stale}{view.link.why}"))
     is_told = frame is not None and any(alert.severity == "error" for alert in frame.alerts)
     if frame is not None and frame.state != "ready" and not (frame.state == "degraded" and is_told):
         reason = _REASONS.get(frame.state_reason, frame.state_reason)
@@ -218,11 +220,16 @@ def summary(view: View) -> str:
         f"queued {frame.queue.queued}",
         f"prefill {fig.rate(view.history.prefill_tokens_per_s[-1])} tok/s",
         f"decode {fig.rate(view.history.decode_tokens_per_s[-1])} tok/s",
-        *(f"kv {pool.name} {fig.ratio(pool.used_ratio)}" for pool in frame.pools),
+        *(f"{_pool_words(pool.name)} {fig.ratio(pool.used_ratio)}" for pool in frame.pools),
         *(fig.quantiles(fields(frame.latency), name, "p50") for name in ("ttft", "itl")),
         *(f"{SEVERITIES[alert.severity][0]} {alert.text}" for alert in alerts(view)[:1]),
     ]
     return clean("  ".join(filter(None, parts)))
+
+
+def _pool_words(name: str) -> str:
+    """`kv` of the pool that all share, `kv decode` of a worker's own."""
+    return name if name == "kv" else f"kv {name}"
 
 
 def version_problem(version: int) -> str | None:

@@ -63,6 +63,24 @@ def test_a_check_ends_as_the_daemon_is(
     assert all(code in page for code in codes or ["nothing is wrong"])
 
 
+def test_a_page_says_each_thing_once() -> None:
+    tier = {"state": "on", "blocks": 3, "num_bytes": 3 << 20, "max_bytes": 1 << 30}
+    tier |= {"stored_blocks": 0, "loaded_blocks": 1, "loads": 0, "regret_ms": 0.0}
+    changes = {
+        "weights": "weights are q4; against the weights as stored: 82%",
+        "kv": "KV is int8; against KV in float32: 89%",
+        "ssd": tier,
+        "dram": {**tier, "loads": 1, "regret_ms": 2.0},
+    }
+    lines = status.page({**FRAME, **changes}, colour=False).splitlines()
+    assert "weights  q4" in lines
+    assert lines[lines.index("weights  q4") + 1].strip() == "against the weights as stored: 82%"
+    assert "kv       int8" in lines
+    stored = "3.0 MiB of 1.0 GiB in 3 blocks; since the start 0 stored, 1 loaded"
+    assert f"ssd      {stored}" in lines
+    assert f"dram     {stored}, regret 2ms" in lines
+
+
 def test_a_check_without_a_daemon_says_so(environ: dict[str, str]) -> None:
     ended = penstock(environ, "status", "--check")
     assert (ended.returncode, ended.stdout) == (3, "")
@@ -132,7 +150,7 @@ def test_an_older_daemon_is_shown_without_what_it_does_not_send(
     ended = penstock(environ, "status")
     assert ended.returncode == 0
     subjects = {line.split()[0] for line in ended.stdout.splitlines()}
-    assert subjects == {"state", "model", "roles", "queue", "worker", "kv"} | {
+    assert subjects == {"state", "model", "roles", "queue", "worker", "pool"} | {
         "latency",
         "totals",
         "power",
@@ -172,11 +190,12 @@ def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> Non
 
 
 def test_what_the_pools_keep_is_told_above_them() -> None:
-    assert "KV is int8" not in status.page(FRAME, colour=False)
+    assert "int8" not in status.page(FRAME, colour=False)
     lines = status.page({**FRAME, "kv": "KV is int8; divergence"}, colour=False).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("kv"))
-    assert lines[place].endswith("KV is int8; divergence")
-    assert lines[place + 1].startswith("kv")
+    assert lines[place].split() == ["kv", "int8"]
+    assert lines[place + 1].strip() == "divergence"
+    assert lines[place + 2].startswith("pool")
 
 
 def test_what_was_chosen_at_start_is_told_with_its_figures() -> None:

@@ -69,7 +69,7 @@ def test_a_long_prompt_is_compared_with_what_its_tokens_usually_take():
     long.prompt_tokens = 4100
     assert slow_because(long, USUAL) is None
     long.prefill_ms = 3000.0
-    assert slow_because(long, USUAL) == "prefill: 3.0s for 4100 prompt tokens, usually 820ms"
+    assert slow_because(long, USUAL) == "prefill: 3.0s for 4,100 prompt tokens, usually 820ms"
 
 
 def test_waiting_needs_no_comparison_and_computing_does():
