@@ -363,7 +363,8 @@ class Router:
         for _ in entry.token_ids:
             stamps.token(now_ns)
         if entry.finish_reason is not None:
-            sequence.error, sequence.is_refused = entry.error, entry.error is not None
+            sequence.error = entry.error
+            sequence.is_refused = entry.error is not None and not entry.is_fault
             self.finish(sequence, FinishReason(entry.finish_reason), now_ns)
         if entry.token_ids or sequence.is_finished:
             self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)

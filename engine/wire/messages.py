@@ -381,6 +381,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Of the prompt tokens that follow the positions computed in this step, if asked for."""
     error: str | None = None
     """Why what was asked cannot be gone on with, if it ended by `error`; no token was sampled."""
+    is_fault: bool = False
+    """The error is not in what was asked: the model has computed no numbers."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

@@ -312,6 +312,7 @@ class StepLoop:
             is_decoding=is_decoding,
             prompt_logprobs=result.prompt_logprobs,
             error=result.error,
+            is_fault=result.is_fault,
         )
 
     def _apply(self, command: Command) -> None:

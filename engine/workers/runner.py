@@ -8,12 +8,14 @@ Never: ends a sequence, sends a message, looks at a role.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from engine.errors import WorkerFailed
 from engine.model.sampler import (
     NO_DRAW,
     NothingAllowedError,
@@ -30,6 +32,10 @@ from engine.wire.messages import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.running import Grammars, Mask, Running
+
+_NUMBERS_PATIENCE_S = 2.0
+_NUMBERS_PAUSE_S = 0.01
+_NO_NUMBERS = "the model has computed NaN or infinity in place of logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Sampled:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     """Why the sequence has no tokens and cannot go on."""
+    is_fault: bool = False
+    """That is not for what was asked, but for what the model computes."""
 
 
 class Runner:
@@ -274,14 +282,35 @@ class Runner:
 
         On a device also a decode step after the longest context, which is computed in parts: no
         step that serves may be the first to need a kernel, for it would wait for the compiler.
+
+        Raises:
+            WorkerFailed: what the model computes are no numbers.
         """
         for length in (min(max_step_tokens, self.block_size, max_model_len), 1):
-            self.rehearse(1, length)
+            self._check_numbers(length)
         if self._device is not None:
             self.rehearse(1, max_model_len, num_new_tokens=1)
 
+    def _check_numbers(self, length: int) -> None:
+        """A step of one prompt, whose logits must be finite.
+
+        Another worker that tries its link may write block 0 meanwhile: one success is enough.
+        """
+        patient_until_s = time.monotonic() + _NUMBERS_PATIENCE_S
+        while not self.rehearse(1, length).isfinite().all():
+            if time.monotonic() > patient_until_s:
+                raise WorkerFailed(
+                    "the model's first step yields NaN or infinity in place of logits",
+                    where="the step that is tried at start",
+                    hint="its weights are damaged or overflow in this dtype: try --dtype float32, "
+                    "and `penstock models verify` for what came from a hub",
+                )
+            time.sleep(_NUMBERS_PAUSE_S)
+
     @torch.inference_mode()
-    def rehearse(self, num_sequences: int, length: int, num_new_tokens: int | None = None) -> None:
+    def rehearse(
+        self, num_sequences: int, length: int, num_new_tokens: int | None = None
+    ) -> torch.Tensor:
         """Run a step of new sequences into block 0, as large as the largest to come, perhaps.
 
         On a device tokens are chosen in both ways that there are kernels for.
@@ -290,6 +319,9 @@ class Runner:
             num_sequences: in the step.
             length: of each, in tokens.
             num_new_tokens: of each, its last; None: all are new.
+
+        Returns:
+            its logits, float32 [num_sequences, vocab_size].
         """
         blocks, new = [0] * -(-length // self.block_size), num_new_tokens or length
 
@@ -304,6 +336,7 @@ class Runner:
         if self._device is not None:
             for temperature in (0.0, 1.0):
                 self._sample_rows(logits, stand_ins(temperature))
+        return logits
 
 
 def _report_prompt(running: Running, logits: torch.Tensor) -> Sampled:
@@ -328,11 +361,24 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
         logits = raw_logits.clone()
         rows = zip(logits, sequences, masks, strict=True)
         errors = [_adjust(row, r, mask) for row, r, mask in rows]
+    if not sequences:
+        return []
     samples = sample(logits, params, [r.next_index for r in sequences], raw_logits)
+    chosen = raw_logits.gather(-1, _column([each for each, _ in samples], raw_logits))
+    are_numbers = chosen.isfinite()[:, 0].tolist()
     return [
-        Sampled(error=error) if error else Sampled([token_id], [logprob] if logprob else [])
-        for error, (token_id, logprob) in zip(errors, samples, strict=True)
+        Sampled(error=error)
+        if error
+        else Sampled([token_id], [logprob] if logprob else [])
+        if is_number
+        else Sampled(error=_NO_NUMBERS, is_fault=True)
+        for error, (token_id, logprob), is_number in zip(errors, samples, are_numbers, strict=True)
     ]
+
+
+def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Places in rows of logits, [num_rows, 1]."""
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
 
 
 def _adjust(row: torch.Tensor, running: Running, mask: Mask) -> str | None:

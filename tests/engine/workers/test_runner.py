@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import WorkerFailed
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.model_config import ModelConfig
 from engine.model.transformer import Transformer
@@ -21,8 +24,9 @@ from engine.text.grammar import (
 )
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, SamplingParams
+from engine.workers import runner as runner_file
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars
+from engine.workers.running import Grammars, Running
 from tests.checkpoints import load_oracle
 from tests.engine.worker_harness import Harness
 
@@ -305,3 +309,36 @@ def test_prompts_are_reported_only_where_asked_in_a_mixed_batch(machine, prompt)
     for seq_id, ids in ((1, prompt[:9]), (2, prompt), (3, prompt[:1])):
         alone, _ = machine.run(ids, seq_id=seq_id, max_tokens=3, ignore_eos=True)
         assert tokens[seq_id] == alone
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights that are no numbers.
+
+
+def runner_of(*steps):
+    """A runner over a model whose steps yield these logits, the last ones for ever."""
+    told = itertools.chain(steps, itertools.repeat(steps[-1]))
+    model = SimpleNamespace(forward=lambda batch, pool: torch.tensor([next(told)]))
+    return Runner(model, torch.zeros(1), BLOCK_SIZE, Grammars(None))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_model_whose_first_step_yields_no_numbers_is_not_served(bad, monkeypatch):
+    monkeypatch.setattr(runner_file, "_NUMBERS_PATIENCE_S", 0.02)
+    with pytest.raises(WorkerFailed, match="NaN or infinity in place of logits"):
+        runner_of([1.0, bad, 0.0]).warm_up(16, 64)
+    # what another worker has written there meanwhile is soon gone
+    runner_of([bad] * 3, [1.0, 2.0, 0.0]).warm_up(16, 64)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_yields_no_numbers_ends_its_sequence_by_a_fault_of_ours(bad, temperature):
+    runner = runner_of([bad] * 3)
+    asked = Running.stand_in(3, [0], 0, temperature)
+    (result,) = runner.collect(runner.launch([(asked, 3)]))
+    assert (result.token_ids, result.is_fault) == ([], True)
+    assert result.error == "the model has computed NaN or infinity in place of logits"
+    runner = runner_of([-math.inf, 1.0, -math.inf])  # which some models say of padding
+    (result,) = runner.collect(runner.launch([(asked, 3)]))
+    assert (result.token_ids, result.error) == ([1], None)
