@@ -251,6 +251,8 @@ def _tier_text(tier: Row) -> str:
     )
     if tier.get("loads"):
         text += f", regret {duration(tier.get('regret_ms'))}"
+    if limit := tier.get("limit"):
+        text += f"; {limit}"
     shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
         now, twice = ratio(shares["1"]), ratio(shares["2"])

@@ -340,6 +340,9 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
         case "on":
             used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} used"
             way = "; to and from GPUs by way of the host's memory, unproven" if has_gpus else ""
+            if limit := ssd.get("limit"):
+                hint = "make room on that disk, or name another: --ssd-dir"
+                return Finding("ssd", "note", f"{ssd['folder']}: {used}; {limit}{way}", hint)
             return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon{way}")
         case "down":
             hint = "the disk is slow or fails; see the kernel log"

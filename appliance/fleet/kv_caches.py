@@ -102,6 +102,7 @@ def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
         would_find=_would_find(tier),
         reuse_distances=_distances(tier),
         read_bytes_per_s=costs.bytes_per_s,
+        limit=tier.limit or "",
     )
 
 

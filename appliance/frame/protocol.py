@@ -68,6 +68,8 @@ class TierFrame(msgspec.Struct):
     were used since: fewer than so many, and no fewer than the entry before it says."""
     read_bytes_per_s: float | None = None
     """What loads get from it; None: it is not on."""
+    limit: str = ""
+    """Why it takes less than `max_bytes`: its disk is full, or refuses. Empty: it does not."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,6 +189,7 @@ class RequestFrame(msgspec.Struct):
     received_at: str
     """ISO 8601, UTC, milliseconds."""
     age_ms: float
+    """Since then; of one that has ended, until its end."""
     finish_reason: str | None = None
     error: str | None = None
     tokenize_ms: float | None = None

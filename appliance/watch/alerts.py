@@ -194,6 +194,13 @@ def ssd_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe passes")
 
 
+def ssd_full(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The disk has no room for as much as the cache may hold, or takes nothing."""
+    if (ssd := frame.ssd) is not None and ssd.state == "on" and ssd.limit:
+        held, most = size_text(ssd.num_bytes), size_text(ssd.max_bytes)
+        yield Signal(1, f"the SSD cache holds {held} of the {most} that it may: {ssd.limit}")
+
+
 def dram_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Copies to or from the DRAM cache fail, or did when it was tried at start."""
     yield from _tier_in(frame.dram, "down", "the DRAM cache is off until a while has passed")
@@ -338,6 +345,7 @@ THRESHOLDS = (
     Threshold("link.slow", link_slowdown, 0.5, None, "the link from {} is as it was at start", 5),
     Threshold("dram.down", dram_down, 1, None, "the DRAM cache is on again", is_state=True),
     Threshold("ssd.down", ssd_down, 1, None, "the SSD cache is on again", is_state=True),
+    Threshold("ssd.full", ssd_full, 1, None, "the SSD cache has room again", is_state=True),
     Threshold("ssd.off", ssd_off, 1, None, "there is an SSD cache again", is_state=True),
     Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log loses no rows now"),
     Threshold("device.power", device_power_ratio, 0.95, None, "{} draws less power", 10),

@@ -50,6 +50,7 @@ from engine.tiers.files import (
 )
 from engine.tiers.index import RecordPlace
 from engine.tiers.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
+from engine.units import size_text
 
 # Slab files in a folder: where blocks lie on disk. All of it blocks; threads of disk do it.
 # A slab is allocated whole when it is made, so that a full disk is found out then and not in the
@@ -239,7 +240,7 @@ class Slabs:
             need = self._need_bytes(self._num_records)
             if self._claimed_bytes() + need > self._slab_cap_bytes:
                 return None
-            if shutil.disk_usage(self.folder).free - need < self._reserve_bytes:
+            if self.limit() is not None:
                 return None
             # the lowest, whatever lies there: a name with too many digits would never be found
             while self._next_number in self._adopted:
@@ -259,6 +260,22 @@ class Slabs:
                 raise
             self._slabs[number] = _Slab(head, path, fd)
             return head
+
+    def limit(self) -> str | None:
+        """Why there can be no other slab although the cap has room for one; None: it has none.
+
+        None, too, where there can be one.
+
+        Raises:
+            OSError: the disk cannot be looked at.
+        """
+        need = self._need_bytes(self._num_records)
+        free_bytes = shutil.disk_usage(self.folder).free
+        is_at_cap = self._claimed_bytes() + need > self._slab_cap_bytes
+        if is_at_cap or free_bytes - need >= self._reserve_bytes:
+            return None
+        free, reserve = size_text(max(free_bytes, 0)), size_text(self._reserve_bytes)
+        return f"its disk is full: {free} are free, and {reserve} stay so"
 
     def remake_folder(self) -> None:
         """If somebody has deleted the folder, or the lock in it, make it again and take it.
@@ -472,12 +489,14 @@ class Disk:
                 self._store(job, buffer)
             case GrowJob():
                 job.made = self._slabs.grow()
+                job.limit = None if job.made is not None else self._slabs.limit()
             case SweepJob(places=places):
                 job.lost = self._slabs.forget_lost()
                 for place in places:
                     if place.slab not in job.lost:
                         self._slabs.erase(place)
                     job.num_done += 1
+                job.limit = self._slabs.limit()
             case ProbeJob():
                 job.bytes_per_s = probe(self._slabs)
 

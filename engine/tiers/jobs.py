@@ -64,6 +64,8 @@ class GrowJob(Job):
 
     made: SlabHead | None = None
     """None without an error: there is no room for one."""
+    limit: str | None = None
+    """Why, if it is not the cap that has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,8 @@ class SweepJob(Job):
     num_done: int = 0
     lost: list[int] = field(default_factory=list)
     """Slabs whose files somebody has deleted."""
+    limit: str | None = None
+    """Why no slab could be made now although the cap has room for one."""
 
 
 @dataclass(slots=True, eq=False)

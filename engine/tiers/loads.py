@@ -433,7 +433,14 @@ class Stores:
         self._grows = False
         self._is_full = False
         """No slab can be made."""
+        self._shortage: str | None = None
+        self._refusal: str | None = None
         self._paused_until_ns = 0
+
+    @property
+    def limit(self) -> str | None:
+        """Why it takes less than its cap has room for, as it was last seen; None: it does not."""
+        return self._refusal or self._shortage
 
     def used_again(self, hashes: Iterable[Hash]) -> None:
         """Blocks that were found in a pool."""
@@ -565,15 +572,18 @@ class Stores:
         self._grows = False
         if job.made is not None:
             self._context.index.add_slab(job.made.number, job.made.num_records)
+            self._refusal = self._shortage = None
         elif job.error is not None:
             self.refused(job.error)
         else:
-            self._is_full = True
+            self._is_full, self._shortage = True, job.limit
             self.max_places = self._context.index.num_places
 
-    def made_room(self, max_places: int) -> None:
-        """Somebody may have given the disk more room since it was full."""
-        self._is_full, self.max_places = False, max_places
+    def looked(self, max_places: int, limit: str | None) -> None:
+        """Somebody may have given the disk more room since it was full, or taken it away."""
+        self._shortage = limit
+        if limit is None:
+            self._is_full, self.max_places = False, max_places
 
     def done(self, job: CopyJob) -> None:
         """Somebody has stored a block, or could not."""
@@ -587,6 +597,8 @@ class Stores:
         for number, entry in enumerate(job.entries):
             context.index.end_store(entry, is_written=number < job.num_done)
         context.counts.stored_blocks += job.num_done
+        if job.num_done:
+            self._refusal = None
         if job.error is not None and not job.is_void:
             context.counts.failed_stores += 1
             self.refused(job.error)
@@ -597,6 +609,7 @@ class Stores:
         if self._can_store:
             about = f"{context.label} takes no blocks: {error}; tried again in {PAUSE_S:.0f} s"
             context.tell("warning", f"{context.name}.refused", about)
+        self._refusal = f"it takes no blocks: {error}"
         self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)
         context.later(PAUSE_S, self.pump)
 

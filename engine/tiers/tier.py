@@ -96,6 +96,11 @@ class Tier:
         return self.reuse.found_by(int(ratio * self._max_places))
 
     @property
+    def limit(self) -> str | None:
+        """Why it takes less than its cap has room for; None: it does not."""
+        return self._stores.limit
+
+    @property
     def num_waiting(self) -> int:
         """Prompts that wait for blocks."""
         return len(self._loads)
@@ -282,7 +287,8 @@ class Tier:
             self._tell("warning", "lost", about)
         if job.error is not None:
             self._stores.refused(job.error)
-        self._stores.made_room(self._max_places)
+        else:
+            self._stores.looked(self._max_places, job.limit)
 
 
 # All tiers below the pools of one router, the fastest first.

@@ -72,7 +72,16 @@ def rich() -> Frame:
         requests=[request],
         num_requests=1,
         ssd=TierFrame(
-            "on", "", "/var/kv", 70, 7 << 20, 9 << 30, loads=3, load_ms=50.0, would_find={"1": 0.4}
+            "on",
+            "",
+            "/var/kv",
+            70,
+            7 << 20,
+            9 << 30,
+            loads=3,
+            load_ms=50.0,
+            would_find={"1": 0.4},
+            limit="its disk is full",
         ),
         dram=TierFrame(
             "on", "", "", 7, 7 << 20, 9 << 30, loads=3, load_ms=5.0, would_find={"1": 1}

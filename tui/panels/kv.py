@@ -43,7 +43,8 @@ def _lines(title: str, tier: TierFrame, width: int) -> list[Line]:
         return [rule(title, width, tier.state), [Run(tier.reason, tone)]]
     note = f"{fig.size(tier.num_bytes)} of {fig.size(tier.max_bytes)}"
     note += f" in {clean(tier.folder)}" if tier.folder else ""
-    return [rule(title, width, note), *facts(width, _figures(tier))]
+    limit = [[Run(tier.limit, Tone.WARN)]] if tier.limit else []
+    return [rule(title, width, note), *limit, *facts(width, _figures(tier))]
 
 
 def _figures(tier: TierFrame) -> list[tuple[str, str]]:

@@ -83,6 +83,10 @@ def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
     found = doctor._ssd(config.load_asked({}), state)
     assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB used by the daemon")
+    ssd["limit"] = "its disk is full"
+    found = doctor._ssd(config.load_asked({}), state)
+    assert (found.verdict, found.found.endswith("; its disk is full")) == ("note", True)
+    assert "make room" in found.hint
 
 
 def test_of_a_daemon_that_serves_quantised_its_losses_are_told() -> None:

@@ -172,6 +172,10 @@ WRONG = {
         idle(ssd=TierFrame("down", "no block was written in 5 s", "/a")),
         {"ssd.down": "warning"},
     ),
+    "a disk that others fill": (
+        idle(ssd=TierFrame("on", "", "/a", limit="its disk is full")),
+        {"ssd.full": "warning"},
+    ),
     "copies to DRAM that fail": (
         idle(dram=TierFrame("down", "reading fails", "")),
         {"dram.down": "warning"},

@@ -32,6 +32,8 @@ class FakeDisk:
         self.begun = None
         """A job that a thread has begun and does not end."""
         self.lost = []
+        self.limit = None
+        """Why it has no room for as much as its cap allows."""
 
     def reach(self, pool):
         return self.name
@@ -53,8 +55,10 @@ class FakeDisk:
         elif isinstance(job, GrowJob) and self.num_slabs:
             self.num_slabs -= 1
             job.made = SlabHead(100 + self.num_slabs, 4096, self.slab_records, bytes(32))
+        elif isinstance(job, GrowJob):
+            job.limit = self.limit
         elif isinstance(job, SweepJob):
-            job.lost, self.lost = self.lost, []
+            job.limit, job.lost, self.lost = self.limit, self.lost, []
             for place in job.places:
                 self.places.pop(place, None)
                 job.num_done += 1

@@ -2,6 +2,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -100,7 +101,15 @@ def test_the_disk_keeps_its_reserve(folder):
     slabs = Slabs(folder, BLOCK_BYTES, MODELS[0], CAP_BYTES, reserve_bytes=2 * free_bytes)
     slabs.open()
     assert slabs.grow() is None
+    assert re.fullmatch(r"its disk is full: .+ are free, and .+ stay so", slabs.limit())
     slabs.close()
+
+
+def test_a_cap_that_is_reached_is_no_shortage(slabs):
+    while slabs.grow() is not None:
+        assert slabs.limit() is None
+    slabs._reserve_bytes = 1 << 60
+    assert slabs.limit() is None
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

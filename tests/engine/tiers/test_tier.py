@@ -376,11 +376,39 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tier):
     tier.compute(chain)
     tier.run()
     assert tier.events == ["ssd.refused"]
+    assert tier.ssd.limit == "it takes no blocks: no space left on device"
     assert tier.books.num_free == CAPACITY
+    tier.ssd.sweep()  # which it can do says nothing of what it takes
     tier.disk.error = None
+    tier.run()
+    assert tier.ssd.limit is not None
     tier.pass_time(PAUSE_S)
     tier.run()
+    assert tier.ssd.limit is None
     assert tier.ssd.index.num_leading(chain.hashes) == 2
+
+
+def test_a_disk_that_others_fill_is_a_limit_until_there_is_room_again():
+    tier, full = TierHarness(num_slabs=2), "its disk is full"
+    tier.disk.num_slabs, tier.disk.limit = 1, full  # of two that the cap has room for
+    for n in range(6):
+        chain = tier.chain(*range(10 * n, 10 * n + 2))
+        tier.compute(chain)
+        tier.compute(chain)
+        tier.run()
+    assert (tier.ssd.limit, len(tier.ssd.index)) == (full, 4)
+    tier.ssd.sweep()
+    tier.run()
+    assert tier.ssd.limit == full
+    tier.disk.num_slabs, tier.disk.limit = 1, None
+    tier.ssd.sweep()
+    tier.run()
+    assert tier.ssd.limit is None
+    tier.compute(chain := tier.chain(90, 91))
+    tier.compute(chain)
+    tier.run()
+    assert len(tier.ssd.index) == 6
+    assert tier.events == []  # the alert says it
 
 
 def test_beyond_the_cap_the_least_recently_used_goes():
