@@ -56,7 +56,7 @@ NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType
         "out": lambda r: r.output_tokens,
         "max": lambda r: r.max_tokens,
         "blocks": lambda r: r.num_blocks,
-        "age": lambda r: r.age_ms,
+        "time": lambda r: r.age_ms,
         "queue": lambda r: r.queue_ms,
         "restore": lambda r: r.restore_ms,
         "prefill": lambda r: r.prefill_ms,
@@ -154,7 +154,7 @@ def _number(text: str) -> float:
 
 
 SORTS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(
-    {name: NUMBERS[name] for name in ("age", "in", "out", "ttft", "tpot", "blocks", "j")}
+    {name: NUMBERS[name] for name in ("time", "in", "out", "ttft", "tpot", "blocks", "j")}
 )
 
 
@@ -162,7 +162,7 @@ SORTS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(
 class RequestListing:
     """Order and filter of both tables."""
 
-    sort: str = "age"
+    sort: str = "time"
     is_reversed: bool = False
     """The least first."""
     filter: Filter = field(default_factory=Filter)
@@ -197,7 +197,7 @@ class RequestListing:
         ordered = self.of(live)
         ids = {request.id for request in live}
         ended = [request for request in finished if request.id not in ids]
-        if self.sort != "age":
+        if self.sort != "time":
             return ordered + self.of(ended)
         admitted = [request for request in ended if self.filter.admits(request)]
         return ordered + (admitted[::-1] if self.is_reversed else admitted)

@@ -34,7 +34,7 @@ REQUESTS = (
     TableColumn("IN", "prompt_tokens", count),
     TableColumn("OUT", "output_tokens", count),
     TableColumn("MAX", "max_tokens", count, rank=4),
-    TableColumn("AGE", "age_ms", age),
+    TableColumn("TIME", "age_ms", age),
     TableColumn("TTFT", "ttft_ms", duration, rank=1),
     TableColumn("TPOT", "tpot_ms", duration, rank=2),
     TableColumn("WORKER", "worker", rank=3),

@@ -48,7 +48,7 @@ from appliance.request import ModelInfo, Request
 from appliance.watch.alerts import Alerts, Change
 from appliance.watch.energy import Energy
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
-from appliance.watch.telemetry import Telemetry, UsualTimes
+from appliance.watch.telemetry import Telemetry, UsualTimes, worker_now
 from engine.cache.blocks import BlockPool
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.router import Router
@@ -325,8 +325,13 @@ class Frames:
 
     def now(self, standing: ServiceState) -> Frame:
         """Everything as it is now; rates, readings and alerts are those of the newest frame."""
-        parts = self._parts(standing, self.newest.workers, time.monotonic_ns())
-        return msgspec.structs.replace(self.newest, **parts)
+        states = self._supervisor.workers
+        workers = [
+            worker_now(worker, states.get(worker.name), self._router)
+            for worker in self.newest.workers
+        ]
+        parts = self._parts(standing, workers, time.monotonic_ns())
+        return msgspec.structs.replace(self.newest, workers=workers, **parts)
 
     async def next_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`."""

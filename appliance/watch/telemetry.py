@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
 
+import msgspec
 import psutil
 
 from appliance.fleet.supervisor import WorkerState
@@ -159,6 +160,26 @@ def _num_stalls(ranked_ms: list[float]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
+
+
+def worker_now(frame: WorkerFrame, state: WorkerState | None, router: Router) -> WorkerFrame:
+    """A worker's frame with what of it is true at any time as it is now, not an interval ago."""
+    if state is None:  # of the model that was served before
+        return frame
+    own = _running_at(frame.name, router)
+    return msgspec.structs.replace(
+        frame,
+        state=state.state,
+        pid=state.pid,
+        num_sequences=len(own),
+        num_prefilling=sum(sequence.phase is Phase.PREFILLING for sequence in own),
+        num_restarts=state.num_restarts,
+        cpus_used=sorted(router.roles.cores.used(frame.name)),
+    )
+
+
+def _running_at(worker: str, router: Router) -> list[Sequence]:
+    return [sequence for sequence in router.at.running.values() if sequence.worker == worker]
 
 
 def owes_something(router: Router, worker: str) -> bool:
@@ -314,7 +335,7 @@ class Telemetry:
         self, state: WorkerState, steps: _Steps, router: Router, now_ns: int, elapsed_s: float
     ) -> WorkerFrame:
         name = state.plan.name
-        own = [sequence for sequence in router.at.running.values() if sequence.worker == name]
+        own = _running_at(name, router)
         num_sequences = len(own)
         num_prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in own)
         owes = owes_something(router, name)
@@ -357,7 +378,7 @@ class Telemetry:
         A chunk of a long prompt can take seconds. Its tokens are taken to come at the rate of the
         last one, and to be no more than a step has.
         """
-        own = [sequence for sequence in router.at.running.values() if sequence.worker == name]
+        own = _running_at(name, router)
         cores = router.roles.cores
         if not own or (cores.can_lend and not cores.used(name)):
             return

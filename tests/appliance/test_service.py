@@ -5,7 +5,7 @@ import pytest
 from appliance.request import HUNG_UP
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
-from engine.wire.messages import PoolMade
+from engine.wire.messages import PoolMade, SequenceStep, Stepped
 from tests.appliance.machine import make_machine
 
 
@@ -130,6 +130,45 @@ def test_refusals_are_counted_and_leave_nothing_behind(machine):
     machine.submit("him")
     assert machine.frame["totals"]["refused"] == 2
     assert machine.frame["totals"]["accepted"] == machine.frame["num_requests"] == 2
+
+
+def test_workers_and_queue_are_of_one_moment(machine):
+    machine.start_workers()
+    machine.service.make_frame()
+    for num_live in (1, 2, 1, 0):
+        requests = list(machine.service._live.values())
+        if num_live > len(requests):
+            machine.submit()
+        else:
+            machine.service.cancel(requests[0].request_id, HUNG_UP)
+            machine.service.close(requests[0], 499)
+        frame = machine.frame  # between two that are made
+        of_workers = sum(worker["num_sequences"] for worker in frame["workers"])
+        queue = frame["queue"]
+        assert of_workers == queue["prefilling"] + queue["handing_off"] + queue["decoding"]
+        assert of_workers == num_live
+
+
+@pytest.mark.parametrize("is_fault", [True, False])
+def test_whose_error_it_is_is_said_by_the_worker(machine, is_fault):
+    machine.start_workers()
+    (sequence,) = machine.submit().sequences
+    entry = SequenceStep(
+        seq_id=sequence.seq_id,
+        generation=sequence.generation,
+        num_computed_tokens=3,
+        token_ids=[],
+        logprobs=[],
+        finish_reason="error",
+        released="ended",
+        num_scheduled_tokens=3,
+        admitted_ns=1,
+        error="why",
+        is_fault=is_fault,
+    )
+    machine.service.worker_reported(sequence.worker, Stepped(1, 2, 3, 0, [entry]))
+    assert (sequence.finish_reason, sequence.error) == (FinishReason.ERROR, "why")
+    assert sequence.is_refused is not is_fault
 
 
 @pytest.mark.parametrize("is_refused", [True, False])

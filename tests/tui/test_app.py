@@ -170,11 +170,11 @@ async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
         await pilot.press("end")
         await pilot.pause()
         assert table.selected.id == oldest[-1]
-        assert "24-30 by age" in grid(console)
+        assert "24-30 by time" in grid(console)
         await pilot.press("pageup", "home", "up")
         await pilot.pause()
         assert table.selected.id == oldest[0]
-        assert "1-7 by age" in grid(console)
+        assert "1-7 by time" in grid(console)
 
 
 async def test_the_mouse_chooses_a_request(busy):

@@ -133,12 +133,12 @@ def rows(console):
 @covers("s", "S")
 async def test_s_goes_through_the_orders_and_upper_s_turns_them_round(busy):
     async with console_at(80, 24, busy) as (console, pilot):
-        for sort in ("in", "out", "ttft", "tpot", "blocks", "j", "age"):
+        for sort in ("in", "out", "ttft", "tpot", "blocks", "j", "time"):
             await press(pilot, "s")
             assert f"by {sort} v" in grid(console)
         oldest = rows(console)[0]
         await press(pilot, "S")
-        assert "by age ^" in grid(console)
+        assert "by time ^" in grid(console)
         assert rows(console)[0] != oldest
 
 
@@ -330,7 +330,7 @@ async def test_a_key_that_waits_for_a_dialog_to_be_closed_is_answered(busy):
         await press(pilot, "question_mark", "s")
         assert isinstance(console.screen, Help)
         assert "s (sort) waits until this is closed: esc" in grid(console)
-        assert console.view.listing.sort == "age"
+        assert console.view.listing.sort == "time"
 
 
 async def test_x_in_a_requests_detail_cancels_that_one(busy, daemon):

@@ -138,7 +138,7 @@ def test_a_title_leaves_out_whole_what_does_not_fit():
     assert titles[-1] == whole
     for room, title in enumerate(titles, 20):
         assert len(title) <= max(room, len(titles[0]))
-        assert title.endswith(("by age v", "done", "aborted", "refused"))
+        assert title.endswith(("by time v", "done", "aborted", "refused"))
 
 
 def test_events_come_newest_first():
@@ -221,7 +221,7 @@ def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_close
 
 @pytest.mark.parametrize(
     ("sort", "words"),
-    [("age", "by age v, finished by end v"), ("ttft", "1-9 by ttft v │")],
+    [("time", "by time v, finished by end v"), ("ttft", "1-9 by ttft v │")],
 )
 def test_the_title_says_how_finished_requests_are_sorted(sort, words):
     view = View(finished=(frames.finished(31),), listing=RequestListing(sort=sort))

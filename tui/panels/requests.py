@@ -75,7 +75,7 @@ COLUMNS = (
     RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),
     RequestColumn("OUT", 5, 2, _output_text),
     RequestColumn("MAX", 5, 7, lambda r: fig.short_count(r.max_tokens)),
-    RequestColumn("AGE", 6, 3, lambda r: fig.seconds(r.age_ms / 1000)),
+    RequestColumn("TIME", 6, 3, lambda r: fig.seconds(r.age_ms / 1000)),
     RequestColumn("QUEUE", 6, 10, lambda r: fig.millis(r.queue_ms)),
     RequestColumn("PREFILL", 7, 11, lambda r: fig.millis(r.prefill_ms)),
     RequestColumn("TTFT", 6, 4, lambda r: fig.millis(r.ttft_ms)),
@@ -158,7 +158,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
     live = f"REQUESTS  {fig.count(frame.num_requests)} live"
     finished = [f", {fig.count(num_finished)} finished"] if num_finished > 0 else []
     # age is what those have that are there
-    is_by_end = num_finished > 0 and listing.sort == "age"
+    is_by_end = num_finished > 0 and listing.sort == "time"
     end_order = [f", finished by end {arrow}"] if is_by_end else []
     filtered = [f" │ filter {listing.filter.text}"] if listing.filter.text else []
     totals = frame.totals
