@@ -27,7 +27,9 @@ _BYTES = "surrogateescape"
 """Bytes of the command line that are no UTF-8 go out as they are."""
 _RETRY = "try again in a moment"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
-_HINTS_BY_CODE = MappingProxyType({"draining": "penstock resume takes requests again"})
+_HINTS_BY_CODE = MappingProxyType(
+    {"draining": "penstock resume takes requests again, unless the daemon was told to stop"}
+)
 """By the error object's own code, which knows better than the status."""
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
 

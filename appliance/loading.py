@@ -469,6 +469,7 @@ class Swapping:
             idle=service.idle,
             limits=self._limits,
             refused=service.refused_before_queue,
+            aliases=config().model_aliases,
         )
 
     def _limits(self) -> SwapLimits:

@@ -228,15 +228,18 @@ def _check(settings: config.ServeConfig) -> None:
     from appliance.fleet.boot import check_others, check_plan
     from appliance.fleet.kv_caches import ssd_problem
     from appliance.http.access import AccessPolicy
+    from appliance.http.listeners import check_path
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
     AccessPolicy.from_config(settings)
-    check_others(settings)
+    config.check_directories(settings)
+    check_path(settings.socket)
+    others = check_others(settings)
     sentence, where = check_plan(settings)
     if problem := ssd_problem(settings.ssd_folder, settings.ssd_cache):
         terminal.write(f"{printable(problem)}\n")
-    terminal.write("".join(f"{line}\n" for line in (sentence, *where)))
+    terminal.write("".join(f"{line}\n" for line in (sentence, *where, *map(printable, others))))
 
 
 def cancel(

@@ -26,7 +26,7 @@ from appliance.configuration.setting_kinds import (
     is_meant,
 )
 from appliance.configuration.settings import SETTINGS
-from appliance.models.names import MODEL_SETTINGS, MODELS, HubName, read_tables
+from appliance.models.names import MODEL_SETTINGS, MODELS, OWN_SETTINGS, HubName, read_tables
 from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
@@ -228,8 +228,10 @@ def _all_parsed(sources: _Sources) -> list[FoundSetting]:
 
 def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
     """The tables [models.NAME], each over the settings that all share."""
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(ServeConfig)}
+    shared = replace(config, **{key: defaults[key] for key in OWN_SETTINGS})
     return {
-        name: replace(config, **{SETTINGS[key].field or key: value for key, value in own.items()})
+        name: replace(shared, **{SETTINGS[key].field or key: value for key, value in own.items()})
         for name, own in _model_tables(sources).items()
     }
 
@@ -417,6 +419,12 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
     text = None
     wrong, unread = list[ConfigError](), dict[str, ConfigError]()
     try:
+        if path.is_fifo():  # a reader of one that nobody writes to would wait for ever
+            raise ConfigError(
+                "it is a pipe, and a reload reads the settings once more",
+                where=str(path),
+                hint="write them to a file",
+            )
         with path.open("rb") as file:  # which may be a device without an end
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
@@ -541,6 +549,26 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
             ) from error
     if run_dir == paths.own_temporary_dir():
         paths.check_private(run_dir)
+
+
+def check_directories(config: ServeConfig) -> None:
+    """Look whether prepare_directories() could do its work, and files be made there.
+
+    Raises:
+        ConfigError: all that could not be.
+    """
+    wrong = list[ConfigError]()
+    for folder in (config.socket.parent, config.state_dir):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            problem = f"{there} is not a folder" if there != folder else "it is not a folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            problem = "nothing can be made in it" if there == folder else f"{there} takes no files"
+        else:
+            continue
+        hint = "choose others with --socket and --state-dir"
+        wrong.append(ConfigError(problem, where=str(folder), hint=hint))
+    refuse(wrong)
 
 
 def _make_folder(folder: Path, mode: int) -> None:

@@ -37,7 +37,7 @@ from appliance.models import cache
 from appliance.models.names import HubName
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
-from engine.errors import AlreadyRunning, ConfigError
+from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.folder.checkpoint import Checkpoint, gpu_layout
 from engine.kernels.attention_backends import this_machine
 from engine.tiers.arena import num_slots_for
@@ -252,15 +252,32 @@ def is_to_be_fetched(model: Path | HubName | None) -> bool:
     return cache.resolve(cache.hub_cache(os.environ), model) is None
 
 
-def check_others(config: ServeConfig) -> None:
+def check_others(config: ServeConfig) -> list[str]:
     """Look at the models that a request may name, as far as they are on this machine.
 
+    Returns:
+        a sentence on each, with its name.
+
     Raises:
-        ConfigError: as make_plan(), of the first that cannot be served.
+        ConfigError: as make_plan(), of all that cannot be served, with their names.
     """
-    for each in config.models.values():
-        if not is_to_be_fetched(each.model):
-            check_plan(each)
+    sentences, wrong = list[str](), list[ConfigError]()
+    for name, each in config.models.items():
+        about = f"{each.model}, which is fetched when it is asked for"
+        try:
+            if not is_to_be_fetched(each.model):
+                about = check_plan(each)[0].partition("; it serves ")[2]
+        except ConfigError as error:
+            wrong += [_of_table(name, one) for one in getattr(error, "errors", (error,))]
+        sentences.append(f"model {name}: {about}")
+    refuse(wrong)
+    return sentences
+
+
+def _of_table(name: str, error: ConfigError) -> ConfigError:
+    """The same, said of a model in a table."""
+    where = f"models.{name}: {error.where}" if error.where else f"models.{name}"
+    return ConfigError(error.what, where=where, hint=error.hint)
 
 
 def check_files(config: ServeConfig) -> None:

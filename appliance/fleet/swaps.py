@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from appliance.frame.protocol import RequestFrame, SwapsFrame
@@ -96,6 +97,7 @@ class Swaps(AbstractContextManager[None]):
         idle: asyncio.Event,
         limits: Callable[[], SwapLimits],
         refused: RefusedRequest = lambda *_: None,
+        aliases: Collection[str] = (),
     ) -> None:
         """Serve `current`.
 
@@ -108,6 +110,7 @@ class Swaps(AbstractContextManager[None]):
             idle: set while no request that came in is under way.
             limits: as they are now.
             refused: called for each request that does not come in.
+            aliases: other names of the first model; `*` in them is any text.
         """
         self.current = current
         self.names = names
@@ -115,6 +118,7 @@ class Swaps(AbstractContextManager[None]):
         """The model that is being swapped to; nobody comes in meanwhile."""
         self._prepare, self._swap, self._idle = prepare, swap, idle
         self._limits, self._refused = limits, refused
+        self._first, self._aliases = current, aliases
         self._since_s = time.monotonic()
         self._waiting: list[_WaitingRequest] = []
         self._places = WaitingLimit("requests for another model", limits().max_waiting)
@@ -130,7 +134,10 @@ class Swaps(AbstractContextManager[None]):
 
     def name_of(self, asked: str) -> str:
         """Which of the models a request means; empty: whichever is served, by another name."""
-        return next((n for n in (asked, asked.removesuffix(":latest")) if n in self.names), "")
+        plain = asked.removesuffix(":latest")
+        is_alias = bool(plain) and any(fnmatchcase(plain, one) for one in self._aliases)
+        known = next((name for name in (asked, plain) if name in self.names), "")
+        return known or (self._first if is_alias else "")
 
     def can_enter(self, name: str) -> bool:
         """Whether enter() would not wait."""

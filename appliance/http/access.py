@@ -554,12 +554,12 @@ class _Body:
         """
         # The server has checked that the header is digits, but not how many.
         if len(self._declared) > 15 or int(self._declared) > self._max_bytes:
-            raise self._too_large()
+            raise body_too_large(self._max_bytes)
         message = await self._receive()
         if message["type"] == "http.request" and not self._is_complete:
             self._num_bytes += len(message.get("body", b""))
             if self._num_bytes > self._max_bytes:
-                raise self._too_large()
+                raise body_too_large(self._max_bytes)
             if message.get("more_body", False):
                 self._count(max(self._num_bytes - UNCOUNTED_BYTES, 0))
             else:
@@ -585,11 +585,6 @@ class _Body:
                 retry_after_ms=BUSY_RETRY_MS,
             )
 
-    def _too_large(self) -> RequestError:
-        return RequestError(
-            f"the body is larger than {self._max_bytes} bytes", code="body_too_large", status=413
-        )
-
 
 def _check_head(scope: Scope) -> None:
     """Refuse what is HTTP to the letter, but nothing that a client of this API would send."""
@@ -605,6 +600,13 @@ def _check_head(scope: Scope) -> None:
         raise RequestError(
             "a body has a content-length or a transfer-encoding, not both", code="invalid_http"
         )
+
+
+def body_too_large(max_bytes: int) -> RequestError:
+    """The same whether it came, or was announced."""
+    return RequestError(
+        f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413
+    )
 
 
 def headers_too_large() -> RequestError:

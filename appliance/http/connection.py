@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.api.wire import error_object
-from appliance.http.access import ClientLine, Credentials, headers_too_large
+from appliance.http.access import ClientLine, Credentials, body_too_large, headers_too_large
 from engine.errors import RequestError, Unavailable
 
 # Connections that there is no room for: told so, and given time to read it.
@@ -218,6 +218,7 @@ class ClientProtocol(H11Protocol):
         credentials: Credentials | None,
         check_key: Callable[[str], None],
         refuse_early: RefuseEarly,
+        max_body_bytes: Callable[[], int],
     ) -> None:
         """Wait for a transport.
 
@@ -228,6 +229,7 @@ class ClientProtocol(H11Protocol):
             credentials: whose it is; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
             refuse_early: see RefuseEarly.
+            max_body_bytes: of a request, as it is now.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
         line = ClientLine(credentials, self._on_key, self._write_part, self._hang_up)
@@ -238,6 +240,7 @@ class ClientProtocol(H11Protocol):
         """Name of the last valid key that was shown."""
         self._check_key = check_key
         self._refuse_early = refuse_early
+        self._max_body_bytes = max_body_bytes
         self._limits = limits
         self._is_half_closed = False
         self._num_received = 0
@@ -274,6 +277,17 @@ class ClientProtocol(H11Protocol):
                 self._wait_for_next()
                 return
         super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY:
+            self._check_chunk()
+
+    def _check_chunk(self) -> None:
+        """Refuse a chunk that says it is too large before it comes.
+
+        Nothing of it may ever come, and h11 has no word for what was announced but its own.
+        """
+        num_left, most = getattr(self.conn._reader, "_bytes_in_chunk", 0), self._max_body_bytes()
+        if num_left > most and not self.transport.is_closing():
+            self._refuse(body_too_large(most))
 
     def _wait_for_next(self) -> None:
         """For a request on a connection of which uvicorn does not know that it had one."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
-from engine.errors import ConfigError, PenstockError
+from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 # TLS: a certificate and its key for the listener on TCP.
 # Invariant: a context has a certificate that its key fits; versions before 1.2 are not spoken.
@@ -82,20 +82,30 @@ _HINT = "choose another with --socket or PENSTOCK_SOCKET"
 log = logging.getLogger("penstock")
 
 
+def check_path(path: Path) -> None:
+    """Look at where a socket of ours is to be, without making anything.
+
+    Raises:
+        ConfigError: the path cannot be a socket of ours.
+    """
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path is longer than {MAX_PATH_BYTES} bytes",
+            where=str(path),
+            hint="choose a shorter one with --socket or PENSTOCK_SOCKET",
+        )
+    _is_socket(path)
+
+
 def bind_socket(path: Path) -> socket.socket:
     """A listening socket at `path`, whose folder is there, in place of one that a dead daemon left.
 
     Raises:
         ConfigError: the path cannot be a socket of ours.
-        PenstockError: another daemon answers there.
+        AlreadyRunning: another daemon answers there.
     """
     where = str(path)
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"the socket path is longer than {MAX_PATH_BYTES} bytes",
-            where=where,
-            hint="choose a shorter one with --socket or PENSTOCK_SOCKET",
-        )
+    check_path(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _locked(path.parent):
@@ -281,17 +291,22 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(folder_fd)
 
 
-def _remove_stale(path: Path) -> None:
+def _is_socket(path: Path) -> bool:
+    """False if nothing is there; raises ConfigError if something else is."""
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     if not stat.S_ISSOCK(mode):
         raise ConfigError(
-            "this is not a socket, and it is not ours to remove",
-            where=str(path),
-            hint="choose another path with --socket or PENSTOCK_SOCKET",
+            "this is not a socket, and it is not ours to remove", where=str(path), hint=_HINT
         )
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    if not _is_socket(path):
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # a daemon with a full backlog must not block us
         try:
@@ -303,7 +318,7 @@ def _remove_stale(path: Path) -> None:
             return
         except BlockingIOError:
             pass
-    raise PenstockError(
+    raise AlreadyRunning(
         "another daemon is listening here",
         where=str(path),
         hint="stop it first, or choose another path with --socket",

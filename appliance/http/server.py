@@ -190,7 +190,13 @@ class ApiServer:
             return
         state = self._server.server_state
         protocol = ClientProtocol(
-            self._config, state, self._limits, who, self._check_key, self._refuse_early
+            self._config,
+            state,
+            self._limits,
+            who,
+            self._check_key,
+            self._refuse_early,
+            lambda: self.policy.max_body_bytes,
         )
         state.connections.add(protocol)  # it counts before its transport is there
         task = asyncio.create_task(self._open(connection, protocol))

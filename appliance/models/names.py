@@ -72,8 +72,19 @@ def is_quantised_as(file_name: str, quantisation: str) -> bool:
 
 
 MODELS = "models"
-MODEL_SETTINGS = ("model", "dtype", "weights", "kv_dtype", "max_model_len", "kv_memory")
-"""The rest is everybody's."""
+MODEL_SETTINGS = (
+    "model",
+    "dtype",
+    "weights",
+    "kv_dtype",
+    "max_model_len",
+    "kv_memory",
+    "tool_parser",
+    "reasoning_parser",
+)
+"""The rest is everybody's, but for..."""
+OWN_SETTINGS = ("weights", "max_model_len", "model_aliases", "tool_parser", "reasoning_parser")
+"""...what fits one model and not another: outside the tables it is said of the first one alone."""
 
 
 def read_tables(

@@ -133,6 +133,34 @@ def test_checking_says_what_the_starter_model_can_take(environ: dict[str, str]) 
     assert "penstock-starter-1 in float32, up to 10240 tokens" in said
 
 
+def test_checking_tells_of_each_model_and_names_it_where_it_is_wrong(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    folder, path = tmp_path / "tiny", tmp_path / "penstock.toml"
+    make_model(folder)
+    asked = ("serve", str(folder), "--config", str(path), "--check-config")
+    path.write_text(f'[models.small]\nmodel = "{folder}"\nmax_model_len = 32\n')
+    ended = penstock(environ, *asked)
+    assert ended.returncode == 0
+    assert f"model small: {folder} in float32, up to 32 tokens" in ended.stdout
+    path.write_text('[models.a]\nmodel = "/nowhere"\n[models.b]\nmodel = "/there"\n')
+    ended = penstock(environ, *asked)
+    assert ended.returncode == 78
+    assert "models.a: " in ended.stderr
+    assert "models.b: " in ended.stderr
+
+
+def test_checking_finds_folders_that_cannot_be_made(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    state = str(tmp_path / "file" / "state")
+    ended = penstock(environ, "serve", "--check-config", "--state-dir", state)
+    assert (ended.returncode, "is not a folder" in ended.stderr) == (78, True)
+    ended = penstock(environ, "serve", "--check-config", "--socket", str(tmp_path / "file"))
+    assert (ended.returncode, "not a socket" in ended.stderr) == (78, True)
+
+
 def test_checking_names_variables_that_set_nothing(environ: dict[str, str]) -> None:
     environ |= {"PENSTOCK_DTYP": "secret", "PENSTOCK_API_KEY": "k"}
     ended = penstock(environ, "serve", "--check-config")

@@ -17,6 +17,7 @@ from appliance.configuration.address import socket_path
 from appliance.configuration.config import (
     ServeConfig,
     changes,
+    check_directories,
     explain,
     load,
     prepare_directories,
@@ -443,3 +444,32 @@ def test_a_file_without_an_end_and_a_path_with_a_nul_are_refused(tmp_path: Path)
     file.write_text('state_dir = "/tmp/a\\u0000b"\n')
     with pytest.raises(ConfigError, match="state_dir"):
         config.load({"config": str(file)}, {})
+
+
+def test_what_fits_one_model_alone_is_not_said_of_those_in_tables(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text(
+        'dtype = "float32"\nweights = "q4"\nmax_model_len = 512\ntool_parser = "hermes"\n'
+        'model_aliases = "gpt-*"\n[models.small]\nmodel = "/a"\ntool_parser = "llama"\n'
+    )
+    config = load({"config": str(path)}, {})
+    (small,) = config.models.values()
+    assert (config.weights, config.max_model_len, config.tool_parser) == ("q4", 512, "hermes")
+    assert (small.weights, small.max_model_len, small.model_aliases) == ("stored", None, ())
+    assert (small.tool_parser, small.dtype) == ("llama", "float32")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a pipe") as refused:
+        load({"config": str(path)}, {})
+    assert refused.value.where == str(path)
+
+
+def test_folders_that_cannot_be_made_are_all_told_and_none_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    flags = {"socket": str(tmp_path / "file" / "p.sock"), "state_dir": str(tmp_path / "a" / "b")}
+    with pytest.raises(ConfigError, match="it is not a folder"):
+        check_directories(load(flags, {}))
+    check_directories(load({**flags, "socket": str(tmp_path / "run" / "p.sock")}, {}))
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -20,6 +20,7 @@ class House:
     def __init__(
         self, min_stay_s: float = 0.0, max_waiting: int = 100, max_wait_s: float = 0.0
     ) -> None:
+        self.max_wait_s = max_wait_s
         self.refused: list[tuple[str | None, str | None]] = []
         """Ids of requests that waited, and codes that were told, of those that did not come in."""
         self.idle = asyncio.Event()
@@ -37,7 +38,7 @@ class House:
             prepare=self._prepare,
             swap=self._swap,
             idle=self.idle,
-            limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, max_wait_s),
+            limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, self.max_wait_s),
             refused=self._note_refused,
         )
         self.running = asyncio.create_task(self.swaps.run())
@@ -158,6 +159,7 @@ async def test_nobody_waits_longer_than_a_queue_lets_them() -> None:
         await house.request("b", owner="ben")
     assert (late.value.code, late.value.retry_after_ms) == ("queue_timeout", 50)
     assert house.swaps.frame().num_waiting == 0
+    house.max_wait_s = 0.0
     end.set()
     assert [await first, await house.request("c")] == ["a", "c"]
     assert (house.served, house.refused) == (["c"], [("ben", "queue_timeout")])
@@ -289,6 +291,21 @@ def test_a_name_is_also_known_as_ollamas_clients_write_it() -> None:
         return [swaps.name_of(name) for name in ("b", "b:latest", "c:7b", "", "claude-x")]
 
     assert asyncio.run(names()) == ["b", "b", "", "", ""]
+
+
+async def test_an_alias_means_the_first_model_whichever_is_served() -> None:
+    house = House()
+    house.swaps = Swaps(
+        "a",
+        ["a", "b"],
+        prepare=house._prepare,
+        swap=house._swap,
+        idle=house.idle,
+        limits=house.swaps._limits,
+        aliases=["gpt-*"],
+    )
+    asked = ("gpt-4:latest", "gpt-4", "b", "", "claude", "a")
+    assert [house.swaps.name_of(each) for each in asked] == ["a", "a", "b", "", "", "a"]
 
 
 async def test_at_the_end_nobody_is_left_waiting() -> None:

@@ -276,6 +276,18 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(runni
     assert b"body_too_large" in await read_all(reader)
 
 
+@pytest.mark.parametrize("begun", [b"", b"{"])
+async def test_a_chunk_that_says_it_is_too_large_is_refused_before_it_comes(
+    running, appliance, begun
+):
+    reader, writer = await running.connect()
+    head = post().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"%x\r\n" % (2 * MAX_BODY_BYTES) + begun)
+    assert code_of(await read_all(reader)) == (413, "body_too_large")
+    assert not appliance.submitted
+    writer.close()
+
+
 async def test_a_body_that_grows_too_large_is_refused(running):
     async def pieces():
         for _ in range(MAX_BODY_BYTES // 2**16 + 1):

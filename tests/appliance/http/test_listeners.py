@@ -24,7 +24,13 @@ from appliance.client import Client
 from appliance.configuration.address import TcpAddress
 from appliance.http import connection, listeners
 from appliance.http.access import AccessPolicy, new_key, read_keys
-from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, tls_context
+from appliance.http.listeners import (
+    ListenerCloser,
+    bind_socket,
+    bind_tcp,
+    check_path,
+    tls_context,
+)
 from appliance.http.server import ApiServer
 from engine.errors import ConfigError, PenstockError
 from engine.text.tokenizer import Tokenizer
@@ -68,6 +74,14 @@ def test_a_socket_that_nobody_answers_is_replaced(tmp_path):
         client.connect(str(path))
 
 
+def test_a_path_that_can_be_no_socket_is_found_before_anything_is_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / ("x" * 200)):
+        with pytest.raises(ConfigError):
+            check_path(path)
+    check_path(tmp_path / "run" / "p.sock")
+
+
 def test_a_live_socket_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "api.sock"
     with bind_socket(path):
@@ -75,7 +89,7 @@ def test_a_live_socket_is_refused_and_left_alone(tmp_path):
             bind_socket(path)
         assert error.value.where == str(path)
         assert error.value.hint
-        assert error.value.exit_code == 1
+        assert error.value.exit_code == 9
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
 
