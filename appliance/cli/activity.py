@@ -23,7 +23,7 @@ from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import request_ids
 from appliance.cli.terminal import Format, Host, Listing, Output, TableColumn, printable
 from appliance.client import Client, ClientError, DaemonUnreachable, ReplyError
-from appliance.configuration import config
+from appliance.configuration import config, paths
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import RequestError, UsageError
 
@@ -198,9 +198,14 @@ def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
 
 
 def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
-    """The file of the daemon that does not answer, if it is this machine's."""
-    path = config.log_path(config.state_dir(state_dir, warn=terminal.passed_over))
+    """The file of the daemon that does not answer, if it is this machine's, and not another's."""
+    folder = config.state_dir(state_dir, warn=terminal.passed_over)
+    path = config.log_path(folder)
     if not isinstance(client.address, UnixAddress) or not os.path.exists(path):
+        raise error
+    other = "" if state_dir is not None else paths.socket_of(folder)
+    if other and os.path.realpath(other) != os.path.realpath(client.address.path):
+        error.hint = f"{path} is of the daemon at {other}; name the folder of this one: --state-dir"
         raise error
     terminal.note(printable(f"penstock: no daemon at {error.where}; reading {path}"))
     return path

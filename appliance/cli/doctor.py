@@ -137,6 +137,7 @@ def devices(output: Output = Format.TABLE) -> None:
     from appliance.fleet.placer import this_inventory
     from appliance.frame.protocol import DeviceFrame
 
+    terminal.of_this_machine()
     machine, inventory = Devices.of_machine(), this_inventory()
     machine.read(time.monotonic_ns())
     time.sleep(_READING_S)
@@ -185,7 +186,9 @@ def drawing(inventory: Inventory) -> Iterator[str]:
 # Never: asks a daemon; a running one may have been told something else.
 
 
-config = typer.Typer(help="The daemon's settings.", no_args_is_help=True)
+config = typer.Typer(
+    help="The daemon's settings.", no_args_is_help=True, callback=terminal.of_this_machine
+)
 
 
 @config.command()

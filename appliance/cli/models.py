@@ -38,7 +38,11 @@ Name = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name from the list.")
 ]
 
-models = typer.Typer(help="Models on this machine, and on the hub.", no_args_is_help=True)
+models = typer.Typer(
+    help="Models on this machine, and on the hub.",
+    no_args_is_help=True,
+    callback=terminal.of_this_machine,
+)
 
 
 class NoSuchModel(PenstockError):

@@ -36,7 +36,11 @@ SsdDir = Annotated[str | None, typer.Option(help="The folder of the SSD cache.")
 
 _T = TypeVar("_T")
 
-cache = typer.Typer(help="KV blocks on disk: the SSD cache.", no_args_is_help=True)
+cache = typer.Typer(
+    help="KV blocks on disk: the SSD cache.",
+    no_args_is_help=True,
+    callback=terminal.of_this_machine,
+)
 
 
 class Damaged(PenstockError):
@@ -143,7 +147,9 @@ def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:
 
 _DAYS_BY_UNIT = {"d": 1, "w": 7, "m": 30, "y": 365}
 
-db = typer.Typer(help="The request log's file.", no_args_is_help=True)
+db = typer.Typer(
+    help="The request log's file.", no_args_is_help=True, callback=terminal.of_this_machine
+)
 
 
 @db.command("path")

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from appliance.client import Client
-from appliance.configuration.address import Address, find
+from appliance.configuration.address import Address, find, is_of_this_machine
 from appliance.frame.figures import ABSENT, duration, size
 from engine.errors import PenstockError, SeveralWrong
 
@@ -297,6 +297,14 @@ def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
 def address(host: str | None) -> Address:
     """Where the daemon is that the options and the environment name."""
     return find(host, warn=passed_over)
+
+
+def of_this_machine() -> None:
+    """Say that a verb tells of this machine's files where the user has named a daemon elsewhere."""
+    host = os.environ.get("PENSTOCK_HOST")
+    if host and not is_of_this_machine(address(None)):
+        note(f"penstock: this is of this machine's files, not of {printable(host)} (PENSTOCK_HOST)")
+        note("hint: run it on that machine")
 
 
 def passed_over(error: PenstockError) -> None:

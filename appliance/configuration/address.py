@@ -143,6 +143,15 @@ class SshAddress:
 Address = UnixAddress | TcpAddress | SshAddress
 
 
+def is_of_this_machine(address: Address) -> bool:
+    """Whether the daemon there has this machine's files: by its socket, or over loopback."""
+    if isinstance(address, TcpAddress):
+        return (
+            address.host == "localhost" or address.host.startswith("127.") or address.host == "::1"
+        )
+    return isinstance(address, UnixAddress)
+
+
 def find(
     host: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
 ) -> Address:

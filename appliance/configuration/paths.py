@@ -64,17 +64,25 @@ def client_socket(environ: Mapping[str, str]) -> Path:
     return SYSTEM_SOCKET if has_unit() else _told_socket(environ) or path
 
 
+def socket_of(state_dir: Path) -> str:
+    """Where its daemon listens, or did at its end, by its lock; empty if that does not say."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(state_dir / "lock", flags), "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            text = file.read(LOCK_BYTES).decode("utf-8", "replace") if is_file else ""
+    except OSError:
+        return ""
+    return text.strip().partition(" ")[2]
+
+
 def _told_socket(environ: Mapping[str, str]) -> Path | None:
     """The socket that is named in the lock of the state directory, if it is ours or root's.
 
     A daemon that has ended leaves its lock behind, and anybody might then listen where it did.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    path = socket_of(default_state_dir(environ))
     try:
-        with open(os.open(default_state_dir(environ) / "lock", flags), "rb") as file:
-            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            text = file.read(LOCK_BYTES).decode("utf-8", "replace") if is_file else ""
-        path = text.strip().partition(" ")[2]
         status = os.lstat(path)
     except (OSError, ValueError):
         return None

@@ -21,7 +21,7 @@ from typing import Any
 from appliance.announcement import sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.configuration import config
-from appliance.configuration.address import TcpAddress
+from appliance.configuration.address import TcpAddress, is_of_this_machine
 from appliance.devices.inventory import list_gpus
 from appliance.devices.machine import Devices
 from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
@@ -131,9 +131,12 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
     """
-    state = _state(client)
+    state, elsewhere = _state(client), _elsewhere(client)
+    here = state if elsewhere is None else PenstockError("it is on another machine")
+    if elsewhere is not None:
+        yield elsewhere
     yield _packages()
-    yield _kernels(state)
+    yield _kernels(here)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -151,7 +154,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _looked_at("model", lambda: _model(found))
         yield _looked_at("state", lambda: _state_dir(found.state_dir))
         yield _looked_at("log", lambda: _log(found.log_path))
-        yield _looked_at("ssd", lambda: _ssd(found, state))
+        yield _looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
     yield from _links_down(state)
 
@@ -361,6 +364,18 @@ def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
     except PenstockError as error:
         return error
     return state
+
+
+def _elsewhere(client: Callable[[], Client]) -> Finding | None:
+    """Whose the other findings are, where the daemon that is asked is another machine's."""
+    try:
+        address = client().address
+    except PenstockError:
+        return None  # which is told of the daemon
+    if is_of_this_machine(address):
+        return None
+    about = f"the daemon is asked at {address}; what is not said of it is of this machine"
+    return Finding("machine", "note", about, "run penstock doctor there for the other's")
 
 
 def _links_down(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:

@@ -6,7 +6,9 @@ import json
 import sqlite3
 from pathlib import Path
 
+from appliance.client import Client
 from appliance.configuration import config
+from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks as doctor
 from engine.errors import PenstockError
@@ -134,3 +136,18 @@ def test_cpu_energy_is_asked_for(tmp_path: Path) -> None:
     (folder / "energy_uj").write_text("5")
     (power,) = doctor._devices(Devices(find_packages(tmp_path), []))
     assert power.verdict == "ok"
+
+
+def test_whose_files_are_told_of_is_said_where_the_daemon_is_elsewhere(
+    environ: dict[str, str],
+) -> None:
+    found = doctor._elsewhere(lambda: Client(SshAddress("box")))
+    assert found is not None
+    assert "ssh://box" in found.found
+    for near in (UnixAddress(Path("/s")), TcpAddress("127.0.0.1", 8000)):
+        assert doctor._elsewhere(lambda near=near: Client(near)) is None  # type: ignore[misc]
+    for words in (("cache", "stats"), ("db", "path"), ("config", "show")):
+        ended = penstock({**environ, "PENSTOCK_HOST": "ssh://box"}, *words)
+        assert ended.returncode == 0
+        assert "this machine's files, not of ssh://box" in ended.stderr
+    assert penstock(environ, "db", "path").stderr == ""

@@ -160,3 +160,16 @@ def test_a_folder_whose_name_is_not_text_is_no_obstacle(tmp_path: Path) -> None:
     missing = penstock({**environ, "PENSTOCK_SOCKET": str(folder / "p.sock")}, "status")
     assert missing.returncode == 3
     assert "Traceback" not in missing.stderr
+
+
+def test_another_daemons_file_is_not_taken_for_that_of_the_one_asked(
+    file: Path, environ: dict[str, str]
+) -> None:
+    (file.parent / "lock").write_text("71 /elsewhere/p.sock\n")
+    ended = penstock(environ, "log")
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert f"{file} is of the daemon at /elsewhere/p.sock" in ended.stderr
+    assert "--state-dir" in ended.stderr
+    assert penstock(environ, "log", "--state-dir", str(file.parent)).returncode == 0
+    (file.parent / "lock").write_text(f"71 {environ['PENSTOCK_SOCKET']}\n")
+    assert penstock(environ, "log").returncode == 0
