@@ -26,6 +26,8 @@ _CHUNK_BYTES = 1 << 18
 _BYTES = "surrogateescape"
 """Bytes of the command line that are no UTF-8 go out as they are."""
 _RETRY = "try again in a moment"
+_CUT = "what came is not all of it; `penstock status` and `penstock events` say what happened"
+_NO_PENSTOCK = "is it a Penstock's address? --host and PENSTOCK_HOST name it"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
 _HINTS_BY_CODE = MappingProxyType(
     {"draining": "penstock resume takes requests again, unless the daemon was told to stop"}
@@ -160,7 +162,7 @@ class Client:
         with _explained(self.address):
             reply = json.loads(content)
         if not isinstance(reply, dict):
-            raise ClientError("the reply is not a JSON object", where=path)
+            raise ClientError("the reply is not a JSON object", where=path, hint=_NO_PENSTOCK)
         return reply
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
@@ -209,7 +211,7 @@ class Stream:
                 raise GenerationFailed(_message(event["error"]))
             yield event
         if self._is_sse:
-            raise GenerationFailed("the daemon closed the connection before the end")
+            raise GenerationFailed("the daemon closed the connection before the end", hint=_CUT)
 
     def close(self) -> None:
         """End the stream and its connection."""
@@ -224,7 +226,7 @@ class Stream:
                 elif line.startswith(b"data:"):
                     yield line[5:].strip()
         except (OSError, http.client.HTTPException) as error:
-            raise GenerationFailed("the connection broke before the end") from error
+            raise GenerationFailed("the connection broke before the end", hint=_CUT) from error
 
 
 class _Connection(http.client.HTTPConnection):
@@ -282,7 +284,8 @@ def _parsed(data: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(data))
     except (ValueError, TypeError) as error:
-        raise GenerationFailed("the daemon sent something that is not JSON") from error
+        what = "the daemon sent something that is not JSON"
+        raise GenerationFailed(what, hint=_NO_PENSTOCK) from error
 
 
 def _message(error: Any) -> str:
@@ -318,7 +321,8 @@ def _explained(address: Address) -> Iterator[None]:
             hint="sudo usermod -aG penstock-users $USER, then log in again",
         ) from error
     except TimeoutError as error:
-        raise DaemonUnreachable("the daemon does not answer", where=where) from error
+        hint = "it is very busy, or hangs: `penstock doctor` and its journal say more"
+        raise DaemonUnreachable("the daemon does not answer", where=where, hint=hint) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         is_ssh = isinstance(address, SshAddress)
         hint = "ssh, or penstock there, has said why above" if is_ssh else ""

@@ -82,7 +82,10 @@ def _wait_ready(process: subprocess.Popen[bytes], client: Client, stderr: Path) 
             time.sleep(_POLL_S)
         else:
             return
-    raise PenstockError(f"the daemon was not ready within {READY_S:.0f} s")
+    raise PenstockError(
+        f"the daemon was not ready within {READY_S:.0f} s",
+        hint="is the machine busy? `penstock serve` in a terminal shows how far it comes",
+    )
 
 
 def _not_started(said: str, code: int) -> PenstockError:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from appliance.bench.load import Target, exchange
+from appliance.bench.load import SERVERS_LOG, Target, exchange
 from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 from appliance.configuration import address, config
@@ -117,7 +117,9 @@ class Arms:
         asyncio.run(exchange(where, request, reply, WARM_UP_S))
         if reply.problem is not None or reply.ended_ns is None:
             problem = reply.problem or f"no end within {WARM_UP_S:.0f} s"
-            raise PenstockError(f"the first request failed: {problem}", where=str(where))
+            raise PenstockError(
+                f"the first request failed: {problem}", where=str(where), hint=SERVERS_LOG
+            )
         target.learn_length(self._warm_up[0], reply.prompt_tokens)
         return target
 

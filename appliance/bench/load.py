@@ -28,6 +28,8 @@ from appliance.configuration.address import Address, TcpAddress, UnixAddress
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, PenstockError
 
+SERVERS_LOG = "the server's own log says why"
+
 # A server under measurement: its model, prompts that fit it, its power.
 # Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a
 # workload says so; and then never beyond one turn of one arm.
@@ -80,7 +82,9 @@ class Target:
             model = self._client.get("/v1/models")["data"][0]
             self._model, self.max_model_len = str(model["id"]), model.get("max_model_len")
         except (LookupError, TypeError) as error:
-            raise PenstockError("the server lists no model", where=str(self.address)) from error
+            raise PenstockError(
+                "the server lists no model", where=str(self.address), hint=SERVERS_LOG
+            ) from error
         if self._is_text:
             return
         try:
@@ -503,7 +507,7 @@ async def _stream(target: Target, replies: list[ReceivedReply]) -> NoReturn:
         await exchange(target.address, request, reply, PATIENCE_S)
         if reply.ended_ns is None or reply.problem is not None:
             problem = reply.problem or f"no end within {PATIENCE_S:.0f} s"
-            raise PenstockError(f"a stream failed: {problem}", where=target.label)
+            raise PenstockError(f"a stream failed: {problem}", where=target.label, hint=SERVERS_LOG)
 
 
 def gaps_between(streams: list[list[Sample]], end_ms: float) -> list[float]:

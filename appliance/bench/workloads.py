@@ -19,6 +19,8 @@ import msgspec
 
 from engine.errors import ConfigError, FileError
 
+_A_FILE = "`penstock bench workload chat > FILE` makes one"
+
 # When requests arrive and how long they are: drawn, or read from a trace.
 # Invariant: pure but for the trace's file; the same seed gives the same schedule, so that all arms
 # of a round get the same one.
@@ -126,11 +128,11 @@ def read_trace(path: Path) -> list[PlannedArrival]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise FileError("cannot read", error, where=str(path)) from error
+        raise FileError("cannot read", error, where=str(path), hint=_A_FILE) from error
     numbered = enumerate(lines, start=1)
     arrivals = sorted(_arrival(line, f"{path}:{n}") for n, line in numbered if line.strip())
     if not arrivals:
-        raise ConfigError("the trace has no line", where=str(path))
+        raise ConfigError("the trace has no line", where=str(path), hint=_A_FILE)
     return [each._replace(at_s=each.at_s - arrivals[0].at_s) for each in arrivals]
 
 
@@ -314,7 +316,7 @@ def read_conversations(path: Path) -> list[PlannedConversation]:
     try:
         read = path.read_bytes().splitlines()
     except OSError as error:
-        raise FileError("cannot read", error, where=str(path)) from error
+        raise FileError("cannot read", error, where=str(path), hint=_A_FILE) from error
     found = []
     for number, line in enumerate(read, start=1):
         try:
@@ -326,7 +328,7 @@ def read_conversations(path: Path) -> list[PlannedConversation]:
                 hint="`penstock bench workload chat` writes such a file",
             ) from error
     if not found:
-        raise ConfigError("the file has no conversation", where=str(path))
+        raise ConfigError("the file has no conversation", where=str(path), hint=_A_FILE)
     return found
 
 

@@ -38,7 +38,7 @@ from appliance.configuration.paths import SOCKET_UNIT_NAME, UNIT_NAME
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
-from engine.errors import ConfigError, PenstockError, UsageError
+from engine.errors import ConfigError, FileError, PenstockError, UsageError
 
 # The daemon as a service of this machine: which files go where, and what is run then.
 # Invariant: nothing is written before everything that can be checked has been; what is there
@@ -153,7 +153,8 @@ def do_step(step: Step) -> None:
         else:
             subprocess.run(step.command, check=True)
     except OSError as error:
-        raise PenstockError(f"cannot {step.about}: {error.strerror}") from error
+        hint = "it takes root; --dry-run says every step"
+        raise FileError(f"cannot {step.about}", error, where="", hint=hint) from error
     except subprocess.CalledProcessError as error:
         raise PenstockError(
             f"`{' '.join(step.command)}` failed with {error.returncode}",

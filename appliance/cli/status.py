@@ -264,6 +264,7 @@ def _tier_text(tier: Row) -> str:
 
 
 FAULT_EXIT_CODE = 8
+_ENDED = "its journal, and `penstock events` from the log's file, say why"
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 
 
@@ -319,8 +320,9 @@ def _watch(client: Client, form: Format) -> None:
             for frame in frames:
                 terminal.write(_shown(frame, form))
     except GenerationFailed as error:
-        raise DaemonUnreachable("the daemon is gone", where=str(client.address)) from error
-    raise DaemonUnreachable("the daemon has ended", where=str(client.address))
+        what = "the daemon is gone"
+        raise DaemonUnreachable(what, where=str(client.address), hint=_ENDED) from error
+    raise DaemonUnreachable("the daemon has ended", where=str(client.address), hint=_ENDED)
 
 
 def _shown(frame: dict[str, Any], form: Format) -> str:

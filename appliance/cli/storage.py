@@ -120,7 +120,8 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
         hint = "stop it first, or serve with --ssd-cache off"
         raise AlreadyRunning("a daemon uses it", where=str(folder), hint=hint) from error
     except OSError as error:
-        raise PenstockError(f"cannot delete: {error.strerror}", where=str(folder)) from error
+        hint = "run it as the user who serves"
+        raise FileError("cannot delete", error, where=str(folder), hint=hint) from error
     terminal.write(f"deleted {size(num_bytes)} in {printable(folder)}\n")
 
 

@@ -438,7 +438,8 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         if text is None:
-            raise ConfigError(f"not valid TOML: {error}", where=str(path)) from error
+            hint = 'it is a text of lines as dtype = "bfloat16"'
+            raise ConfigError(f"not valid TOML: {error}", where=str(path), hint=hint) from error
         table, wrong, unread = _salvaged(path, text)
     unknown = _unknown(path, table, text)
     return _Sources(flags, environ, path, table, text, (*wrong, *unknown), unread)

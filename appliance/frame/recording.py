@@ -109,7 +109,7 @@ def open_recording(path: Path) -> sqlite3.Connection:
         wrong.exit_code = file_exit_code(error)
         raise wrong from error
     except sqlite3.Error as error:
-        raise RecordingError(f"cannot be opened: {error}", where=where) from error
+        raise RecordingError(f"cannot be opened: {error}", where=where, hint=_MAKE_ONE) from error
     try:
         _check(db, where)
     except sqlite3.Error as error:
@@ -141,12 +141,12 @@ def _check(db: sqlite3.Connection, where: str) -> None:
         )
     named = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := [name for name in TABLES if name not in named]:
-        raise RecordingError(f"is incomplete: it has no {missing[0]}", where=where)
+        raise RecordingError(f"is incomplete: it has no {missing[0]}", where=where, hint=_MAKE_ONE)
     num_frames, num_readable = db.execute(
         "SELECT count(*), count(*) FILTER (WHERE version = ?) FROM frames", (FRAME_VERSION,)
     ).fetchone()
     if not num_frames:
-        raise RecordingError("holds no frames", where=where)
+        raise RecordingError("holds no frames", where=where, hint=_MAKE_ONE)
     if not num_readable:
         raise RecordingError(
             f"holds frames of another version, this release reads {FRAME_VERSION}",

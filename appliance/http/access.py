@@ -48,6 +48,7 @@ from engine.errors import ConfigError, Forbidden, RequestError, Unavailable, Usa
 # there.
 
 
+_KEYS_FILE = "`penstock keys new NAME >> FILE` makes one; then chmod 600 FILE"
 KEY_PREFIX = "penstock-"
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1 << 20
@@ -146,7 +147,7 @@ def _parse(fields: list[str]) -> ApiKey:
 def _check_owner(path: Path, status: os.stat_result) -> None:
     """Whoever can write to the file can give himself a key."""
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("not a file", where=str(path))
+        raise ConfigError("not a file", where=str(path), hint=_KEYS_FILE)
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"the keys belong to another user (uid {status.st_uid})",

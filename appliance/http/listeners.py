@@ -25,6 +25,8 @@ from pathlib import Path
 
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
+_PEM = "name PEM files that the daemon may read: --tls-cert CHAIN.pem --tls-key KEY.pem"
+
 # TLS: a certificate and its key for the listener on TCP.
 # Invariant: a context has a certificate that its key fits; versions before 1.2 are not spoken.
 # Never: asks clients for certificates: who they are is said by their API keys.
@@ -43,10 +45,12 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     for path, name in ((certificate, "tls_cert"), (key, "tls_key")):
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-                raise ConfigError(f"{path} is no file", where=name)
+                raise ConfigError(f"{path} is no file", where=name, hint=_PEM)
             path.open("rb").close()
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}", where=name) from error
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}", where=name, hint=_PEM
+            ) from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -180,7 +184,9 @@ def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if listener.type != socket.SOCK_STREAM or not is_listening:
             raise ConfigError(
-                "not a stream socket that listens", where=f"descriptor {fd} of the socket unit"
+                "not a stream socket that listens",
+                where=f"descriptor {fd} of the socket unit",
+                hint="ListenStream= of penstock.socket; `penstock install-service` writes it",
             )
         if listener.family != socket.AF_UNIX and not _is_loopback(listener):
             raise ConfigError(

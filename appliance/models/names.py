@@ -103,7 +103,11 @@ def read_tables(
         ConfigError: a table says what it may not, or not which model.
     """
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise ConfigError("models are tables, as [models.small]", where=where(MODELS))
+        raise ConfigError(
+            "models are tables",
+            where=where(MODELS),
+            hint='as [models.small], then model = "FOLDER"',
+        )
     wrong: list[ConfigError] = []
     read = {
         name: _read(f"{MODELS}.{name}", table, parsers, where, wrong)
@@ -122,7 +126,13 @@ def _read(
 ) -> dict[str, Any]:
     """One model's settings; what is wrong with them goes onto the list."""
     if "model" not in table:
-        wrong.append(ConfigError("it does not say which `model`", where=where(name)))
+        wrong.append(
+            ConfigError(
+                "it does not say which `model`",
+                where=where(name),
+                hint='add model = "FOLDER or name"',
+            )
+        )
     values = {}
     for key, value in table.items():
         if key not in MODEL_SETTINGS:

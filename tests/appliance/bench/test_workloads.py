@@ -29,7 +29,7 @@ from appliance.bench.workloads import (
     spread,
     trace,
 )
-from engine.errors import ConfigError
+from engine.errors import ConfigError, FileError
 
 
 def tokens(each: PlannedConversation) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, where:
     with pytest.raises(ConfigError) as error:
         read_conversations(path)
     assert error.value.where == f"{path}{where}"
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(FileError, match="cannot read"):
         read_conversations(tmp_path / "none")
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path, text: str, where
     with pytest.raises(ConfigError) as refusal:
         read_trace(path)
     assert refusal.value.where.endswith(where)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(FileError, match="cannot read"):
         read_trace(tmp_path / "none")
 
 
