@@ -1,4 +1,4 @@
-""""""
+"""Both sides of a gap become one prompt, where the model has marks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""What holds for every route: headers, unknown paths, methods, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""How a model writes calls and reasoning, found out from its chat template."""
 
 from __future__ import annotations
 

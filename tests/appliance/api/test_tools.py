@@ -1,4 +1,4 @@
-""""""
+"""Which calls an answer must have, and the grammar that follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Cores to workers, memory to pools, within what control groups allow."""
 
 import os
 from pathlib import Path

@@ -19,7 +19,17 @@ from appliance.configuration.setting_kinds import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.placement import placement_lines
-from appliance.fleet.placer import MeasuredModel, PairTimes, PlacedModel, Placer, StepMemory, key_of
+from appliance.fleet.placer import (
+    MeasuredModel,
+    PairTimes,
+    PlacedModel,
+    Placer,
+    StepMemory,
+    is_two_better,
+    key_of,
+    pair_times,
+    programme,
+)
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine
@@ -377,3 +387,46 @@ def test_nodes_that_the_kernel_does_not_describe_are_one(tmp_path: Path) -> None
     (tmp_path / "node0" / "meminfo").write_text("Node 0 MemTotal:  1024 kB\n")
     assert read_nodes([0, 1, 2], tmp_path) == (Node(0, (0, 1, 2)),)  # a cpu is on no node
     assert read_nodes([1], tmp_path) == (Node(0, (1,), 1 << 20),)
+
+
+# One worker or two on one device: what is timed for it, and what follows.
+
+
+def made(steps, elapsed_ms):
+    return [
+        RehearsedStep(s.num_sequences, s.num_tokens, s.num_before, elapsed_ms(s)) for s in steps[:9]
+    ]
+
+
+def test_what_is_timed_is_each_kind_alone_and_beside_the_other():
+    alone, beside = programme("p", "d", 4096, 131072)
+    assert list(alone) == ["d"]
+    assert {step.num_tokens for step in alone["d"]} == {1, 4096}
+    assert {step.num_tokens for step in beside["p"]} == {4096}
+    assert {step.num_tokens for step in beside["d"]} == {1}
+    by_turn = [
+        {"d": made(alone["d"], lambda s: 200.0 if s.num_tokens > 1 else 10.0)},
+        {"p": made(beside["p"], lambda s: 230.0), "d": made(beside["d"], lambda s: 17.0)},
+    ]
+    times = pair_times(by_turn)
+    assert times == PairTimes(4096, 8, 200.0, 10.0, 230.0, 17.0)
+    assert pair_times(by_turn[:1]) is None
+    assert pair_times([by_turn[0], {"p": by_turn[1]["p"], "d": []}]) is None
+
+
+@pytest.mark.parametrize(
+    ("beside_prompt_ms", "beside_decode_ms", "is_better"),
+    [
+        (222.0, 14.0, True),  # they compute at once
+        (205.0, 160.0, False),  # a token waits nearly as long as for one worker's step
+        (400.0, 20.0, False),  # they take turns, and prompts take twice as long
+        (210.0, 210.0, False),
+    ],
+)
+def test_two_are_better_where_tokens_wait_less_and_prompts_hardly_more(
+    beside_prompt_ms, beside_decode_ms, is_better
+):
+    times = PairTimes(4096, 8, 200.0, 10.0, beside_prompt_ms, beside_decode_ms)
+    found, why = is_two_better(times)
+    assert found == is_better
+    assert "210 ms in one worker" in why

@@ -1,4 +1,4 @@
-""""""
+"""Who is let in, as what, by the socket's peer or by a key; what the gate refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Sockets that are made, taken over and closed; TLS; one daemon at a time."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from appliance.watch.explain import QueueWaits, limit, slow_because, waits
 from appliance.watch.telemetry import UsualTimes
 from engine.cache.prefix_index import PrefixHasher
 from tests.appliance.machine import Machine, make_machine
-from tests.engine.schedule.test_prefix_cache import next_turn
-from tests.engine.schedule.test_router import World
+from tests.engine.schedule.harness import World, next_turn
 from tests.tui.frames import request, worker
 
 USUAL = UsualTimes(20.0, 0.2, 1.0, 1.0, 10.0)

@@ -1,4 +1,4 @@
-""""""
+"""The ledger: every block has one state, and none is free too early."""
 
 import pytest
 from hypothesis import given, settings

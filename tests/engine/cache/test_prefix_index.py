@@ -1,4 +1,4 @@
-""""""
+"""Blocks found by hashes of their tokens, and which go first."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-""""""
+"""Which pair of workers is chosen by prediction; what came of it."""
 
 from dataclasses import replace
 

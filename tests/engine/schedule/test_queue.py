@@ -1,4 +1,4 @@
-""""""
+"""Owners take turns, limits refuse in time, the old are not overtaken."""
 
 import itertools
 

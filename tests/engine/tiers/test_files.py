@@ -1,4 +1,4 @@
-""""""
+"""Records and folders of slabs, read back, checked, deleted."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-""""""
+"""Blocks to places: what is kept, what goes, what a larger cache would have found."""
 
 from collections import OrderedDict
 

@@ -7,96 +7,8 @@ import random
 
 import pytest
 
-from engine.cache.places import DRAM, SSD
-from engine.tiers.arena import WorkerCopies
-from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.schedule.test_router import World, expected_tokens, walk
-from tests.engine.tiers.harness import FakeDisk, Rig
-
-ARMS = ["colocated", "alias", "elastic", "peer", "shm"]
-SLAB_RECORDS, NUM_SLABS = 16, 8
-
-
-class TokenDisk(FakeDisk):
-    """What a pool's block holds is tokens."""
-
-    def __init__(self, memory):
-        super().__init__(NUM_SLABS, SLAB_RECORDS)
-        self.memory = memory
-
-    def reach(self, pool):
-        return None if pool == "ring" else SSD
-
-    def read(self, pool, block_id):
-        return [self.memory[pool, block_id, i] for i in range(BLOCK_SIZE)]
-
-    def write(self, pool, block_id, data):
-        self.memory |= {(pool, block_id, i): token for i, token in enumerate(data)}
-
-
-class TieredWorld(Rig, World):
-    """A disk does at most so many jobs a tick."""
-
-    def __init__(self, arm, *, compute_ms=1e6, **options):
-        Rig.__init__(self)
-        World.__init__(self, arm, **options)
-        self.disk, self.jobs_per_tick = TokenDisk(self.memory), 4
-        self.tiers = self.router.prefixes.tiers
-        numbers, places = self.tiers.numbers, NUM_SLABS * SLAB_RECORDS
-        self.ssd = self.tier(SSD, self.store(), places, lambda: compute_ms, numbers=numbers)
-        self.tiers.each.append(self.ssd)
-
-    def store(self):
-        """What the tier is told that the disk is."""
-        return self.disk
-
-    def disk_told(self, job):
-        """The disk has done something."""
-        self.ssd.done(job)
-
-    def changed(self):
-        self.router.dispatch(self.now_ns)
-
-    def worker_of(self, pool):
-        ready = self.router.roles.ready_workers
-        return next(
-            (w.name for w in self.workers.values() if w.pool == pool and w.name in ready), None
-        )
-
-    def may_write(self, pool, block_id):
-        return pool == DRAM or block_id not in self.ledger.pools[pool].index
-
-    def let_workers_copy(self):
-        """For tiers."""
-        for worker in self.workers.values():
-            worker.may_write = self.may_write
-        self.router.copies.of_tiers = WorkerCopies(
-            lambda name, command: self.workers[name].inbox.append(command), self.later
-        )
-        return self.router.copies.of_tiers
-
-    def tick(self):
-        super().tick()
-        self.work()
-
-    def work(self):
-        """Of the disk, and of the clock."""
-        for _ in range(min(self.jobs_per_tick, len(self.disk.jobs))):
-            job = self.disk.jobs.popleft()
-            self.disk.do(job)
-            self.disk_told(job)
-            self.check()
-        self.run_timers()
-        self.check()
-
-    @property
-    def is_quiet(self):
-        return super().is_quiet and not self.disk.jobs
-
-    def forget_pools(self):
-        """As after a restart; nobody is there."""
-        for pool in self.ledger.pools.values():
-            pool.lose()
+from tests.engine.schedule.harness import World, expected_tokens
+from tests.engine.tiers.tiered_world import ARMS, TieredWorld, walk_beside_a_failing_disk
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -198,19 +110,6 @@ def test_who_needs_blocks_that_are_being_stored_gets_them_when_they_are():
     world.run()
     for sequence in sequences:
         assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
-
-
-def walk_beside_a_failing_disk(world, rng):
-    """A walk in which the disk works after each step of a worker, and now and then fails."""
-    step = world.step
-
-    def step_and_work(worker):
-        step(worker)
-        world.disk.error = "it is broken" if rng.random() < 0.05 else None
-        world.work()
-
-    world.step, world.jobs_per_tick = step_and_work, 1
-    walk(world, rng)
 
 
 @pytest.mark.parametrize("arm", ARMS)

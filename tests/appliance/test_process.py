@@ -1,16 +1,80 @@
-"""Lines on stderr have a priority where the journal reads them, and only there."""
+"""Large buffers stay out of the C heap, so that what is freed goes back to the machine."""
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from appliance.process import is_journal, lines, notify
+from appliance.process import NUM_APART, OWN_PAGES_BYTES, is_journal, lines, max_connections, notify
+
+CHURN = """
+import ctypes, random, re, sys
+from appliance.process import keep_small
+if sys.argv[1] == "kept" and not keep_small():
+    sys.exit("this C library has no such sizes")
+rng, stays, passing = random.Random(0), [], []
+for _ in range(5_000):  # bodies that come and go among small things that stay
+    passing.append(bytearray(rng.choice((1_000, 70_000, 200_000))))
+    stays.append(bytearray(600))
+    if len(passing) > 40:
+        passing.pop(rng.randrange(40))
+passing.clear()
+print(int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]))
+"""
+
+
+def held_kib(how: str) -> int:
+    ended = subprocess.run(
+        [sys.executable, "-c", CHURN, how], capture_output=True, check=False, text=True
+    )
+    if ended.returncode:
+        pytest.skip(ended.stderr)
+    return int(ended.stdout)
+
+
+def test_bodies_that_come_and_go_leave_no_holes():
+    assert held_kib("kept") < held_kib("as it is") - 512
+    assert OWN_PAGES_BYTES < 70_000
+
+
+# --------------------------------------------------------------------------------------------------
+# The daemon takes the files that it may have, and connections leave some of them.
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one():
+    script = (
+        "import resource; from appliance.process import raise_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+        "print(raise_limit(1024)); print(raise_limit(100))\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.splitlines() == [
+        "max_connections is 1024, but 300 open files are allowed, with room for 172"
+        " (ulimit -Hn, LimitNOFILE=)",
+        "None",
+        "300",
+    ]
+
+
+def test_connections_fit_in_what_is_left():
+    assert max_connections(1024, 4096) == 1024
+    assert max_connections(1024, 1024) == 1024 - NUM_APART
+    assert max_connections(1024, 8) == 1
+    assert max_connections(2) == min(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_APART)
+
+
+# Lines on stderr have a priority where the journal reads them, and only there.
 
 
 def test_the_journal_is_known_by_its_stream(tmp_path):
