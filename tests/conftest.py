@@ -30,7 +30,7 @@ LONGEST = (
     "test_manners.py",
     "test_quantisation.py",
     "cli/test_bench.py",
-    "schedule/test_fetches.py",
+    "schedule/test_prefix_cache.py",
     "test_replay.py",
     "test_kernels_compile.py",
     "starter/test_train.py",

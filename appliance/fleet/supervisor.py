@@ -31,7 +31,6 @@ from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
     Command,
     Failed,
-    Go,
     LoadingProgress,
     LogitsLoss,
     MapPool,
@@ -42,6 +41,7 @@ from engine.wire.messages import (
     Setup,
     SharedMemory,
     Unmapped,
+    WeightsComplete,
     WeightsLoaded,
 )
 
@@ -81,7 +81,7 @@ class MemorySharing:
         return worker in self._waiting
 
     def let_on(self, worker: str) -> None:
-        """A worker has been sent Go."""
+        """A worker has been sent WeightsComplete."""
         if self._roles[worker] == "maps":
             self._waiting.add(worker)
             self._tell()
@@ -142,7 +142,7 @@ class PeerPools:
         return worker in self._up and any(worker not in self._told[pool] for pool in mine)
 
     def let_on(self, worker: str) -> None:
-        """A worker has been sent Go."""
+        """A worker has been sent WeightsComplete."""
         self._up.add(worker)
         for pool, memory in self._memory.items():
             if worker in self._writers[pool]:
@@ -594,7 +594,7 @@ class Supervisor:
                 self._let_on(name)
 
     def _let_on(self, name: str) -> None:
-        self.send(name, Go())
+        self.send(name, WeightsComplete())
         self._sharing.let_on(name)
         self._peers.let_on(name)
 

@@ -263,7 +263,7 @@ _WAY_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeasuredRatio:
     """A ratio measured in several rounds."""
 
     low: float
@@ -272,7 +272,7 @@ class Spread:
     """The ends without the outermost round on either side, where there are four or more."""
 
     @classmethod
-    def of(cls, ratios: Iterable[float]) -> Spread:
+    def of(cls, ratios: Iterable[float]) -> MeasuredRatio:
         """Over rounds, in each of which both sides were measured one after the other."""
         found = sorted(ratios)
         cut = len(found) >= 4  # a round that something else ran beside
@@ -397,14 +397,14 @@ def judge(
         wrong: names of those that did not.
     """
     best: list[int] = []
-    gains: list[Spread] = []
+    gains: list[MeasuredRatio] = []
     for by_way in times_s.values():
         packed = {way: min(seconds) for way, seconds in by_way.items() if way is not None}
         if not packed:
             break
         best.append(min(packed, key=packed.__getitem__))
         rounds = zip(by_way[None], by_way[best[-1]], strict=True)
-        gains.append(Spread.of(stored / there for stored, there in rounds))
+        gains.append(MeasuredRatio.of(stored / there for stored, there in rounds))
     said = "".join(f"; {name} compute wrongly, and are not used" for name in wrong)
     if not gains:
         return TrialResult(None, f"{_STORED}{said}")
@@ -429,11 +429,11 @@ class PromptTrial:
 
     step_tokens: int
     """Of prompts, in a step: more would be hardly faster."""
-    second_core_gain: Spread | None
+    second_core_gain: MeasuredRatio | None
     """How much faster two cores compute them than one; None: there is one, or it is unknown."""
     has_tiles: bool = False
     """They are multiplied by a unit for matrices, of which virtual CPUs may share one."""
-    costs: Mapping[int, Spread] = field(default_factory=dict)
+    costs: Mapping[int, MeasuredRatio] = field(default_factory=dict)
     """A prompt token's time in steps of other sizes, of that in steps of step_tokens."""
     is_decided: bool = True
     """False: rounds differ about the size of steps by more than would decide it."""
@@ -519,13 +519,13 @@ def try_prompts(
             break
     size, is_decided = best_step_tokens(costs)
     others = {
-        other: Spread.of(cost[other] / cost[size] for cost in costs)
+        other: MeasuredRatio.of(cost[other] / cost[size] for cost in costs)
         for other in costs[0]
         if other != size
     }
     return PromptTrial(
         size,
-        Spread.of(gains) if gains else None,
+        MeasuredRatio.of(gains) if gains else None,
         has_tiles=_way(ways, most) == TILES,
         costs=others,
         is_decided=is_decided,
@@ -578,13 +578,13 @@ def best_step_tokens(rounds: Sequence[Mapping[int, float]]) -> tuple[int, bool]:
     """
     sizes = sorted(rounds[0])
     gains = {
-        (size, larger): Spread.of(costs[size] / costs[larger] for costs in rounds)
+        (size, larger): MeasuredRatio.of(costs[size] / costs[larger] for costs in rounds)
         for size in sizes
         for larger in sizes
         if larger > size
     }
 
-    def fewest(gain: Callable[[Spread], float]) -> int:
+    def fewest(gain: Callable[[MeasuredRatio], float]) -> int:
         return next(
             size
             for size in sizes

@@ -54,7 +54,18 @@ class PagedAttention(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim], as q, whose tokens may lie apart."""
+        """What each query finds, [num_tokens, num_heads, head_dim].
+
+        Args:
+            q: of that shape, whose tokens may lie apart.
+            kv: the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+            layer: whose keys and values are read.
+            step: which queries belong to which sequence, and where its blocks are.
+            scale: of the products of queries and keys.
+            window: how many positions back a query sees, its own among them; None: all.
+            softcap: what products are bounded by, as Gemma's are; None: nothing.
+            sinks: float32 [num_heads], a score of each head beside those of its keys, or None.
+        """
 
 
 def flash_attention(attend: _Function | None = None) -> PagedAttention:

@@ -315,12 +315,12 @@ def _store(
 
 @triton.jit(do_not_specialize=["num_tokens", "column"], do_not_specialize_on_alignment=["out"])
 def _bytes_kernel(
-    out, inputs, input_scales, codes, floats, bias, out_stride, column,
+    out, x, x_scales, codes, floats, bias, out_stride, column,
     num_tokens, num_rows, depth, panel_bytes,
-    HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PANEL_ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, PANEL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same of a matrix of bytes with a scale for each row, behind its panel's scales."""
+    """The same, of inputs and a matrix that are bytes, with a scale for each token and each row."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_row, is_token = rows < num_rows, tokens < num_tokens
@@ -332,11 +332,11 @@ def _bytes_kernel(
         columns = first + values
         is_value = columns < depth
         places = tokens.to(tl.int64)[:, None] * depth + columns[None, :]
-        x = tl.load(inputs + places, mask=is_token[:, None] & is_value[None, :], other=0)
+        inputs = tl.load(x + places, mask=is_token[:, None] & is_value[None, :], other=0)
         at = there[None, :] + 4 * PANEL_ROWS + columns[:, None] * PANEL_ROWS + rows_at[None, :]
         w = tl.load(codes + at, mask=is_value[:, None] & is_row[None, :], other=0)
-        sums += tl.dot(x, w.to(tl.int8, bitcast=True), out_dtype=tl.int32)
+        sums += tl.dot(inputs, w.to(tl.int8, bitcast=True), out_dtype=tl.int32)
     scale = tl.load(floats + there // 4 + rows_at, mask=is_row, other=0.0)
-    token_scale = tl.load(input_scales + tokens, mask=is_token, other=0.0)
+    token_scale = tl.load(x_scales + tokens, mask=is_token, other=0.0)
     found = sums.to(tl.float32) * (scale[None, :] * token_scale[:, None])
     _store(out, found, bias, tokens, rows, is_token, is_row, out_stride, column, HAS_BIAS)

@@ -26,7 +26,7 @@ from engine.cache.places import Hop, Link, Places
 from engine.errors import InvariantViolated
 from engine.schedule.sequence import Leg, Moving, On, Sequence
 from engine.units import size_text
-from engine.wire.messages import Behind, Command, Copied, Copy
+from engine.wire.messages import Command, Copied, Copy, FilledBy
 
 # Links between pools as they are now: what they were found to do, what they do, and which is down.
 # A link by which GPUs reach each other's memory was tried at start, in both directions, with a
@@ -370,13 +370,13 @@ class Copies:
         self, transfer: _Transfer, number: int, hop: Hop, send: Send, *, is_ahead: bool
     ) -> None:
         sequence, first = transfer.sequence, transfer.sent[number]
-        behind = None
+        filled_by = None
         if number:
             end = transfer.done[number - 1]
         elif sequence is None or isinstance(sequence.where, Moving):
             end = transfer.num_blocks
         elif isinstance(sequence.where, On):  # at the worker that fills them, which is the hop's
-            behind = Behind(sequence.seq_id, sequence.generation, first)
+            filled_by = FilledBy(sequence.seq_id, sequence.generation, first)
             end = transfer.num_blocks if is_ahead else self._num_computed(transfer)
         else:
             return
@@ -397,7 +397,7 @@ class Copies:
         blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
         self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
         self._open[self._last_id] = _OpenCopy(transfer.owner, hop, number, pairs, transfer, life)
-        send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, behind))
+        send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, filled_by))
 
     def _num_computed(self, transfer: _Transfer) -> int:
         """Full blocks at the source; the one that is not goes with the last chunk."""

@@ -189,20 +189,21 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
-class Go(msgspec.Struct, tag=True, frozen=True):
+class WeightsComplete(msgspec.Struct, tag=True, frozen=True):
     """All workers have loaded their share of the weights. Answered by Ready."""
 
 
 class MapShared(msgspec.Struct, tag=True, frozen=True):
-    """After Go, for a worker that maps: where its weights and its pool are. Answered by Ready."""
+    """After WeightsComplete, for who maps: where weights and pool are. Answered by Ready."""
 
     memory: SharedMemory
 
 
 class MapPool(msgspec.Struct, tag=True, frozen=True):
-    """Where another worker's pool is that this one copies to: after Go, and in its every new life.
+    """Where another worker's pool is that this one copies to.
 
-    Without memory that life is over: let go of it, which is answered by Unmapped.
+    It comes after WeightsComplete, and in every new life of that pool. Without memory that life is
+    over: let go of it, which is answered by Unmapped.
     """
 
     pool: str
@@ -254,7 +255,7 @@ class Extend(msgspec.Struct, tag=True, frozen=True):
     extensions: list[Extension]
 
 
-class Behind(msgspec.Struct, frozen=True, array_like=True):
+class FilledBy(msgspec.Struct, frozen=True, array_like=True):
     """The admit whose steps fill the blocks of a copy."""
 
     seq_id: int
@@ -266,7 +267,7 @@ class Behind(msgspec.Struct, frozen=True, array_like=True):
 class Copy(msgspec.Struct, tag=True, frozen=True):
     """Copy blocks from one pool to another, in order, beside the steps. Answered by Copied.
 
-    It may come before the bytes: while the admit that it is behind runs here, each block waits for
+    It may come before the bytes: while the admit that fills them runs here, each block waits for
     the step that fills it. What the sequence no longer needs, for it has ended, is not copied.
     """
 
@@ -275,7 +276,7 @@ class Copy(msgspec.Struct, tag=True, frozen=True):
     to_pool: str
     pairs: list[tuple[int, int]]
     """Block to block."""
-    behind: Behind | None
+    filled_by: FilledBy | None
     """None: the bytes are there."""
 
 
@@ -448,7 +449,18 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hint: str
 
 
-Command = Setup | Go | MapShared | MapPool | Admit | Extend | Release | Copy | UseCores | Rehearse
+Command = (
+    Setup
+    | WeightsComplete
+    | MapShared
+    | MapPool
+    | Admit
+    | Extend
+    | Release
+    | Copy
+    | UseCores
+    | Rehearse
+)
 Report = (
     LoadingProgress
     | WeightsLoaded

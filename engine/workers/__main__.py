@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import ChannelClosed, PenstockError
 from engine.wire.channel import WorkerChannel
-from engine.wire.messages import Failed, Go, GpuSpec, LoadingProgress, Ready, Setup, WeightsLoaded
+from engine.wire.messages import (
+    Failed,
+    GpuSpec,
+    LoadingProgress,
+    Ready,
+    Setup,
+    WeightsComplete,
+    WeightsLoaded,
+)
 
 if TYPE_CHECKING:
     from engine.folder.checkpoint import Checkpoint
@@ -100,7 +108,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     near = NodeMemory(setup.node)
     weights, ways, is_measurer = _loaded(checkpoint, setup, near, progress)
     channel.send(WeightsLoaded())
-    channel.expect(Go)
+    channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
     near.prefer(pool)
     specs = setup.other_pools

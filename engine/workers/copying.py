@@ -1,8 +1,8 @@
 """KV pools as tensors, and blocks copied between them. The only place where KV moves.
 
-A copy that is behind an admit waits, block by block, until a step has filled each: the loop says
-how far a sequence is. What a device has collected it has done, so a thread copies at once, on a
-stream of its own, and the loop never waits for it. In the host's memory a copy is work for the
+A copy of blocks that an admit fills waits, block by block, until a step has filled each: the loop
+says how far a sequence is. What a device has collected it has done, so a thread copies at once, on
+a stream of its own, and the loop never waits for it. In the host's memory a copy is work for the
 worker's own cores, whoever does it: the loop does it behind the step, for a thread would wait for
 Python's lock until the next step's kernels let go of it, which took longer than the copy. Blocks
 that were never used have no pages there, and making them takes five times as long as the copy; so a
@@ -149,14 +149,14 @@ class Copier:
 
         Args:
             copy: the command.
-            running: the sequence that it is behind, if that is still here.
+            running: the sequence that fills its blocks, if that is still here.
         """
-        behind = copy.behind
-        if behind is None or running is None or running.generation != behind.generation:
+        filler = copy.filled_by
+        if filler is None or running is None or running.generation != filler.generation:
             self._start(copy, copy.pairs, is_last=True)
             return
-        key = (behind.seq_id, behind.generation)
-        self._waiting.setdefault(key, []).append(_WaitingCopy(copy, behind.first_block))
+        key = (filler.seq_id, filler.generation)
+        self._waiting.setdefault(key, []).append(_WaitingCopy(copy, filler.first_block))
         if self._page_maker is not None:
             self._page_maker.submit(make_pages, self._pools[copy.to_pool], copy.pairs)
         self.advance(running)

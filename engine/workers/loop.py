@@ -327,8 +327,8 @@ class StepLoop:
             case Extend(extensions):
                 for extension in extensions:
                     self._extend(extension)
-            case Copy(behind=behind):
-                filling = None if behind is None else self._running.get(behind.seq_id)
+            case Copy(filled_by=filler):
+                filling = None if filler is None else self._running.get(filler.seq_id)
                 self._copier.take(command, filling)
             case MapPool(pool, memory):
                 assert self._map_pool is not None, "on cores pools are mapped at start"

@@ -37,7 +37,6 @@ from engine.model.weights import Weight, convert_weights, quantised_weights
 from engine.units import size_text
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
-    Go,
     GpuSpec,
     MapPool,
     MapShared,
@@ -46,6 +45,7 @@ from engine.wire.messages import (
     Setup,
     SharedMemory,
     Unmapped,
+    WeightsComplete,
     WeightsLoaded,
 )
 from engine.workers.copying import map_pool, probe
@@ -514,7 +514,7 @@ def _weights(
     """The bytes of all weights, read or mapped, when all workers have their share of them."""
     if gpu.shares == "maps":
         channel.send(WeightsLoaded())
-        channel.expect(Go)
+        channel.expect(WeightsComplete)
         shared = channel.expect(MapShared).memory
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
         return shared, device.map(shared.weights)
@@ -526,7 +526,7 @@ def _weights(
             share = spec.share_index, spec.share_count
             read_share(checkpoint, setup.dtype, layout, spec.fd, share, progress)
         channel.send(WeightsLoaded())
-        channel.expect(Go)
+        channel.expect(WeightsComplete)
         stream_arena(spec.fd, arena, device)
         return None, arena
     if isinstance(layout, PanelsLayout):
@@ -536,7 +536,7 @@ def _weights(
     else:
         convert_weights(checkpoint, arena_views(layout, setup.dtype, arena), progress)
     channel.send(WeightsLoaded())
-    channel.expect(Go)
+    channel.expect(WeightsComplete)
     return None, arena
 
 

@@ -10,7 +10,15 @@ import socket
 
 from engine.errors import ChannelClosed
 from engine.wire.channel import WorkerChannel
-from engine.wire.messages import Go, MapShared, PoolMade, Ready, Setup, SharedMemory, WeightsLoaded
+from engine.wire.messages import (
+    MapShared,
+    PoolMade,
+    Ready,
+    Setup,
+    SharedMemory,
+    WeightsComplete,
+    WeightsLoaded,
+)
 
 NUM_BLOCKS = 40
 
@@ -23,7 +31,7 @@ def main():
     me = str(os.getpid()).encode()
     setup = channel.expect(Setup)
     channel.send(WeightsLoaded())
-    channel.expect(Go)
+    channel.expect(WeightsComplete)
     if setup.gpu.shares == "maps":
         memory = channel.expect(MapShared).memory
     else:

@@ -39,7 +39,6 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Admit,
-    Go,
     Ready,
     Rehearse,
     Rehearsed,
@@ -47,6 +46,7 @@ from engine.wire.messages import (
     SequenceStep,
     Setup,
     Stepped,
+    WeightsComplete,
     WeightsLoaded,
 )
 
@@ -77,7 +77,7 @@ class FakeWorker:
         tokenizer = Tokenizer.from_folder(Path(setup.model_dir))
         self._output = tokenizer.encode(TEXT, add_special_tokens=False)
         self._channel.send(WeightsLoaded())
-        assert self._channel.receive(wait=True) == [Go()]
+        assert self._channel.receive(wait=True) == [WeightsComplete()]
         self._rounds.bind(str(self._folder / f"rounds-{setup.worker}"))
         self._channel.send(Ready("none"))
         due = 0.0

@@ -46,7 +46,7 @@ class Pending:
         num_pairs = len(self.copy.pairs)
         if self.running is None or self.running.is_complete:
             return num_pairs - self.num_done
-        num_full = self.running.num_computed_tokens // BLOCK_SIZE - self.copy.behind.first_block
+        num_full = self.running.num_computed_tokens // BLOCK_SIZE - self.copy.filled_by.first_block
         return max(min(num_full, num_pairs) - self.num_done, 0)
 
 
@@ -88,9 +88,9 @@ class FakeWorker:
                     running = self.running.get(seq_id)
                     if running is not None and running.generation == generation:
                         running.block_table.extend(block_ids)
-            case Copy(behind=behind):
-                running = None if behind is None else self.running.get(behind.seq_id)
-                if running is not None and running.generation != behind.generation:
+            case Copy(filled_by=filler):
+                running = None if filler is None else self.running.get(filler.seq_id)
+                if running is not None and running.generation != filler.generation:
                     running = None
                 self.copies.append(Pending(command, running))
             case UseCores(cpus):

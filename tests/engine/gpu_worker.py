@@ -8,12 +8,12 @@ from engine.errors import WorkerFailed
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Admit,
-    Go,
     GpuSpec,
     PoolSpec,
     SamplingParams,
     Setup,
     Stepped,
+    WeightsComplete,
     WeightsLoaded,
 )
 from engine.workers.loop import StepLoop
@@ -157,5 +157,5 @@ def admit(outputs=(), computed=0, until=12, seq_id=1, prompt=PROMPT, **sampling)
 def start_alone(checkpoint, device, gpu=None, **options):
     worker = GpuWorker(checkpoint, "colocated", device, gpu or GpuSpec("GPU-0"), **options)
     worker.report(WeightsLoaded)
-    worker.send(Go())
+    worker.send(WeightsComplete())
     return worker

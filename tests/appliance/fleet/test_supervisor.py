@@ -77,12 +77,12 @@ def test_shares_of_one_memory_and_copies_on_two_devices_add_up() -> None:
 READY = """
 import socket, sys, time
 from engine.wire.channel import WorkerChannel
-from engine.wire.messages import Go, Ready, Setup, WeightsLoaded
+from engine.wire.messages import WeightsComplete, Ready, Setup, WeightsLoaded
 sock = socket.socket(fileno=int(sys.argv[sys.argv.index("--channel-fd") + 1]))
 channel = WorkerChannel(sock)
 channel.expect(Setup)
 channel.send(WeightsLoaded())
-channel.expect(Go)
+channel.expect(WeightsComplete)
 channel.send(Ready("none"))
 """
 SHORT_LIVED = f"{READY}time.sleep(0.01)"

@@ -17,9 +17,9 @@ from engine.kernels.cpu import (
     WAY_NAMES,
     WIDENED,
     AttentionTrial,
+    MeasuredRatio,
     ProductWays,
     PromptTrial,
-    Spread,
     StepValues,
     best_step_tokens,
     find_attention_way,
@@ -304,7 +304,7 @@ def test_experts_who_get_few_of_a_steps_tokens_want_larger_steps():
 
 
 def gain(low, high=None):
-    return Spread.of([low, low if high is None else high])
+    return MeasuredRatio.of([low, low if high is None else high])
 
 
 def test_a_second_core_that_shares_the_unit_for_matrices_is_not_borrowed_for_prompts():
@@ -326,7 +326,7 @@ def test_what_is_undecided_is_said_and_stays_as_is_usual():
 
 @given(st.lists(st.floats(0.01, 100), min_size=1))
 def test_a_spread_lies_within_its_ratios_and_without_the_outermost_of_many(ratios):
-    spread = Spread.of(ratios)
+    spread = MeasuredRatio.of(ratios)
     assert min(ratios) <= spread.low <= spread.median <= spread.high <= max(ratios)
     if len(ratios) >= 4:
         assert (spread.low, spread.high) == (sorted(ratios)[1], sorted(ratios)[-2])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cpu import PromptTrial, Spread, best_step_tokens
+from engine.kernels.cpu import MeasuredRatio, PromptTrial, best_step_tokens
 from engine.schedule.elastic import (
     ANEW_STEPS,
     Forecast,
@@ -293,7 +293,7 @@ def test_what_is_chosen_follows_from_what_the_trial_at_start_has_timed(
     cost_of_512, core_gain, ttft_ms, chunks
 ):
     size, is_decided = best_step_tokens([{128: 1.0, 256: 1.0, 512: cost_of_512}] * 3)
-    trial = PromptTrial(size, Spread.of([core_gain] * 3), has_tiles=True)
+    trial = PromptTrial(size, MeasuredRatio.of([core_gain] * 3), has_tiles=True)
     assert is_decided
     follows = {"max_step_tokens": trial.step_tokens, "lends_for_prompts": trial.lends}
     asked = set()

@@ -2,11 +2,12 @@ import asyncio
 import socket
 import threading
 
+import msgspec
 import pytest
 
 from engine.errors import ChannelClosed
 from engine.wire.channel import DaemonChannel, WorkerChannel
-from engine.wire.messages import Admit, Go, LoadingProgress, Release, SamplingParams
+from engine.wire.messages import Admit, LoadingProgress, Release, SamplingParams, WeightsComplete
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ async def test_everything_a_dead_worker_sent_is_read_before_the_end(pair):
     assert [(await daemon.receive()).loaded_bytes for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ChannelClosed):
         await daemon.receive()
-    daemon.send(Go())  # to a dead worker: lost, not an error
+    daemon.send(WeightsComplete())  # to a dead worker: lost, not an error
     daemon.close()
 
 
@@ -74,11 +75,11 @@ async def test_a_frame_cut_by_death_is_the_end(pair):
 async def test_worker_sees_the_end_after_the_last_command(pair):
     ours, theirs = pair
     daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
-    daemon.send(Go())
+    daemon.send(WeightsComplete())
     await asyncio.sleep(0)
     daemon.close()
     await asyncio.sleep(0.01)
-    assert worker.receive(wait=True) == [Go()]
+    assert worker.receive(wait=True) == [WeightsComplete()]
     with pytest.raises(ChannelClosed):
         worker.receive(wait=False)
     with pytest.raises(ChannelClosed):
@@ -91,10 +92,10 @@ def test_a_waiting_receive_wakes_up_for_a_command(pair):
     received = []
     thread = threading.Thread(target=lambda: received.extend(worker.receive(wait=True)))
     thread.start()
-    body = b"\x81\xa4type\xa2Go"
+    body = msgspec.msgpack.encode(WeightsComplete())
     ours.sendall(len(body).to_bytes(4, "little") + body)
     thread.join(5)
-    assert received == [Go()]
+    assert received == [WeightsComplete()]
 
 
 def test_a_thread_that_sends_on_an_end_that_another_has_closed_is_told_as_of_a_dead_daemon(pair):

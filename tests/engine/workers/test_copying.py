@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
-from engine.wire.messages import Admit, Behind, Copy, SamplingParams, Unmapped
+from engine.wire.messages import Admit, Copy, FilledBy, SamplingParams, Unmapped
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
 from engine.workers.running import Running
@@ -139,7 +139,7 @@ def test_pages_of_a_copys_target_are_made_before_there_is_something_to_copy():
     pairs = [(3, 10), (4, 11), (5, 12), (6, 30)]
     sampling = SamplingParams(max_tokens=1, seed=0)
     waiting = Running.of(Admit(1, 1, [7] * 200, 200, 0, [3, 4, 5, 6], sampling, 1), (), 0)
-    copier.take(Copy(1, "kv", "other", pairs, Behind(1, 1, 0)), waiting)
+    copier.take(Copy(1, "kv", "other", pairs, FilledBy(1, 1, 0)), waiting)
 
     def made_bytes():
         return 512 * (os.fstat(fd).st_blocks - before)

@@ -10,12 +10,12 @@ import torch
 from engine.errors import ChannelClosed
 from engine.wire.messages import (
     Admit,
-    Behind,
     Copied,
     Copy,
     CoresUsed,
     Extend,
     Extension,
+    FilledBy,
     RehearsalStep,
     Rehearse,
     Release,
@@ -170,7 +170,9 @@ def copied(harness):
 
 def test_blocks_are_copied_behind_the_steps_that_fill_them(make):
     harness = make()
-    harness.tell(admit(until=1), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], Behind(1, 1, 0)))
+    harness.tell(
+        admit(until=1), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], FilledBy(1, 1, 0))
+    )
     first, second = harness.step_all(2)
     assert [e.released for e in (*first, *second)] == [None, "moved"]
     assert copied(harness) == [(4, 2, False), (4, 1, True)]
@@ -181,11 +183,11 @@ def test_a_copy_may_begin_in_the_middle_and_come_after_the_bytes(make):
     harness = make()
     harness.tell(admit(until=1))
     harness.step_all(1)
-    harness.tell(Copy(4, "kv", "other", [(2, 6), (3, 7)], Behind(1, 1, 1)))
+    harness.tell(Copy(4, "kv", "other", [(2, 6), (3, 7)], FilledBy(1, 1, 1)))
     assert copied_once(harness) == (4, 1, False)
     harness.step_all(1)
     assert copied(harness) == [(4, 1, True)]
-    harness.tell(Copy(5, "kv", "other", [(1, 5)], Behind(1, 1, 0)))  # it has moved
+    harness.tell(Copy(5, "kv", "other", [(1, 5)], FilledBy(1, 1, 0)))  # it has moved
     assert copied(harness) == [(5, 1, True)]
     assert harness.other[5:8].equal(harness.pool[1:4])
 
@@ -198,7 +200,7 @@ def copied_once(harness):
 
 def test_what_a_sequence_has_not_filled_when_it_ends_is_not_copied(make):
     harness = make()
-    harness.tell(admit(), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], Behind(1, 1, 0)))
+    harness.tell(admit(), Copy(4, "kv", "other", [(1, 5), (2, 6), (3, 7)], FilledBy(1, 1, 0)))
     harness.step_all(1)
     harness.tell(Release(1, 1))
     assert copied(harness) == [(4, 2, False), (4, 0, True)]

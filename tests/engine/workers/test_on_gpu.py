@@ -13,15 +13,15 @@ from engine.errors import CheckpointError, WorkerFailed
 from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.model.weights import load_weights
 from engine.wire.messages import (
-    Behind,
     Copy,
-    Go,
+    FilledBy,
     GpuSpec,
     MapPool,
     MapShared,
     PoolMade,
     PoolSpec,
     Unmapped,
+    WeightsComplete,
     WeightsLoaded,
     WeightsSpec,
 )
@@ -94,7 +94,7 @@ def test_workers_on_several_devices_read_each_byte_once_between_them(
             view.nbytes for view in views_of(checkpoint, dtype).values()
         )
         for worker in workers:
-            worker.send(Go())
+            worker.send(WeightsComplete())
             worker.report(PoolMade)
             worker.loop()
         answers = [
@@ -245,7 +245,7 @@ def test_two_workers_hand_over_through_one_memory(checkpoint, expected):
     with contextlib.closing(prefill), contextlib.closing(decode):
         for worker in (prefill, decode):
             worker.report(WeightsLoaded)
-            worker.send(Go())
+            worker.send(WeightsComplete())
         made = decode.report(PoolMade)
         prefill.send(MapShared(made.memory))
         for worker in (prefill, decode):
@@ -270,12 +270,12 @@ def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
     with contextlib.closing(prefill), contextlib.closing(decode):
         for worker in (prefill, decode):
             worker.report(WeightsLoaded)
-            worker.send(Go())
+            worker.send(WeightsComplete())
             assert worker.report(PoolMade).memory is None
             worker.loop()
             assert worker.started.ready.sharing == "time-sliced"
             assert worker.device.pinned_memory == [worker.started.pools["ring"]]
-        behind = Behind(1, 1, 0)
+        behind = FilledBy(1, 1, 0)
         first = prefill.run(admit(until=1), Copy(1, "kv", "ring", [(1, 3), (2, 1)], behind))
         assert first[-1].released == "moved"
         assert prefill.copied() == (1, 2)
@@ -299,7 +299,7 @@ def peers(checkpoint, is_broken=False):
     with contextlib.closing(prefill), contextlib.closing(decode):
         for worker in (prefill, decode):
             worker.report(WeightsLoaded)
-            worker.send(Go())
+            worker.send(WeightsComplete())
         assert prefill.report(PoolMade).memory is None
         memory = decode.report(PoolMade).memory
         if is_broken:
@@ -318,7 +318,7 @@ def test_blocks_are_written_into_the_pool_of_another_device(checkpoint, expected
         assert decode.started.ready.probes == {}
         moved = admit(seq_id=2)
         pairs = list(zip([1, 2], moved.block_table, strict=False))
-        first = prefill.run(admit(until=1), Copy(1, "kv", "decode", pairs, Behind(1, 1, 0)))
+        first = prefill.run(admit(until=1), Copy(1, "kv", "decode", pairs, FilledBy(1, 1, 0)))
         assert prefill.copied() == (1, 2)
         token, computed = first[-1].token_ids[0], first[-1].num_computed_tokens
         entries = decode.run(admit([token], computed, seq_id=2))
@@ -357,7 +357,7 @@ def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, 
     decode = GpuWorker(checkpoint, "decode", FakeDevice(exported), GpuSpec("GPU-0", "exports"))
     with contextlib.closing(decode):
         decode.report(WeightsLoaded)
-        decode.send(Go())
+        decode.send(WeightsComplete())
         memory = decode.report(PoolMade).memory
         decode.loop()
         outputs, computed = [], 0
@@ -366,7 +366,7 @@ def test_a_mapping_worker_that_starts_again_finds_what_was_computed(checkpoint, 
             prefill = GpuWorker(checkpoint, "prefill", device, GpuSpec("GPU-0", "maps"))
             with contextlib.closing(prefill):
                 prefill.report(WeightsLoaded)
-                prefill.send(Go())
+                prefill.send(WeightsComplete())
                 prefill.send(MapShared(memory))
                 prefill.loop()
                 entries = prefill.run(admit(outputs, computed, until))
@@ -384,7 +384,7 @@ def test_a_worker_that_maps_other_memory_says_so(checkpoint):
     with contextlib.closing(decode), contextlib.closing(prefill):
         for worker in (prefill, decode):
             worker.report(WeightsLoaded)
-            worker.send(Go())
+            worker.send(WeightsComplete())
         memory = decode.report(PoolMade).memory
         decode.loop()
         with devices[1].accelerator.on():
