@@ -119,6 +119,8 @@ def test_fp8_by_fp8_is_that_of_inputs_rounded_token_by_token(tmp_path):
     x[2] = 0
     codes, scales = rounded_to_fp8(x)
     assert codes.float().abs().amax(-1).tolist() == [448, 448, 0, 448, 448]
+    if torch.__version__ < "2.12" and not torch.cuda.is_available():
+        pytest.skip("torch 2.11 has no scaled products on CPUs")
     found = Linears("torch", None).make(weights["fp8"], names)(x)
     expected = Linears("torch", None).make(weights["panels"], names)(
         (codes.float() * scales).bfloat16()
