@@ -8,7 +8,7 @@ Owns: items of output, and the order and numbers of events; which fields and ite
 OpenAI's client and Codex send them, and what is refused; `previous_response_id`, `store`, and the
 routes of one response.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps a response; response_memory does.
+Never: keeps a response longer than its memory has room for, or shows it to anybody else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verbs that say how the appliance is: status as a page or a line, metrics.
 
-Owns: its wording. Invariant: pure; one subject a line; what --check takes for a fault, and how a
-frame is shown again and again.
+Owns: the wording of the page, one subject a line; what --check takes for a fault; how a frame is
+shown again and again.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
 Never: judges a figure; the alerts are the daemon's.
 """

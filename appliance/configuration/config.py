@@ -1,7 +1,7 @@
 """Settings of the daemon: flag, environment, TOML file, default; and the folders that they name.
 
-Owns: what the settings of the table in settings are by default, and who sets them. The only file
-that knows TOML; their modes.
+Owns: what the settings of the table in settings are by default, and who sets them; the folders that
+they name, and their modes. The only file that knows TOML.
 Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
 allowed and where it was set, to the line.
 Never: imports anything slow: each `penstock status` pays for it.

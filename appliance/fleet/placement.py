@@ -1,6 +1,7 @@
 """Where everything goes: cores to workers, memory to pools. Decided once, at start.
 
-Owns: how the two versions of the kernel's interface are read, and where they are mounted.
+Owns: which cores and how much memory each worker and pool gets, with the reasons as lines; what
+control groups of both versions allow.
 Invariant: each worker has cores of its own (with one core both share it), one thread per physical
 core; the pools together never exceed the KV memory.
 Never: starts a process, allocates memory.

@@ -4,7 +4,7 @@ Owns: which parameters there are, what they mean and what is refused; the SQL be
 the shape of its rows as JSON.
 Invariant: every field of a query is safe to run: times are in the log's own form, stages are names
 of stages.
-Never: knows SQL; ignores a parameter that it cannot read.
+Never: lets a client write SQL; ignores a parameter that it cannot read.
 """
 
 from __future__ import annotations

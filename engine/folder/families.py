@@ -4,10 +4,9 @@ A row's `defaults` are the keys of config.json that the family has, with transfo
 each; a key that is not among them means nothing to the family and is ignored, as transformers
 ignores it. Numbers come out of those keys. What no key says is a field of the row.
 
-Owns: the fields of a row. What a number says is a key of config.json, and no field; those rows.
-Invariant: as for all rows, engine.folder.families says it; the table of differences; there is no
-class and no branch per family anywhere else.
-Invariant: a row is complete; None is "the family has no such part".
+Owns: the table of differences from Llama; there is no class and no branch per family anywhere else.
+Invariant: a row is complete; None is "the family has no such part". What a number says is a key of
+config.json, and no field.
 Never: reads a file.
 """
 

@@ -138,7 +138,7 @@ class TorchBackend:
             x.mul_(factor)
 
     def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
-        """Multiply in place."""
+        """Multiply queries by their growth, in place."""
         queries.mul_(growth)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:

@@ -1,7 +1,7 @@
 """A step's small operations and its attention on a GPU, by our kernels or by libraries.
 
-Owns: the order and meaning of their arguments; which kernels serve which part of a step, and the
-tensors that its layers share.
+Owns: which kernel or library serves which part of a step, with the order and meaning of its
+arguments; the tensors that a step's layers share.
 Invariant: after plan, nothing is read from the device and no list is looked at, so that a step can
 be captured in a graph.
 Never: chooses blocks, keeps anything after the step.

@@ -1,6 +1,6 @@
 """Which workers should run a sequence, by prediction; and what came of what was predicted.
 
-Owns: what each pair would mean for a sequence, and the words for why one was chosen. Pure; the
+Owns: what each pair of workers would mean for a sequence, and the words for why one was chosen; the
 prompts that are being computed as a forecast said, each way's record since the start, and which
 ways are closed.
 Invariant: the choice is one of the candidates; of those that meet the targets the cheapest, of

@@ -1,6 +1,7 @@
 """The folder of an SSD cache: how a block lies in a file; files found, read, looked after, deleted.
 
-Owns: the format. Pure; names and modes of the files, and the lock on the folder.
+Owns: how a block and a slab's head are written as bytes; names and modes of the files, and the lock
+on the folder.
 Invariant: what a survey says was read from sealed headers; it takes no lock and changes nothing.
 Never: knows what is being written.
 """

@@ -1,8 +1,8 @@
 """Which block lies in which place on disk, which place is next; what a larger cache would find.
 
-Owns: the index of all records, the free places, and who reads or writes which. Pure: files are
-slabs', which is told what to do with the places named here; when each of the blocks watched was
-used last, and the counts of distances.
+Owns: the index of all records, the free places, and who reads or writes which; when each of the
+blocks watched was used last, and the counts of distances. Of files it knows nothing: it names
+places, and whoever has the store is told what to do with them.
 Invariants: a place has at most one record; nobody is given a place that somebody reads or writes;
 a record can be found from when it is written to when it is dropped, and no longer. Deleting has
 two phases: out of the index at once, given to another when its last reader is done.

@@ -3,8 +3,8 @@
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
 
-Owns: the shapes, and the tensors that a case works on; the timing, and what steps and transports
-are held against; kernel_bench has the kernels'.
+Owns: the shapes and tensors of each case, kernel by kernel, and the timing; what steps and
+transports are held against.
 Invariant: a share is of what this device did in this run, never of a data sheet.
 Never: serves; reads weights.
 """
