@@ -166,16 +166,28 @@ def _reached(frame: Row, names: Iterable[str]) -> list[str]:
     return [f"{name} {duration(value_ms)}" for name, value_ms in known if value_ms is not None]
 
 
+_PLAIN = ("uid", "migration")
+"""Numbers that are names."""
+
+
 def facts(content: Row) -> str:
     """Names and values, one a line."""
-    named = {name: _fact(name, value) for name, value in flat(content).items()}
+    named = {_label(name): _fact(name, value) for name, value in flat(content).items()}
     width = max(map(len, named), default=0)
     return "\n".join(f"{printable(name):<{width}}  {value}" for name, value in named.items())
 
 
+def _label(name: str) -> str:
+    """`num_parameters` as people say it: `parameters`; `rows.events` as `rows, events`."""
+    return name.removeprefix("num_").replace("_", " ").replace(".", ", ")
+
+
 def _fact(name: str, value: Any) -> str:
-    """A value; what its name says to be bytes, as a size."""
-    return size(value) if "_bytes" in name and isinstance(value, int) else word(value)
+    """A value; what its name says to be bytes, as a size; what it counts, with commas."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if "_bytes" in name and is_number:
+        return size(value)
+    return count(value) if is_number and name not in _PLAIN else word(value)
 
 
 def roles_text(frame: Row) -> str:

@@ -140,6 +140,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
+    for sentence in config.unknown_variables():
+        yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
     try:
         found = config.load_asked(settings)
     except PenstockError as error:

@@ -151,3 +151,9 @@ def test_whose_files_are_told_of_is_said_where_the_daemon_is_elsewhere(
         assert ended.returncode == 0
         assert "this machine's files, not of ssh://box" in ended.stderr
     assert penstock(environ, "db", "path").stderr == ""
+
+
+def test_a_variable_that_sets_nothing_is_told(environ: dict[str, str]) -> None:
+    found = findings({**environ, "PENSTOCK_KV_MEMROY": "2GiB"}, code=0)
+    assert found["environment"]["verdict"] == "note"
+    assert "is PENSTOCK_KV_MEMORY meant?" in found["environment"]["found"]
