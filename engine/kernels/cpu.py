@@ -446,7 +446,7 @@ class PromptTrial:
 
     @property
     def why(self) -> str:
-        """Whether prompts get a second core, and what was measured of it, in words."""
+        """How large steps of prompts are, whether these get a second core, and by which figures."""
         said = f"up to {self.step_tokens:,} prompt tokens a step"
         if self.costs:
             others = (f"{cost} in steps of {size:,}" for size, cost in self.costs.items())
