@@ -555,11 +555,17 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
 def check_directories(config: ServeConfig) -> None:
     """Look whether prepare_directories() could do its work, and files be made there.
 
+    A socket that is there needs no folder that takes files: systemd, which listens on it for a
+    daemon, made it in a folder of its own.
+
     Raises:
         ConfigError: all that could not be.
     """
     wrong = list[ConfigError]()
-    for folder in (config.socket.parent, config.state_dir):
+    folders = [config.state_dir]
+    if not os.access(config.socket, os.F_OK):
+        folders.insert(0, config.socket.parent)
+    for folder in folders:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             problem = f"{there} is not a folder" if there != folder else "it is not a folder"
