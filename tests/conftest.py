@@ -12,6 +12,9 @@ from tests.daemons import ARMS, Daemon
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# tests start some thousand processes: each would compile the modules that it imports again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # machines are shared: no test fails because it was slow, and what fails once fails again;
 # other examples than the usual ones: pytest --hypothesis-profile explore
 hypothesis.settings.register_profile("penstock", deadline=None, derandomize=True)
@@ -29,12 +32,17 @@ LONGEST = (
     "test_ssd_cache.py",
     "test_manners.py",
     "test_quantisation.py",
+    "test_int8_kv.py",
+    "test_kernel_memory.py",
     "cli/test_bench.py",
     "schedule/test_prefix_cache.py",
     "test_replay.py",
     "test_kernels_compile.py",
     "starter/test_train.py",
     "cli/test_demo.py",
+    "tui/test_keys.py",
+    "tui/test_replay_console.py",
+    "test_booted.py",
 )
 """Files that take longest, in this order: a process that began one of them at the end would work on
 it alone. xdist's own order, by the number of tests, begins with the quickest."""
