@@ -450,9 +450,9 @@ class PromptTrial:
         said = f"up to {self.step_tokens:,} prompt tokens a step"
         if self.costs:
             others = (f"{cost} in steps of {size:,}" for size, cost in self.costs.items())
-            said += f" (a token's time, of that: {', '.join(others)})"
+            said += f" (a token takes {', '.join(others)}, against 1)"
         if not self.is_decided:
-            said += f", undecided and so as near to {STEP_TOKENS[-1]} as may be"
+            said += ", too near to call: the largest that may be quicker"
         gain = self.second_core_gain
         if gain is None:
             return said

@@ -250,7 +250,7 @@ def test_this_machine_finds_how_many_prompt_tokens_a_step_is_worth():
     assert found.step_tokens in (128, 256, 512)
     assert found.costs.keys() == {128, 256, 512} - {found.step_tokens}
     assert 0 < found.second_core_gain.low <= found.second_core_gain.high
-    assert "prompt tokens a step (a token's time, of that: " in found.why
+    assert "prompt tokens a step (a token takes " in found.why
     assert "; two cores compute a prompt " in found.why
     alone = try_prompts(*load_kernels(), None, 1)
     assert (alone.second_core_gain, alone.lends) == (None, True)
@@ -318,8 +318,8 @@ def test_what_is_undecided_is_said_and_stays_as_is_usual():
     noisy = PromptTrial(512, gain(0.9, 1.6), True, {128: gain(0.9, 1.2)}, is_decided=False)
     assert noisy.lends
     assert noisy.why == (
-        "up to 512 prompt tokens a step (a token's time, of that: 1.20 (0.90 to 1.20) in steps of "
-        "128), undecided and so as near to 512 as may be; two cores compute a prompt "
+        "up to 512 prompt tokens a step (a token takes 1.20 (0.90 to 1.20) in steps of 128, "
+        "against 1), too near to call: the largest that may be quicker; two cores compute a prompt "
         "1.60 (0.90 to 1.60)x as fast as one: undecided, so that it borrows them"
     )
 
