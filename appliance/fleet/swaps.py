@@ -321,10 +321,12 @@ class Swaps(AbstractContextManager[None]):
             return
         self.next = name
         try:
-            while self._num_entering or not self._idle.is_set():
-                await (self._change() if self._num_entering else self._idle.wait())
-            if self._waits_for(name):  # else whoever asked for it has left
-                await self._do_swap(name)
+            # nobody is kept waiting for a model that whoever asked for it no longer waits for
+            while self._waits_for(name):
+                if not self._num_entering and self._idle.is_set():
+                    await self._do_swap(name)
+                    return
+                await (self._change() if self._num_entering else self._change_or_idle())
         finally:
             self.next = None
 
@@ -386,6 +388,16 @@ class Swaps(AbstractContextManager[None]):
             await asyncio.wait_for(self._changed.wait(), patience_s)
         except TimeoutError:
             return
+
+    async def _change_or_idle(self) -> None:
+        """Wait until something has changed, or no request is under way."""
+        self._changed.clear()
+        waits = [asyncio.create_task(each.wait()) for each in (self._changed, self._idle)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
 
 
 def _draining() -> Unavailable:

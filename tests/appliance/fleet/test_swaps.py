@@ -258,6 +258,22 @@ async def test_who_hangs_up_while_waiting_frees_its_place_and_holds_nobody_up() 
     assert house.served == ["c"]
 
 
+async def test_a_swap_that_nobody_waits_for_any_more_keeps_nobody_out() -> None:
+    house, end = House(), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    gone = asyncio.get_running_loop().create_future()
+    second = asyncio.create_task(house.request("b", gone=gone))
+    await until(lambda: house.swaps.next == "b")
+    third = asyncio.create_task(house.request("a"))
+    gone.set_result(None)
+    await until(lambda: second.done() and third.done())  # while the first goes on
+    assert (await second, await third) == ("", "a")
+    assert (first.done(), house.swaps.next, house.served) == (False, None, [])
+    end.set()
+    assert await first == "a"
+
+
 async def test_who_is_cancelled_while_waiting_holds_nobody_up() -> None:
     house, end = House(), asyncio.Event()
     first = asyncio.create_task(house.request("a", end))
