@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import stat
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -63,7 +64,7 @@ def make_bundle(daemon: Daemon, path: Path) -> dict[str, bytes]:
 
 
 def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
-    with sqlite3.connect(daemon.folder / "state" / "requests.db") as db:
+    with closing(sqlite3.connect(daemon.folder / "state" / "requests.db")) as db:
         assert PROMPT in str(db.execute("SELECT * FROM request_text").fetchall())
     parts = make_bundle(daemon, tmp_path / "report.tar.gz")
     assert parts.keys() == PARTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -34,7 +35,10 @@ class FakeDaemon:
         await self.die()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._answer, str(self.socket_path))
+        # Python 3.13 takes the file away, as one that is killed does not
+        stays = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        path = str(self.socket_path)
+        self._server = await asyncio.start_unix_server(self._answer, path, **stays)
 
     async def die(self) -> None:
         """As after kill -9: connections end in the middle, the socket file stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from appliance.client import Client
@@ -52,7 +53,7 @@ def test_a_damaged_log_is_bad_and_stays_as_it_is(environ: dict[str, str], tmp_pa
     folder = tmp_path / "state"
     folder.mkdir()
     path = folder / "requests.db"
-    with sqlite3.connect(path) as db:
+    with closing(sqlite3.connect(path)) as db, db:
         db.execute("CREATE TABLE requests (rid TEXT)")
         db.executemany("INSERT INTO requests VALUES (?)", [("x" * 500,)] * 200)
     damaged = bytearray(path.read_bytes())
