@@ -44,13 +44,11 @@ class ArenaWorld(TieredWorld):
 def test_the_arena_comes_before_the_disk_and_the_disk_has_what_it_lacks():
     world = ArenaWorld("colocated", has_disk=True)
     prompt = list(range(41))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.forget_pools()
     for block_hash in world.dram.index.hashes[-4:]:  # the tail was stored last
         world.dram.index.drop(block_hash)
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_restored_tokens == 40
     assert "6 of 6 blocks from DRAM" in again.restore_reason
     assert "4 of 4 blocks from the SSD" in again.restore_reason
@@ -191,11 +189,9 @@ def assert_slots_free(staged):
 def test_what_was_used_twice_comes_back_and_the_prompt_is_told_from_where(kind, whence, arm):
     world = kind(arm)
     prompt = list(range(41))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.forget_pools()
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert f"blocks from {whence}" in again.restore_reason
     assert world.tiers.each[0].counts.loaded_blocks == 10

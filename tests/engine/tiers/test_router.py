@@ -15,16 +15,13 @@ from tests.engine.tiers.tiered_world import ARMS, TieredWorld, walk_beside_a_fai
 def test_what_was_used_twice_comes_from_disk_and_the_prompt_is_told_so(arm):
     world = TieredWorld(arm)
     prompt = list(range(41))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.forget_pools()
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert "10 of 10 blocks from the SSD" in again.restore_reason or ";" in again.restore_reason
     assert 0 < again.stamps.restored_ns <= again.stamps.started_ns - again.stamps.arrived_ns
-    once_more = world.sequence(prompt=prompt)
-    world.finish(once_more)
+    once_more = world.answered(prompt)
     assert (once_more.num_cached_tokens, once_more.num_restored_tokens) == (40, 0)
 
 
@@ -32,13 +29,11 @@ def test_what_was_used_twice_comes_from_disk_and_the_prompt_is_told_so(arm):
 def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_per_s, is_fetched):
     world = TieredWorld("peer")
     prompt = list(range(41))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.ledger.pools["prefill"].lose()
     world.ssd.costs.bytes_per_s = bytes_per_s
     world.router.copies.expected_ms = lambda *_: 5.0
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_cached_tokens == 40
     assert again.num_restored_tokens == (0 if is_fetched else 40)
     assert bool(world.router.counters.prefix_cache_fetches) == is_fetched
@@ -49,12 +44,10 @@ def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_pe
 def test_where_nobody_prefills_blocks_come_to_the_pool_of_who_decodes(arm):
     world = TieredWorld(arm)
     prompt = list(range(41))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.forget_pools()
     world.kill("prefill")
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_cached_tokens == again.num_restored_tokens == 40
     assert again.worker is None or again.worker == "decode"
 
@@ -62,11 +55,9 @@ def test_where_nobody_prefills_blocks_come_to_the_pool_of_who_decodes(arm):
 def test_a_prefix_that_is_larger_than_what_may_be_loaded_at_once_comes_in_parts():
     world = TieredWorld("colocated", num_blocks=65)
     prompt = list(range(81))
-    for _ in range(2):
-        world.finish(world.sequence(prompt=prompt))
+    world.use_twice(prompt)
     world.forget_pools()
-    again = world.sequence(prompt=prompt)
-    world.finish(again)
+    again = world.answered(prompt)
     assert again.num_restored_tokens == 80
     assert again.restore_reason.count("8 of 8 blocks from the SSD") == 2
 

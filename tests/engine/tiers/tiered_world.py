@@ -86,6 +86,17 @@ class TieredWorld(Rig, World):
     def is_quiet(self):
         return super().is_quiet and not self.disk.jobs
 
+    def answered(self, prompt):
+        """A sequence of this prompt that has come to its end."""
+        sequence = self.sequence(prompt=prompt)
+        self.finish(sequence)
+        return sequence
+
+    def use_twice(self, prompt):
+        """As often as makes its blocks worth keeping below the pools."""
+        for _ in range(2):
+            self.answered(prompt)
+
     def forget_pools(self):
         """As after a restart; nobody is there."""
         for pool in self.ledger.pools.values():
