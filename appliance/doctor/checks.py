@@ -397,7 +397,8 @@ def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
     workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
     if state["state"] != "ready":
+        verdict = "bad" if state["state"] == "degraded" else "note"  # as `status` grades it
         found = f"{found}; {state['state_reason']}"
-        return Finding("daemon", "note", found, "penstock events says more")
+        return Finding("daemon", verdict, found, "penstock events says more")
     quantised = "".join(f"; {state[name]}" for name in ("weights", "kv") if state.get(name))
     return Finding("daemon", "ok", found + quantised)

@@ -127,6 +127,8 @@ class Swaps(AbstractContextManager[None]):
         )
         self._resting: dict[str, _FailedModel] = {}
         self._num_entering = 0
+        self._is_loading = False
+        """The last reply of the model that was served has ended."""
         self._changed = asyncio.Event()
         self._is_closed = False
         self._num_swaps = 0
@@ -274,6 +276,8 @@ class Swaps(AbstractContextManager[None]):
 
     def _waits_for_what(self, name: str) -> str:
         wanted = name or self.next or self.current
+        if self.next == wanted and not self._is_loading:
+            return f"model {wanted}, which is loaded when the last reply of {self.current} ends"
         if self.next == wanted:
             return f"model {wanted}, which is being loaded"
         return f"model {wanted}, whose turn comes after {self.next or self.current}"
@@ -328,10 +332,11 @@ class Swaps(AbstractContextManager[None]):
                     return
                 await (self._change() if self._num_entering else self._change_or_idle())
         finally:
-            self.next = None
+            self.next, self._is_loading = None, False
 
     async def _do_swap(self, name: str) -> None:
         began_s = time.monotonic()
+        self._is_loading = True
         about = await self._swap(name)
         now_s = self._since_s = time.monotonic()
         if about is None:

@@ -18,7 +18,7 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, TierFrame
+from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, TierFrame, WorkerFrame
 from engine.units import size_text
 
 # What alerts look at: each signal of a frame as one number, the larger the worse.
@@ -58,6 +58,8 @@ class LastMinute:
 
     def __init__(self) -> None:
         self._points: deque[_PastReading] = deque()
+        self.down_workers: set[str] = set()
+        """That have died, and none of their names was ready since: a swap starts others."""
 
     def add(self, frame: Frame) -> None:
         """Take in a frame, which is the newest, and forget what is too old."""
@@ -73,6 +75,9 @@ class LastMinute:
         self._points.append(point)
         while self._points[0].uptime_s < frame.uptime_s - PAST_S:
             self._points.popleft()
+        states = {worker.name: worker for worker in frame.workers}
+        self.down_workers &= {name for name, each in states.items() if each.state != "ready"}
+        self.down_workers |= {name for name, each in states.items() if _has_died(each)}
 
     @property
     def num_failed(self) -> int:
@@ -99,6 +104,11 @@ class LastMinute:
         """Tokens a second of each sequence that decoded, as a rule."""
         rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
         return median(rates) if rates else None
+
+
+def _has_died(worker: WorkerFrame) -> bool:
+    is_loading_again = worker.state == "loading" and worker.num_restarts > 0
+    return worker.state == "restarting" or is_loading_again
 
 
 def _decode_rate(frame: Frame) -> float | None:
@@ -233,13 +243,10 @@ def worker_stuck(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 for a worker that has died and is not back."""
     for worker in frame.workers:
-        is_down = worker.state == "restarting" or (
-            worker.state == "loading" and worker.num_restarts
-        )
         subject = f"worker {worker.name} "
         # one that dies again and again has more to say
         about = _reason(frame, subject) or f"{subject}is restarting"
-        yield Signal(bool(is_down), about, worker.name)
+        yield Signal(worker.name in past.down_workers, about, worker.name)
 
 
 def state_degraded(frame: Frame, past: LastMinute) -> Iterator[Signal]:

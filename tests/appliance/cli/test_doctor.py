@@ -11,7 +11,7 @@ from appliance.client import Client
 from appliance.configuration import config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
-from appliance.doctor import checks as doctor
+from appliance.doctor import checks
 from engine.errors import PenstockError
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
@@ -71,51 +71,61 @@ def test_a_state_folder_beneath_a_file_is_bad(environ: dict[str, str], tmp_path:
 
 
 def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> None:
-    def forbidden() -> doctor.Finding:
+    def forbidden() -> checks.Finding:
         raise PermissionError(13, "Permission denied", "/closed")
 
-    found = doctor._looked_at("log", forbidden)
+    found = checks._looked_at("log", forbidden)
     assert (found.verdict, found.found) == ("bad", "/closed: Permission denied")
 
 
 def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     ssd = {"state": "failed", "folder": "/x/kv", "reason": "/x is not a folder"}
     state = {"ssd": ssd, "workers": []}
-    found = doctor._ssd(config.load_asked({}), state)
+    found = checks._ssd(config.load_asked({}), state)
     assert (found.verdict, "/x is not a folder" in found.found) == ("note", True)
     ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
-    found = doctor._ssd(config.load_asked({}), state)
+    found = checks._ssd(config.load_asked({}), state)
     assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB used by the daemon")
     ssd["limit"] = "its disk is full"
-    found = doctor._ssd(config.load_asked({}), state)
+    found = checks._ssd(config.load_asked({}), state)
     assert (found.verdict, found.found.endswith("; its disk is full")) == ("note", True)
     assert "make room" in found.hint
 
 
 def test_of_a_daemon_that_serves_quantised_its_losses_are_told() -> None:
     state = {"state": "ready", "model": "m", "roles": "static", "workers": [], "weights": None}
-    assert "KV" not in doctor._daemon(state).found
-    found = doctor._daemon(state | {"kv": "KV is int8; divergence 0.0001 nats"})
+    assert "KV" not in checks._daemon(state).found
+    found = checks._daemon(state | {"kv": "KV is int8; divergence 0.0001 nats"})
     assert found.verdict == "ok"
     assert found.found.endswith("; KV is int8; divergence 0.0001 nats")
 
 
+def test_a_daemon_is_graded_as_status_grades_it() -> None:
+    state = {"model": "m", "roles": "static", "workers": [], "state_reason": "a worker is gone"}
+    verdicts = {name: checks._daemon(state | {"state": name}) for name in ("loading", "degraded")}
+    assert {name: found.verdict for name, found in verdicts.items()} == {
+        "loading": "note",
+        "degraded": "bad",
+    }
+    assert verdicts["degraded"].found.endswith("; a worker is gone")
+
+
 def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
-    chosen = doctor._kernels({"trials": ["up to 96 prompt tokens a step", "two cores"]})
+    chosen = checks._kernels({"trials": ["up to 96 prompt tokens a step", "two cores"]})
     if not has_kernels():
         assert "torch" in chosen.found
         return
     told = "chosen at the daemon's start: up to 96 prompt tokens a step; two cores"
     assert (chosen.verdict, chosen.found.endswith(told)) == ("ok", True)
     for nothing in ({"trials": []}, {}, PenstockError("no daemon")):
-        assert "tried now: weights in bfloat16 are " in doctor._kernels(nothing).found
+        assert "tried now: weights in bfloat16 are " in checks._kernels(nothing).found
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
     ended = penstock(environ, "doctor")
-    checks = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]
-    assert checks[:3] == ["packages", "kernels", "cores"]
-    assert checks[-1] == "daemon"
+    named = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]
+    assert named[:3] == ["packages", "kernels", "cores"]
+    assert named[-1] == "daemon"
 
 
 def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
@@ -129,24 +139,24 @@ def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
 
 
 def test_cpu_energy_is_asked_for(tmp_path: Path) -> None:
-    (power,) = doctor._devices(Devices([], []))
+    (power,) = checks._devices(Devices([], []))
     assert (power.verdict, "/sys/class/powercap" in power.hint) == ("note", True)
     folder = tmp_path / "intel-rapl:0"
     folder.mkdir()
     (folder / "name").write_text("package-0")
     (folder / "energy_uj").write_text("5")
-    (power,) = doctor._devices(Devices(find_packages(tmp_path), []))
+    (power,) = checks._devices(Devices(find_packages(tmp_path), []))
     assert power.verdict == "ok"
 
 
 def test_whose_files_are_told_of_is_said_where_the_daemon_is_elsewhere(
     environ: dict[str, str],
 ) -> None:
-    found = doctor._elsewhere(lambda: Client(SshAddress("box")))
+    found = checks._elsewhere(lambda: Client(SshAddress("box")))
     assert found is not None
     assert "ssh://box" in found.found
     for near in (UnixAddress(Path("/s")), TcpAddress("127.0.0.1", 8000)):
-        assert doctor._elsewhere(lambda near=near: Client(near)) is None  # type: ignore[misc]
+        assert checks._elsewhere(lambda near=near: Client(near)) is None  # type: ignore[misc]
     for words in (("cache", "stats"), ("db", "path"), ("config", "show")):
         ended = penstock({**environ, "PENSTOCK_HOST": "ssh://box"}, *words)
         assert ended.returncode == 0

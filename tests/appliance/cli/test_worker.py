@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from appliance.doctor import checks as doctor
+from appliance.doctor import checks
 from appliance.dynamo import runtime
 from tests.appliance.cli_process import ROOT, penstock
 
@@ -47,7 +47,7 @@ def test_without_the_wheels_it_says_which_and_how(environ, tmp_path):
 )
 def test_doctor_names_what_is_missing(monkeypatch, what, verdict):
     monkeypatch.setattr(runtime, "missing", lambda: what)
-    finding = doctor._dynamo()
+    finding = checks._dynamo()
     assert (finding.check, finding.verdict) == ("dynamo", verdict)
     assert what is None or what in finding.found
 

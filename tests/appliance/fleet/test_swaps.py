@@ -136,7 +136,7 @@ async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
     ]
     assert [each.age_ms for each in shown] == [3000.0, 2000.0]
     assert [each.waits_for for each in shown] == [
-        "model b, which is being loaded",
+        "model b, which is loaded when the last reply of a ends",
         "model a, whose turn comes after b",
     ]
     assert house.swaps.owner_of("r2") == "ann"
@@ -149,6 +149,22 @@ async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
     assert await third
     assert house.swaps.requests(0) == []
     assert house.served == []
+
+
+async def test_a_model_is_said_to_be_loaded_when_the_last_reply_of_the_other_has_ended() -> None:
+    house, end, waited = House(), asyncio.Event(), set()
+
+    async def swap(name: str) -> None:
+        waited.update(each.waits_for for each in house.swaps.requests(0))
+
+    house.swaps._swap = swap
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    end.set()
+    assert [await first, await second] == ["a", "b"]
+    assert waited == {"model b, which is being loaded"}
 
 
 async def test_nobody_waits_longer_than_a_queue_lets_them() -> None:

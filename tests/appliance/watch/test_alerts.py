@@ -312,6 +312,17 @@ def test_the_table_is_in_order_and_its_codes_are_stable_words():
         assert bounds == sorted(bounds)
 
 
+def test_a_worker_that_died_in_a_swap_is_back_when_the_one_of_its_name_is_ready():
+    alerts, told = Alerts(), []
+    for state in ("loading", "restarting", "loading", "loading", "ready"):
+        frame = idle(workers=[worker("decode", state=state)])
+        told += [(state, change.message) for change in alerts.update(frame)]
+    assert told == [
+        ("restarting", "worker decode is restarting"),
+        ("ready", "worker decode is ready again"),
+    ]
+
+
 def test_a_worker_that_is_back_is_not_told_to_be_down():
     alerts = Alerts()
     down = idle(workers=[worker("decode", state="restarting")])
