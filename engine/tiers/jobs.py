@@ -16,7 +16,7 @@ from itertools import count
 from typing import Protocol
 
 from engine.cache.blocks import BlockPool, Ledger
-from engine.cache.places import SSD
+from engine.cache.places import DRAM, SSD
 from engine.tiers.files import SlabHead
 from engine.tiers.index import IndexEntry, RecordPlace, SlabIndex
 from engine.wire.messages import Copy
@@ -141,6 +141,10 @@ class Counts:
     lost_slabs: int = 0
 
 
+_LABELS = {SSD: "the SSD", DRAM: "DRAM"}
+"""Of each tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What loads and stores of one tier share: its store, index and clocks."""
@@ -166,7 +170,7 @@ class Context:
     @property
     def label(self) -> str:
         """The tier in a sentence."""
-        return "the SSD" if self.name == SSD else "DRAM"
+        return _LABELS[self.name]
 
     def is_late(self, job: CopyJob) -> None:
         """It was begun and does not end: nobody knows when its blocks will be free."""

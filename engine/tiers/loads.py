@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from engine.cache.prefix_index import Hash, PrefixChain
 from engine.tiers.index import IndexEntry
-from engine.tiers.jobs import Context, CopyJob, GrowJob
+from engine.tiers.jobs import Context, CopyJob, GrowJob, SweepJob
 from engine.wire.messages import Copy
 
 # What a load from a tier costs, against computing the same again; and what came of it.
@@ -401,8 +401,10 @@ STORED_AT_ONCE = 4
 """Blocks under way to the disk: those cannot be evicted meanwhile."""
 URGENT_BYTES = 4 << 20
 """What others wait for is stored by jobs of about so much, and free after each."""
-PAUSE_S = 60.0
+PAUSE_S = 10.0
 """After the disk has refused to take something."""
+LOOK_S = 5.0
+"""Between looks at a disk without room for as much as the cache may hold."""
 MAX_REMEMBERED = 1 << 16
 """Blocks that are to be stored, and as many that may be."""
 
@@ -436,6 +438,7 @@ class Stores:
         self._shortage: str | None = None
         self._refusal: str | None = None
         self._paused_until_ns = 0
+        self._will_look = False
 
     @property
     def limit(self) -> str | None:
@@ -576,14 +579,25 @@ class Stores:
         elif job.error is not None:
             self.refused(job.error)
         else:
-            self._is_full, self._shortage = True, job.limit
+            self._is_full = True
             self.max_places = self._context.index.num_places
+            self._is_short(job.limit)
 
     def looked(self, max_places: int, limit: str | None) -> None:
         """Somebody may have given the disk more room since it was full, or taken it away."""
-        self._shortage = limit
+        self._is_short(limit)
         if limit is None:
             self._is_full, self.max_places = False, max_places
+
+    def _is_short(self, limit: str | None) -> None:
+        self._shortage = limit
+        if limit is not None and not self._will_look:
+            self._will_look = True
+            self._context.later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._will_look = False
+        self._context.store.begin(SweepJob(places=[]))
 
     def done(self, job: CopyJob) -> None:
         """Somebody has stored a block, or could not."""
@@ -606,8 +620,8 @@ class Stores:
     def refused(self, error: str) -> None:
         """What it is given is not taken: not so fast again."""
         context = self._context
-        if self._can_store:
-            about = f"{context.label} takes no blocks: {error}; tried again in {PAUSE_S:.0f} s"
+        if self._can_store and self._refusal is None:
+            about = f"{context.label} takes no blocks: {error}; tried again every {PAUSE_S:.0f} s"
             context.tell("warning", f"{context.name}.refused", about)
         self._refusal = f"it takes no blocks: {error}"
         self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.cache.blocks import BlockState
 from engine.tiers.jobs import CopyDeadlines
-from engine.tiers.loads import DEADLINE_RATIO, OVERHEAD_MS, PAUSE_S, STORED_AT_ONCE, Costs
+from engine.tiers.loads import DEADLINE_RATIO, LOOK_S, OVERHEAD_MS, PAUSE_S, STORED_AT_ONCE, Costs
 from engine.tiers.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
 from tests.engine.tiers.harness import BLOCK_BYTES, CAPACITY, TierHarness
 
@@ -382,6 +382,11 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tier):
     tier.disk.error = None
     tier.run()
     assert tier.ssd.limit is not None
+    tier.disk.error = "no space left on device"
+    tier.pass_time(PAUSE_S)
+    tier.run()
+    assert tier.events == ["ssd.refused"]
+    tier.disk.error = None
     tier.pass_time(PAUSE_S)
     tier.run()
     assert tier.ssd.limit is None
@@ -401,7 +406,7 @@ def test_a_disk_that_others_fill_is_a_limit_until_there_is_room_again():
     tier.run()
     assert tier.ssd.limit == full
     tier.disk.num_slabs, tier.disk.limit = 1, None
-    tier.ssd.sweep()
+    tier.pass_time(LOOK_S)
     tier.run()
     assert tier.ssd.limit is None
     tier.compute(chain := tier.chain(90, 91))
