@@ -450,6 +450,8 @@ class ClientLine:
     """To be called with each part of a reply's body, once its head is out."""
     hang_up: Callable[[], None]
     """Ends it, whatever has not been read."""
+    num_announced: Callable[[], int]
+    """Bytes of a body that are to come by what its chunks have said, and by no length."""
 
 
 class Gate:
@@ -541,6 +543,7 @@ class _Body:
         self._receive = receive
         self._max_bytes = gate.policy.max_body_bytes
         self._declared = _header(scope, b"content-length") or b"0"
+        self._num_announced = _line(scope).num_announced
         self._owner = owner
         self._num_bytes = 0
         self._num_counted_bytes = 0
@@ -559,7 +562,7 @@ class _Body:
         message = await self._receive()
         if message["type"] == "http.request" and not self._is_complete:
             self._num_bytes += len(message.get("body", b""))
-            if self._num_bytes > self._max_bytes:
+            if self._num_bytes + self._num_announced() > self._max_bytes:
                 raise body_too_large(self._max_bytes)
             if message.get("more_body", False):
                 self._count(max(self._num_bytes - UNCOUNTED_BYTES, 0))

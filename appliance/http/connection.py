@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.api.wire import error_object
-from appliance.http.access import ClientLine, Credentials, body_too_large, headers_too_large
+from appliance.http.access import ClientLine, Credentials, headers_too_large
 from engine.errors import RequestError, Unavailable
 
 # Connections that there is no room for: told so, and given time to read it.
@@ -218,7 +218,6 @@ class ClientProtocol(H11Protocol):
         credentials: Credentials | None,
         check_key: Callable[[str], None],
         refuse_early: RefuseEarly,
-        max_body_bytes: Callable[[], int],
     ) -> None:
         """Wait for a transport.
 
@@ -229,10 +228,10 @@ class ClientProtocol(H11Protocol):
             credentials: whose it is; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
             refuse_early: see RefuseEarly.
-            max_body_bytes: of a request, as it is now.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        line = ClientLine(credentials, self._on_key, self._write_part, self._hang_up)
+        calls = (self._on_key, self._write_part, self._hang_up, self._num_announced)
+        line = ClientLine(credentials, *calls)
         super().__init__(config, server_state, {"line": line})
         self.logger = log
         self.credentials = credentials
@@ -240,7 +239,6 @@ class ClientProtocol(H11Protocol):
         """Name of the last valid key that was shown."""
         self._check_key = check_key
         self._refuse_early = refuse_early
-        self._max_body_bytes = max_body_bytes
         self._limits = limits
         self._is_half_closed = False
         self._num_received = 0
@@ -277,17 +275,14 @@ class ClientProtocol(H11Protocol):
                 self._wait_for_next()
                 return
         super().data_received(data)
-        if self.conn.their_state is h11.SEND_BODY:
-            self._check_chunk()
+        if self.conn.their_state is h11.SEND_BODY and self._num_announced():
+            # of a chunk that is too large nothing may ever come: who reads the body looks now
+            self.cycle.message_event.set()
 
-    def _check_chunk(self) -> None:
-        """Refuse a chunk that says it is too large before it comes.
-
-        Nothing of it may ever come, and h11 has no word for what was announced but its own.
-        """
-        num_left, most = getattr(self.conn._reader, "_bytes_in_chunk", 0), self._max_body_bytes()
-        if num_left > most and not self.transport.is_closing():
-            self._refuse(body_too_large(most))
+    def _num_announced(self) -> int:
+        """Bytes that are left of the chunk that has begun; h11 has no word for them but its own."""
+        num_bytes: int = getattr(self.conn._reader, "_bytes_in_chunk", 0)
+        return num_bytes
 
     def _wait_for_next(self) -> None:
         """For a request on a connection of which uvicorn does not know that it had one."""

@@ -190,13 +190,7 @@ class ApiServer:
             return
         state = self._server.server_state
         protocol = ClientProtocol(
-            self._config,
-            state,
-            self._limits,
-            who,
-            self._check_key,
-            self._refuse_early,
-            lambda: self.policy.max_body_bytes,
+            self._config, state, self._limits, who, self._check_key, self._refuse_early
         )
         state.connections.add(protocol)  # it counts before its transport is there
         task = asyncio.create_task(self._open(connection, protocol))
