@@ -429,7 +429,11 @@ class _SequenceText:
         start = len(prompt_ids) - sequence.sampling.output_offset
         earlier_ids = prompt_ids[start:]
         # what is held back of a text is no longer than a stop string, and half a character
-        num_said = max(len(earlier_ids) - max(map(len, ask.stop), default=0) - _CONTEXT_TOKENS, 0)
+        num_held = max(map(len, ask.stop), default=0) + _CONTEXT_TOKENS
+        num_said = len(earlier_ids)
+        while num_said and num_held:  # silent tokens within it are no part of it
+            num_said -= 1
+            num_held -= not tokenizer.is_silent(earlier_ids[num_said])
         end = start + num_said
         context_ids = prompt_ids[max(end - _CONTEXT_TOKENS, 0) : end]
         if not ask.is_continuation:

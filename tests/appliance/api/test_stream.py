@@ -229,6 +229,16 @@ def test_the_text_goes_on_where_an_earlier_reply_was_cut_off(appliance, text, st
         assert rest.finish_reason == whole.finish_reason
 
 
+def test_what_is_held_back_across_many_silent_tokens_is_not_forgotten(appliance):
+    silent = appliance.tokenizer.encode("<|im_end|>", False)
+    assert [appliance.tokenizer.is_silent(one) for one in silent] == [True]
+    begin, end = (appliance.tokenizer.encode(text, False) for text in ("so sto", "p it"))
+    rest = asyncio.run(continued(appliance, [*begin, *silent * 100], end, ("stop",)))
+    assert (rest.text, rest.finish_reason) == ("", FinishReason.STOP)
+    rest = asyncio.run(continued(appliance, [*begin, *silent * 100], end[1:], ("stop",)))
+    assert rest.text == "sto it"
+
+
 async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta:
     """What a reply says of these tokens, after earlier ones that another has told."""
     request = request_of()
