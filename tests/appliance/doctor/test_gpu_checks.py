@@ -8,7 +8,7 @@ import pytest
 
 from appliance.devices.inventory import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
-from appliance.doctor import gpu_checks as gpu_doctor
+from appliance.doctor import gpu_checks
 from appliance.doctor.gpu_checks import (
     PROFILES,
     GpuHost,
@@ -149,7 +149,7 @@ def test_gpus_that_cannot_reach_each_other_are_found(monkeypatch: pytest.MonkeyP
     assert list_gpus(nvml, visible=None)[0].free_bytes == 60 * GIB
     library.__dict__["nvmlSystemGetCudaDriverVersion_v2"] = lambda: 12040
     library.__dict__["nvmlSystemGetDriverVersion"] = lambda: "550.1"
-    monkeypatch.setattr(gpu_doctor, "open_nvml", lambda: nvml)
+    monkeypatch.setattr(gpu_checks, "open_nvml", lambda: nvml)
     host = GpuHost.of_machine()
     assert (host.driver, host.driver_cuda) == ("550.1", (12, 4))
     assert [gpu.name for gpu in host.gpus] == ["gpu0", "gpu1/mig0", "gpu1/mig2"]

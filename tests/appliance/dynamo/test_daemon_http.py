@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
-from appliance.dynamo import daemon_http as requests_module
+from appliance.dynamo import daemon_http
 from appliance.dynamo.daemon_http import (
     LostError,
     Prompts,
@@ -121,7 +121,7 @@ def test_the_first_that_is_heard_of_a_prompt_is_its_length(heard):
 
 
 def test_old_prompts_are_forgotten(monkeypatch):
-    monkeypatch.setattr(requests_module, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(daemon_http, "MAX_PROMPTS", 2)
     prompts = Prompts()
     for request_id in "abc":
         prompts.came(request_id, 5)

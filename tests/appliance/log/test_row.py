@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.log import row as open_requests
+from appliance.log import row as row_file
 from appliance.log.query import RowQuery
 from appliance.log.row import CUT, LogRow, OpenRequests
 from tests.appliance.logs import query, request, rids, row, run_python, start
@@ -84,7 +84,7 @@ def test_a_daemon_that_stops_leaves_no_file(path: Path) -> None:
 def test_the_file_stays_small_and_holds_what_is_open(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_requests, "MIN_REWRITE_BYTES", 4096)
+    monkeypatch.setattr(row_file, "MIN_REWRITE_BYTES", 4096)
     path.parent.mkdir()
     mine = OpenRequests(path)
     mine.begin()
