@@ -226,6 +226,14 @@ class Transformer:
         kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or of int8,
         as engine.model.attention has it.
         """
+        return self.logits(self.hidden(batch, kv), batch)
+
+    def hidden(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
+        """The stream of a step's tokens behind the last layer, [num_tokens, hidden_size].
+
+        It is valid until the next step. What became NaN or infinite in any layer still is so in
+        its token's row, though the pool has finite keys and values of it.
+        """
         config = self.config
         self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
         plan = self._backend.plan(batch, kv, self._tables)
@@ -241,6 +249,11 @@ class Transformer:
             added = self._run_layers(x, kv, plan, growth)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
+        return x
+
+    def logits(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Of that stream: float32 [len(batch.logit_rows), vocab_size]."""
+        config = self.config
         if len(batch.logit_rows) < len(x):
             rows = batch.device_logit_rows
             x = x[list(batch.logit_rows) if rows is None else rows]

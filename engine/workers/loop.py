@@ -264,7 +264,8 @@ class StepLoop:
     def _finish_step(self, running: Running, num_new_tokens: int, result: Sampled) -> SequenceStep:
         is_decoding = running.is_decoding
         num_taken, reason = running.take(result.token_ids)
-        running.num_computed_tokens += num_new_tokens + max(num_taken - 1, 0)
+        if not result.is_fault:  # else its blocks are nothing that others may find
+            running.num_computed_tokens += num_new_tokens + max(num_taken - 1, 0)
         if result.error is not None:
             reason = FinishReason.ERROR
         return self._entry(

@@ -9,9 +9,11 @@ Never: ends a sequence, sends a message, looks at a role.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -36,6 +38,7 @@ from engine.workers.running import Grammars, Mask, Running
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
 _NO_NUMBERS = "the model has computed NaN or infinity in place of logits"
+_NO_NUMBERS_BEFORE = "the model has computed NaN or infinity from a token of the prompt on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Launched:
     """Waits for the tokens of those that are sampled, where the device has chosen them."""
     wait: Callable[[], None] | None = None
     """Waits for a device's step whose tokens are not fetched; None: nothing is to be waited for."""
+    bad_rows: Callable[[], list[int]] | None = None
+    """Waits for the step; the tokens that no numbers came of, where logits do not tell of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +116,34 @@ class Runner:
         # masks first: they are computed while the model is
         has_grammar = any(r.matcher is not None for r in sampling)
         masks = self.grammars.masks(sampling) if has_grammar else None
-        tokens = None
+        tokens = bad_rows = None
         if graphs is not None:
             logits, tokens = graphs.launch(sampling)
         else:
-            logits = self._transformer.forward(self.batch(planned), self._pool)
+            batch = self.batch(planned)
+            hidden = self._transformer.hidden(batch, self._pool)
+            if len(hidden) > len(sampling):
+                bad_rows = self._bad_rows(hidden)
+            logits = self._transformer.logits(hidden, batch)
             if self._device is not None and len(logits) == len(sampling):
                 tokens = self._sample_rows(logits, sampling)
+        step = planned, sampling, logits, masks
         if self._device is None or tokens is not None:
-            return Launched(planned, sampling, logits, masks, self._fetched(tokens))
+            return Launched(*step, self._fetched(tokens), bad_rows=bad_rows)
         # where nothing is sampled nobody reads anything, but what the step writes counts as there
-        return Launched(planned, sampling, logits, masks, wait=self._device.mark())
+        return Launched(*step, wait=self._device.mark(), bad_rows=bad_rows)
+
+    def _bad_rows(self, hidden: torch.Tensor) -> Callable[[], list[int]]:
+        """Which rows of [num_tokens, hidden_size] hold NaN or infinity, to be asked later.
+
+        Logits tell of the last token only, and later tokens read keys and values that were made
+        finite: they would go on from a prompt that was not understood, and others find it cached.
+        """
+        # a sum is a quarter of isfinite()'s time, and finite unless what it is of would overflow
+        finite = hidden.sum(-1, dtype=torch.float32).isfinite()
+        whole = finite.all().view(1)
+        is_whole = whole.tolist if self._device is None else self._device.fetch(whole)
+        return lambda: [] if all(is_whole()) else (~finite).nonzero()[:, 0].tolist()
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> Launched | None:
@@ -165,6 +187,15 @@ class Runner:
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Sampled]:
         """Wait for a step; one result per planned sequence."""
+        results = self._results(launched)
+        bad_rows = [] if launched.bad_rows is None else launched.bad_rows()
+        if bad_rows:
+            ends = list(accumulate(count for _, count in launched.planned))
+            for index in {bisect_right(ends, row) for row in bad_rows}:
+                results[index] = Sampled(error=_NO_NUMBERS_BEFORE, is_fault=True)
+        return results
+
+    def _results(self, launched: Launched) -> list[Sampled]:
         logits = launched.logits
         if logits is None:
             return [Sampled()] * len(launched.planned)

@@ -5,6 +5,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -318,7 +319,11 @@ def test_prompts_are_reported_only_where_asked_in_a_mixed_batch(machine, prompt)
 def runner_of(*steps):
     """A runner over a model whose steps yield these logits, the last ones for ever."""
     told = itertools.chain(steps, itertools.repeat(steps[-1]))
-    model = SimpleNamespace(forward=lambda batch, pool: torch.tensor([next(told)]))
+    model = SimpleNamespace(
+        hidden=lambda batch, pool: torch.zeros(len(batch.input_ids), 1),
+        logits=lambda hidden, batch: torch.tensor([next(told)]),
+        forward=lambda batch, pool: torch.tensor([next(told)]),
+    )
     return Runner(model, torch.zeros(1), BLOCK_SIZE, Grammars(None))
 
 
@@ -342,3 +347,29 @@ def test_a_step_that_yields_no_numbers_ends_its_sequence_by_a_fault_of_ours(bad,
     runner = runner_of([-math.inf, 1.0, -math.inf])  # which some models say of padding
     (result,) = runner.collect(runner.launch([(asked, 3)]))
     assert (result.token_ids, result.error) == ([1], None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_prompt_of_which_no_numbers_come_is_not_gone_on_from(machine, prompt, bad):
+    """Keys and values of such a token are made finite, and all that follows it looks well."""
+    model = machine.workers[0].worker._runner._transformer
+    unused = next(i for i in range(300) if i not in prompt)
+    expected, _ = machine.run(prompt, max_tokens=4, seq_id=1)
+    row = model._embedding.data[unused]
+    kept = row.clone()
+    row[3] = bad
+    try:
+        worker = machine.workers[0]
+        asked = [*prompt[:40], unused, *prompt[40:]]
+        for chunk in (None, 30):  # in one step beside others; in a chunk that samples nothing
+            admit = machine.admit(asked, seq_id=2, max_tokens=4)
+            admit = msgspec.structs.replace(admit, max_chunk_tokens=chunk)
+            worker.tell(machine.admit(prompt, seq_id=1, max_tokens=4), admit)
+            entries = worker.run()
+            failed = [entry for entry in entries if entry.seq_id == 2][-1]
+            assert (failed.finish_reason, failed.is_fault, failed.token_ids) == ("error", True, [])
+            assert failed.error.endswith("NaN or infinity from a token of the prompt on")
+            assert failed.num_computed_tokens == (0 if chunk is None else 30), "nobody finds more"
+            assert [t for e in entries if e.seq_id == 1 for t in e.token_ids] == expected
+    finally:
+        row.copy_(kept)
