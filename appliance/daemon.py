@@ -238,8 +238,7 @@ class _Daemon:
         await self._caches.close()
         await self._supervisor.stop()
         self._has_workers = False
-        for fd in self._plan.inherited_fds:
-            os.close(fd)
+        self._plan.close()
 
     async def _serve(self) -> None:
         """From loading to drained."""

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ from appliance.frame.protocol import (
 from appliance.log.row import frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.models.names import HubName
-from appliance.process import notify
+from appliance.process import notify, read_in_thread
 from appliance.request import ModelInfo, Request
 from appliance.service import Service
 from engine.cache.prefix_index import PrefixChain
@@ -489,7 +490,11 @@ class Swapping:
         config = self._configs[name]
         if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
             await Fetching(config.model, self._request_log).run()
-        await asyncio.to_thread(check_files, config)
+        what = f"the model folder of {name}"
+        await read_in_thread(what, partial(check_files, config), self._waits)
+
+    def _waits(self, about: str) -> None:
+        self._service.event("warning", "model.slow", about)
 
     async def _swap(self, name: str) -> str | None:
         """Serve another model; None, or why it is still the old one.
@@ -529,9 +534,11 @@ class Swapping:
     async def _serve(self, name: str) -> None:
         """End the workers that there are, and start those of a model."""
         await self._stop()
-        plan = await asyncio.to_thread(self._plan, name)
+        what = f"the model folder of {name}"
+        plan = await read_in_thread(what, partial(self._plan, name), self._waits, BootPlan.close)
         router, supervisor = self._start(plan)
-        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, plan.checkpoint.folder)
+        read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
+        tokenizer = await read_in_thread(f"the tokenizer of {name}", read, self._waits)
         self._service.change_model(plan, router, supervisor, tokenizer)
         await self._load()
         self._service.make_frame()

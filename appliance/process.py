@@ -2,20 +2,28 @@
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which nobody here does), and the size from which the heap gives large
-buffers pages of their own; what a line on stderr begins with, and the datagram to NOTIFY_SOCKET.
+buffers pages of their own; threads that read a disk which may hang; what a line on stderr begins
+with, and the datagram to NOTIFY_SOCKET.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit; raises because a C library is another.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import logging
 import os
 import resource
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+from engine.errors import PenstockError
 
 NUM_APART = 128
 """Descriptors for all that is no connection: log, workers, pools, /proc, replies on their way."""
@@ -63,6 +71,82 @@ def keep_small() -> bool:
         return False
     sizes = ((_MMAP_THRESHOLD, OWN_PAGES_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES))
     return all(mallopt(name, size) == 1 for name, size in sizes)
+
+
+# What reads a disk that may hang (NFS, FUSE), in a thread of its own.
+# Nothing ends a thread that the kernel lets wait, so it is left behind, and holds up no exit. One
+# that reads uses CPU time, however slow its disk is; how long it may take altogether nobody knows.
+
+
+HANG_S = 30.0
+"""Without CPU time of its thread, as of a worker that loads, after which it is left behind."""
+SILENT_S = 5.0
+"""...after which it is said what is waited for."""
+_LOOK_S = 0.5
+
+T = TypeVar("T")
+
+
+async def read_in_thread(
+    what: str,
+    read: Callable[[], T],
+    tell: Callable[[str], None],
+    late: Callable[[T], None] = lambda _: None,
+) -> T:
+    """Call what reads a disk; the loop goes on meanwhile.
+
+    Args:
+        what: is read, for a sentence: `the folder /x`.
+        read: called in a thread of its own.
+        tell: takes that sentence, once, when nothing has come for a while.
+        late: called in the thread with what it has read when nobody waits for it any more.
+
+    Raises:
+        PenstockError: the disk hangs, or whatever read() raises.
+    """
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+    clocks: list[int] = []
+
+    def run() -> None:
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        try:
+            result = read()
+        except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    def is_late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            late(ended.result())
+
+    threading.Thread(target=run, name="reading", daemon=True).start()
+    waiting = asyncio.wrap_future(outcome)
+    silent_s, used_s, has_told = 0.0, None, False
+    try:
+        while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
+            before_s, used_s = used_s, _used_s(clocks)
+            silent_s = silent_s + _LOOK_S if used_s == before_s else 0.0
+            if silent_s >= HANG_S:
+                hint = "see the kernel log, and what serves that file system"
+                raise PenstockError(f"{what} does not answer for {HANG_S:g} s", hint=hint)
+            if silent_s >= SILENT_S and not has_told:
+                has_told = True
+                tell(f"{what} does not answer for {SILENT_S:g} s; at {HANG_S:g} s it is given up")
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            outcome.add_done_callback(is_late)
+    return waiting.result()
+
+
+def _used_s(clocks: list[int]) -> float | None:
+    """CPU time of a thread by its clock; None: it has none yet, or has ended."""
+    try:
+        return time.clock_gettime(clocks[0]) if clocks else None
+    except OSError:
+        return None
 
 
 # What systemd reads of the daemon: lines on stderr with priorities, and notifications.

@@ -110,14 +110,20 @@ def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
     assert refused(daemon).startswith("small cannot be served: ")
     assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert "takes the place" not in daemon.stderr, "the old one was never taken down"
-    assert daemon.stop() == 0
+    os.mkfifo(copy / "config.json")  # a file that never answers
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(refused, daemon, "draining")
+        daemon.wait_for(lambda: daemon.state()["swaps"]["num_waiting"])
+        assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert daemon.stop() == 0
+        assert "draining" in asked.result()
 
 
-def refused(daemon):
+def refused(daemon, code="swap_failed"):
     """What a request for the other model is told."""
     reply = daemon.http.post("/v1/completions", json={"model": "small", "prompt": "a"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "swap_failed")
-    assert int(reply.headers["retry-after"]) >= 1
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, code)
+    assert code == "draining" or int(reply.headers["retry-after"]) >= 1
     return reply.json()["error"]["message"]
 
 

@@ -84,6 +84,11 @@ class BootPlan:
     trials: tuple[str, ...] = ()
     """What was chosen for this machine by timing it, and the figures; empty: nothing was timed."""
 
+    def close(self) -> None:
+        """Give back what its workers were to share: they have ended, or never began."""
+        for fd in self.inherited_fds:
+            os.close(fd)
+
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
     """Take the state directory for this daemon; the lock lives as long as the returned fd.

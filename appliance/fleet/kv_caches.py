@@ -18,13 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.protocol import TierFrame
+from appliance.process import read_in_thread
 from engine.cache.places import DRAM, SSD
+from engine.errors import PenstockError
 from engine.schedule.router import Router
 from engine.tiers.arena import CacheArena, StagedDisk, WorkerCopies
 from engine.tiers.disk import RESERVE_BYTES, Disk, Reclaimed, Slabs, probe
@@ -296,35 +299,33 @@ class SsdCache:
             return
         blocks = _kept_blocks(plan, hasher)
         self._pool_fds = list(blocks.pool_fds.values())
+        if self._asked == "off":
+            self._off("switched off by ssd_cache", is_wanted=False)
+            return
+        copied_per_s = min((w.probes.get(DRAM, 0.0) for w in workers.workers.values()), default=0.0)
+        if blocks.slots and not copied_per_s:
+            self._off("what went from GPUs to the host's memory at start did not come back")
+            return
         try:
-            allowed = allowance(self.folder, self._asked)
-            if isinstance(allowed, str):
-                hint = "" if self._asked == "off" else f"; {HINT}"
-                self._off(f"{allowed}{hint}", is_wanted=self._asked != "off")
-                return
-            copied_per_s = min(
-                (w.probes.get(DRAM, 0.0) for w in workers.workers.values()), default=0.0
+            opened = await read_in_thread(
+                f"the SSD cache's folder {self.folder}",
+                partial(_open, self.folder, self._asked, blocks),
+                self._waits,
+                late=_OpenedSlabs.close,
             )
-            if blocks.slots and not copied_per_s:
-                self._off("what went from GPUs to the host's memory at start did not come back")
-                return
-            slabs = self.slabs = Slabs(
-                self.folder,
-                blocks.num_bytes,
-                blocks.fingerprint,
-                allowed.cap_bytes,
-                allowed.reserve_bytes,
-            )
-            found, bytes_per_s = await asyncio.to_thread(_open, slabs)
         except BusyError:
             self._off(f"{self.folder}: another process has it; {HINT}")
         except OSError as error:
             self._off(f"{error.filename or self.folder}: {error.strerror}; {HINT}")
+        except PenstockError as error:
+            self._off(f"{error}; {HINT}")
         else:
+            slabs = self.slabs = opened.slabs
+            bytes_per_s = opened.bytes_per_s
             if blocks.slots:  # one half after the other
                 bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
-            self._attach(slabs, found, bytes_per_s, blocks, router, copies)
-            self._say_what_is_there(slabs, allowed)
+            self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)
+            self._say_what_is_there(slabs, opened.allowed)
 
     def frame(self) -> TierFrame:
         """The state of the cache, as a part of a frame."""
@@ -335,6 +336,10 @@ class SsdCache:
             return TierFrame(state, self.reason, str(self.folder))
         num_damaged = self.slabs.reclaimed.num_damaged_records
         return frame_of(tier, str(self.folder), num_damaged)
+
+    def _waits(self, about: str) -> None:
+        self.reason = f"it is being opened: {about}"
+        self._tell("warning", "ssd.slow", about)
 
     def _off(self, reason: str, *, is_wanted: bool = True) -> None:
         self.reason, self.is_off = reason, True
@@ -449,11 +454,27 @@ class SsdCache:
             self._pool_fds = []
 
 
-def _open(slabs: Slabs) -> tuple[list[SlabContents], float]:
-    """What is in the folder, and bytes per second at which it is read."""
+class _OpenedSlabs(NamedTuple):
+    slabs: Slabs
+    found: list[SlabContents]
+    bytes_per_s: float
+    """At which they are read."""
+    allowed: SsdAllowance
+
+    def close(self) -> None:
+        """Nobody waits for them any more."""
+        self.slabs.close()
+
+
+def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
+    """Raises PenstockError with the reason why the disk can hold none, OSError."""
+    allowed = allowance(folder, asked)
+    if isinstance(allowed, str):
+        raise PenstockError(allowed)
+    format_and_cap = blocks.num_bytes, blocks.fingerprint, allowed.cap_bytes
+    slabs = Slabs(folder, *format_and_cap, allowed.reserve_bytes)
     try:
-        found = slabs.open()
-        return found, probe(slabs)
+        return _OpenedSlabs(slabs, slabs.open(), probe(slabs), allowed)
     except OSError:
         slabs.close()
         raise

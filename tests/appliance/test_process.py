@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import os
 import resource
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
+from appliance import process
 from appliance.process import NUM_APART, OWN_PAGES_BYTES, is_journal, lines, max_connections, notify
+from engine.errors import PenstockError
 
 CHURN = """
 import ctypes, random, re, sys
@@ -138,3 +145,79 @@ def test_a_socket_that_is_gone_is_survived(
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     assert not notify(READY=1)
     assert "cannot notify systemd" in caplog.text
+
+
+# Disks that hang
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set, it ends the hang of whoever reads it; patience is for some looks."""
+    for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
+        monkeypatch.setattr(process, name, value)
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_what_a_disk_yields_or_refuses_comes_from_its_thread(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("y")
+
+    def read(name: str) -> str:
+        return asyncio.run(
+            process.read_in_thread("it", (tmp_path / name).read_text, lambda _: None)
+        )
+
+    assert read("x") == "y"
+    with pytest.raises(FileNotFoundError):
+        read("z")
+
+
+def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Event) -> None:
+    told: list[str] = []
+    late = SimpleQueue[bool]()
+    reading = process.read_in_thread("the folder /x", hanging.wait, told.append, late.put)
+    with pytest.raises(PenstockError, match=r"the folder /x does not answer for 0\.2 s"):
+        asyncio.run(reading)
+    assert told == ["the folder /x does not answer for 0.05 s; at 0.2 s it is given up"]
+    assert late.empty()
+    hanging.set()
+    assert late.get(timeout=60)
+
+
+def test_nobody_who_stops_waits_for_a_disk(hanging: threading.Event) -> None:
+    late = SimpleQueue[bool]()
+
+    async def read() -> None:
+        reading = process.read_in_thread("it", hanging.wait, lambda _: None, late.put)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reading, 0.02)
+
+    asyncio.run(read())
+    hanging.set()
+    assert late.get(timeout=60)
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_its_thread_computes(
+    hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+
+    def used_s(_: list[int]) -> float:
+        look = next(looks)
+        if look > 100:
+            hanging.set()
+        return float(look)
+
+    monkeypatch.setattr(process, "_used_s", used_s)
+    assert asyncio.run(process.read_in_thread("it", hanging.wait, pytest.fail))
+    assert next(looks) > 100
+
+
+def test_the_clock_of_a_thread_tells_what_it_has_used() -> None:
+    clocks = [time.pthread_getcpuclockid(threading.get_ident())]
+    before_s = process._used_s(clocks)
+    assert before_s is not None
+    sum(range(100_000))
+    assert process._used_s(clocks) > before_s
+    assert process._used_s([]) is None

@@ -1,11 +1,18 @@
 """What a disk allows an SSD cache, and folders that can hold none."""
 
+import asyncio
+import contextlib
+import os
+import threading
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
+from appliance import process
 from appliance.fleet import kv_caches
 from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_problem
+from engine.tiers.files import BusyError, lock
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
@@ -64,3 +71,31 @@ def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(aske
 def test_looking_leaves_nothing(tmp_path):
     allowance(tmp_path / "a" / "kv", "auto")
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, monkeypatch):
+    for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
+        monkeypatch.setattr(process, name, value)
+    hangs, seen = threading.Event(), {}
+    open_slabs = kv_caches.Slabs.open
+    monkeypatch.setattr(kv_caches.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])
+    folder = tmp_path / "kv"
+    config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
+    cache = kv_caches.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
+    placement = SimpleNamespace(block_bytes=4096)
+    plan = SimpleNamespace(workers=[], arena=None, num_staging=0, placement=placement)
+    hasher = SimpleNamespace(fingerprint=bytes(32))
+    await cache.open(plan, hasher, None, SimpleNamespace(workers={}), None)
+    assert seen["ssd.slow"].state == "opening"
+    assert f"{folder} does not answer for" in seen["ssd.slow"].reason
+    assert (cache.frame().state, cache.tier) == ("failed", None)
+    assert f"{folder} does not answer for 0.2 s; name another" in cache.frame().reason
+    await cache.close()
+    with pytest.raises(BusyError):
+        lock(folder)
+    hangs.set()
+    while True:  # when it answers at last, the folder is let go of
+        with contextlib.suppress(BusyError):
+            os.close(lock(folder))
+            return
+        await asyncio.sleep(0.01)
