@@ -284,7 +284,11 @@ class _Daemon:
     async def _load(self) -> str | None:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
-        await asyncio.gather(self._supervisor.run(), self._service.rekey(self._config, self._plan))
+        keying = asyncio.create_task(self._service.rekey(self._config, self._plan))
+        try:
+            await asyncio.gather(self._supervisor.run(), keying)
+        finally:
+            keying.cancel()  # the next model has a key of its own
         await self._caches.open(self._plan, self._service.hasher, self._router, self._supervisor)
         about = await self._rehearsing.run(self._service.model.max_model_len)
         self._service.availability.is_rehearsing = False

@@ -29,6 +29,7 @@ from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.log.writer import RequestLog
+from appliance.process import read_in_thread
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, ModelInfo, Request, TokensEmitted
 from appliance.watch.deadlines import Availability, Deadlines
 from appliance.watch.frames import Frames, ServiceState
@@ -182,7 +183,8 @@ class Service:
 
     async def rekey(self, config: ServeConfig, plan: BootPlan) -> None:
         """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""
-        self.hasher = await asyncio.to_thread(make_hasher, config, plan)
+        what, tell = f"the disk of {plan.model_id}", partial(self.event, "warning", "model.slow")
+        self.hasher = await read_in_thread(what, partial(make_hasher, config, plan), tell)
 
     def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
         """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""

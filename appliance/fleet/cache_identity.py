@@ -17,9 +17,9 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
@@ -177,10 +177,29 @@ def _digest(file: Path, num_bytes: int) -> str:
                 left -= len(data)
         return digest.digest()
 
+    starts = range(0, num_bytes, _PART_BYTES)
+    parts, left = [b""] * len(starts), iter(enumerate(starts))
+    errors: list[OSError] = []
+
+    def digest_parts() -> None:
+        try:
+            for index, start in left:
+                parts[index] = digest_part(start)
+        except OSError as error:
+            errors.append(error)
+
+    # no pool: its threads would hold up the daemon's exit where the disk hangs
+    others = [Thread(target=digest_parts, daemon=True) for _ in range(_NUM_THREADS - 1)]
+    for thread in others:
+        thread.start()
+    digest_parts()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
     whole = blake2b(num_bytes.to_bytes(8, "little"), digest_size=32)
-    with ThreadPoolExecutor(_NUM_THREADS, "weights-digest") as threads:
-        for part in threads.map(digest_part, range(0, num_bytes, _PART_BYTES)):
-            whole.update(part)
+    for part in parts:
+        whole.update(part)
     return whole.hexdigest()
 
 

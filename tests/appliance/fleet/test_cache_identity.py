@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import stat
+from hashlib import blake2b
 
 import pytest
 
@@ -104,6 +105,11 @@ def test_parts_of_a_large_file_are_all_read(tmp_path, monkeypatch):
     file.write_bytes(data)
     os.utime(file, ns=(2, 2))
     assert fingerprint([file], tmp_path) != one
+    parts = [blake2b(data[at : at + 1000], digest_size=32).digest() for at in range(0, 4500, 1000)]
+    whole = blake2b((4500).to_bytes(8, "little") + b"".join(parts), digest_size=32)
+    assert cache_identity._digest(file, 4500) == whole.hexdigest()
+    with pytest.raises(FileNotFoundError):
+        cache_identity._digest(tmp_path / "none", 4500)
 
 
 def plan_of(folder, **changes):
