@@ -38,7 +38,8 @@ from engine.wire.messages import Command, Copied, Copy, FilledBy
 
 
 MAX_STRIKES = 8
-"""In a row: copies that failed, or that came to less than half of what the try at start did."""
+"""In a row: copies that failed, or that came to less than half of what the try at start did, and
+not because the host was so busy that they waited for a core."""
 SLOW_RATIO = 0.5
 _NEWEST_SHARE = 0.1
 """That the newest copy has in a link's rate."""
@@ -54,7 +55,7 @@ class LinkState:
     probe_bytes_per_s: float | None = None
     """Of blocks there and back at start; None: it is not tried at start, or not yet."""
     copy_bytes_per_s: float | None = None
-    """While it copies, lately; None: it has not copied yet."""
+    """While it copies, lately, waits for a core left out; None: it has not copied yet."""
     num_bytes: int = 0
     """Ever copied, where they go."""
     num_strikes: int = 0
@@ -115,12 +116,14 @@ class Links:
         for state in self.states.values():
             if hop not in state.link.hops or (report.error is None and not report.num_bytes):
                 continue
-            rate = 0.0
+            rate, elapsed_ns = 0.0, report.ended_ns - report.started_ns - report.waited_ns
+            state.num_bytes += report.num_bytes if hop is state.link.hops[-1] else 0
+            if report.error is None and elapsed_ns < report.waited_ns:
+                continue  # on so busy a host it says nothing of the link
             if report.num_bytes:
-                rate = report.num_bytes / max(report.ended_ns - report.started_ns, 1) * 1e9
+                rate = report.num_bytes / max(elapsed_ns, 1) * 1e9
                 usual = rate if state.copy_bytes_per_s is None else state.copy_bytes_per_s
                 state.copy_bytes_per_s = usual + _NEWEST_SHARE * (rate - usual)
-                state.num_bytes += report.num_bytes if hop is state.link.hops[-1] else 0
             is_slow = rate < SLOW_RATIO * (state.probe_bytes_per_s or 0)
             if report.error is None and not is_slow:
                 state.num_strikes = 0

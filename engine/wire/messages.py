@@ -411,6 +411,8 @@ class Copied(msgspec.Struct, tag=True, frozen=True):
     """Nothing more comes: none of the copy's blocks will be touched again."""
     error: str | None = None
     """Why the rest could not be copied."""
+    waited_ns: int = 0
+    """Of that time, what the worker's threads waited for a core, where it copies for a device."""
 
 
 class Unmapped(msgspec.Struct, tag=True, frozen=True):

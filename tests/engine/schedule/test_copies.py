@@ -24,9 +24,9 @@ def links(places):
     return links
 
 
-def copied(elapsed_ns=FAST, error=None, num_bytes=1000):
+def copied(elapsed_ns=FAST, error=None, num_bytes=1000, waited_ns=0):
     num_bytes = 0 if error else num_bytes
-    return Copied(1, 1, num_bytes, 0, elapsed_ns, is_last=True, error=error)
+    return Copied(1, 1, num_bytes, 0, elapsed_ns, True, error, waited_ns)
 
 
 def make(links, places, count, **report):
@@ -64,6 +64,18 @@ def test_a_link_that_fails_again_and_again_is_taken_down_and_others_are_not(link
     assert links.between("p0", "decode").transport == "shm"
     links.probed("p0", {"decode": 1e9, "ring": 1e8})
     assert links.between("p0", "decode").transport == "peer"
+
+
+@pytest.mark.parametrize("waited_ns", [1400, 2000, SLOW])
+def test_a_link_is_not_slow_because_its_host_is_busy(links, places, waited_ns):
+    make(links, places, 1)
+    make(links, places, 3 * MAX_STRIKES, elapsed_ns=SLOW, waited_ns=waited_ns)
+    state = links.states["p0", "decode"]
+    assert (state.down, state.num_strikes) == (None, 0)
+    assert state.copy_bytes_per_s > 0.6e9
+    assert state.num_bytes == 1000 * (1 + 3 * MAX_STRIKES)
+    make(links, places, MAX_STRIKES, elapsed_ns=3 * SLOW, waited_ns=SLOW)
+    assert state.down  # it is slow, too
 
 
 def test_a_try_that_fails_at_start_is_enough(places):

@@ -1,10 +1,12 @@
 """Blocks between pools, and the try at start."""
 
+import contextlib
 import mmap
 import os
 import platform
 import time
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,3 +171,22 @@ def test_a_copy_that_fails_is_over_once_and_the_next_is_made(num_pairs):
     assert [report.is_last for report in copied] == [False] * (len(copied) - 1) + [True]
     assert sum(report.num_pairs for report in copied) == num_pairs
     assert other[:num_pairs].equal(pool[:num_pairs])
+
+
+def test_what_a_devices_copies_wait_for_cores_is_told(monkeypatch):
+    device = SimpleNamespace(beside=contextlib.nullcontext)
+    waited = iter([100, 100 + 10**15, 500, 400])
+    monkeypatch.setattr(copying, "_waited_ns", lambda: next(waited))
+    sent = Queue()
+    copier = Copier({"a": torch.rand(3, *SHAPE), "b": torch.zeros(3, *SHAPE)}, 4, sent.put, device)
+    told = []
+    for number in (1, 2):
+        copier.take(Copy(number, "a", "b", [(1, 2)], None), None)
+        told.append(sent.get(timeout=60))
+    assert told[0].waited_ns == told[0].ended_ns - told[0].started_ns, "no more than it took"
+    assert told[1].waited_ns == 0, "what has ended is counted no more"
+
+
+def test_waits_for_cores_only_grow():
+    before_ns = copying._waited_ns()
+    assert copying._waited_ns() >= before_ns >= 0
