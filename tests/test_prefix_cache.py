@@ -9,7 +9,7 @@ import pytest
 from engine.folder.checkpoint import Checkpoint
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ARMS, MANY, Daemon
+from tests.daemons import ALONE, ARMS, MANY, Daemon
 from tests.test_exactness import MAX_MARGIN, assert_same, make_served, prompts
 
 SLOW = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
@@ -27,7 +27,7 @@ def ask(daemon, prompt, max_tokens, **fields):
     return outputs, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.fixture(scope="module", params=["alias", "shm", *MANY])
+@pytest.fixture(scope="module", params=["alias", "shm", "1x1", "2x2"])
 def arm(request):
     return request.param
 
@@ -51,7 +51,7 @@ def test_turns_choices_and_twins_are_those_of_a_cold_cache(daemon, arm, served):
     for roles in ("static", "elastic", "colocated") if arm == "alias" else (started_as,):
         switch_roles(daemon, roles)
         num_computed = assert_turns_choices_and_twins(daemon, oracle, roles)
-        if arm in ("alias", "shm", "1x1"):
+        if arm != "2x2":
             assert num_computed == 1, "one computed it for all"
         else:  # where another worker is free, to compute it may be quicker than to wait
             assert 1 <= num_computed <= 2
@@ -75,8 +75,17 @@ def assert_turns_choices_and_twins(daemon, oracle, salt):
     return sum(num_cached == 0 for _, num_cached in replies)
 
 
+def test_salts_and_users_are_set_apart(daemon, arm):
+    if arm != "alias":
+        pytest.skip("where blocks lie makes no difference")
+    (prompt,) = prompts([150], seed=5)
+    found = [ask(daemon, prompt, 2, **f)[1] for f in ({}, {}, *2 * [{"cache_salt": "hers"}])]
+    assert found == [0, 128, 0, 128]
+    daemon.wait_for(lambda: [row["cached_tokens"] for row in daemon.log_rows(4)] == found[::-1])
+
+
 def test_warm_turns_while_roles_change_and_workers_die(daemon, arm, served):
-    if arm not in ("alias", "1x1", "2x2"):
+    if arm == "shm":
         pytest.skip("one of each kind is enough: one pool, two, and several of a role")
     _, oracle = served
     conversations = prompts([150, 70, 200], seed=11)
@@ -172,16 +181,10 @@ def test_a_tiny_pool_evicts_and_a_death_loses_nothing(served, tmp_path_factory):
     assert daemon.stop() == 0
 
 
-def test_salts_and_users_are_set_apart_and_off_is_off(served, tmp_path_factory):
+def test_off_is_off(served, tmp_path):
     folder, _ = served
     (prompt,) = prompts([150], seed=5)
-    daemon = Daemon(tmp_path_factory.mktemp("salts"), *ARMS["alias"], model=folder).wait_ready()
-    found = [ask(daemon, prompt, 2, **f)[1] for f in ({}, {}, *2 * [{"cache_salt": "hers"}])]
-    assert found == [0, 128, 0, 128]
-    assert sorted(row["cached_tokens"] for row in daemon.log_rows()) == [0, 0, 128, 128]
-    assert daemon.stop() == 0
-    off = Daemon(tmp_path_factory.mktemp("off"), "--prefix-cache", "off", model=folder)
-    off.wait_ready()
+    off = Daemon(tmp_path, *ALONE, "--prefix-cache", "off", model=folder).wait_ready()
     for _ in range(2):
         usage = off.complete(prompt, max_tokens=2)["usage"]
         assert "prompt_tokens_details" not in usage

@@ -14,6 +14,7 @@ from engine.model.layers import rope_frequencies
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weights import load_weights
 from tests.checkpoints import (
+    FAMILIES,
     load_oracle,
     make_checkpoint,
     make_seeing_checkpoint,
@@ -94,6 +95,7 @@ VARIANTS = {
         {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []},
     ),
 }
+VARIANTS |= {each: (each, {}) for each in FAMILIES if each not in [v[0] for v in VARIANTS.values()]}
 
 
 @pytest.fixture(autouse=True, scope="module")
