@@ -5,7 +5,7 @@ import pytest
 from engine.folder.checkpoint import Checkpoint
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ARMS, Daemon
+from tests.daemons import ALONE, Daemon
 from tests.test_exactness import assert_same, prompts
 
 LENGTHS = [700] * 4
@@ -25,7 +25,7 @@ def start(folder, model):
     num_bytes = 30 * Checkpoint.open(model).config.kv_block_bytes(64, "float32")
     memory = ("--kv-memory", str(num_bytes), "--dram-cache", "64MiB", "--max-model-len", "760")
     memory = (*memory, "--ssd-cache", str(num_bytes))
-    return Daemon(folder, *ARMS["alias"], *memory, model=model).wait_ready()
+    return Daemon(folder, *ALONE, *memory, model=model).wait_ready()
 
 
 def ask(daemon, prompt):

@@ -15,7 +15,7 @@ from engine.model.weights import load_weights
 from engine.wire.messages import PoolSpec
 from engine.workers.copying import block_shape, copy_blocks, map_pool
 from tests.checkpoints import make_checkpoint
-from tests.daemons import ARMS, MANY
+from tests.daemons import ALONE, ARMS, MANY
 from tests.engine.tiers.test_disk import Harness
 from tests.test_exactness import prompts
 
@@ -125,7 +125,7 @@ def test_codes_and_scales_walk_between_pool_arena_and_disk_bit_for_bit(folder, a
     assert alone([7], pool, len(prompt)).equal(expected)
 
 
-TIERS = ("--ssd-cache", "64MiB", "--max-model-len", "760", *ARMS["alias"])
+TIERS = ("--ssd-cache", "64MiB", "--max-model-len", "760", *ALONE)
 
 
 def test_blocks_come_from_disk_and_dram_and_a_pool_of_another_dtype_reads_none(

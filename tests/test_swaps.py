@@ -263,7 +263,7 @@ def test_a_swap_gives_the_caches_below_the_pools_to_the_other_model(
 ):
     text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
     caches = ("--ssd-cache", "64MiB", "--dram-cache", "16MiB")
-    daemon = start_daemon(*settings(tmp_path, text), *caches, model=tiny_llama).wait_ready()
+    daemon = start_daemon(*ALONE, *settings(tmp_path, text), *caches, model=tiny_llama).wait_ready()
     first, (prompt,) = daemon.state()["model"], prompts([300], seed=3)
     oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
 
