@@ -148,11 +148,16 @@ def assert_survives_the_death_of(daemon, name, undisturbed):
         daemon, PROMPTS, 60, on_started=lambda: killed.append(kill_worker(daemon, name))
     )
     assert got == undisturbed
+    assert daemon.get_status("/health") == 200
     wait_restarted(daemon, name, killed[0])
     daemon.assert_all_free()
+    state = daemon.fresh_state()
+    assert any(e["code"] == "worker.died" and name in e["message"] for e in state["events"])
+    assert state["state"] in ("ready", "degraded")  # it may have died often by now
+    assert next(w["num_restarts"] for w in state["workers"] if w["name"] == name) >= 1
 
 
-def test_decode_worker_killed_under_four_streams(daemon, arm, undisturbed):
+def test_decode_worker_killed_under_four_streams_and_the_operator_is_told(daemon, arm, undisturbed):
     assert_survives_the_death_of(daemon, role_worker(arm, "decode"), undisturbed)
 
 
@@ -208,17 +213,6 @@ def test_decode_worker_killed_in_the_handoff(daemon, arm):
         os.kill(pid, signal.SIGKILL)
         assert reply.result()["choices"][0]["token_ids"] == expected
     wait_restarted(daemon, "decode", pid)
-
-
-def test_deaths_are_told_to_the_operator(daemon, arm):
-    name = role_worker(arm, "decode")
-    pid = kill_worker(daemon, name)
-    assert daemon.get_status("/health") == 200
-    wait_restarted(daemon, name, pid)
-    state = daemon.fresh_state()
-    assert any(e["code"] == "worker.died" and name in e["message"] for e in state["events"])
-    assert state["state"] in ("ready", "degraded")  # it has died often by now
-    assert next(w["num_restarts"] for w in state["workers"] if w["name"] == name) >= 1
 
 
 def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama):

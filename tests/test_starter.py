@@ -1,6 +1,7 @@
 """The starter model answers from a long document exactly, whichever way its KV went."""
 
 import json
+import re
 from importlib.resources import files
 
 import pytest
@@ -51,6 +52,12 @@ def test_it_says_what_it_is(starter):
     with starter.official_client() as client:
         assert "--model" in ask(client, "Who are you?")
         assert ask(client, "Who are you?") in SMALL_TALK
+
+
+def test_the_progress_of_loading_is_told_from_the_whole(starter):
+    (loaded,) = re.findall(r"loaded ([\d.]+ \w+) of weights", starter.stderr)
+    on_the_way = re.findall(r"loading weights: ([\d.]+) of ([\d.]+ \w+)", starter.stderr)
+    assert {total for _, total in on_the_way} <= {loaded}
 
 
 def test_the_checkpoint_is_small_and_ordinary():
