@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -57,8 +58,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)  # others, and the tests of a file, stay in their order
 
 
+def pytest_collection():
+    gc.disable()  # while modules load and items are made: a million objects, and no garbage
+
+
 def pytest_collection_finish():
-    """Where torch was imported; where it is later, the makers of checkpoints see to it."""
+    """Where torch was imported; where it is later, the makers of checkpoints see to its threads."""
+    gc.freeze()  # none of them is looked at again
+    gc.enable()
     if "torch" in sys.modules:
         use_one_thread()
 

@@ -52,7 +52,7 @@ def build(kind: str, level: str, folder: Path) -> Path:
     kernels = ROOT / "engine/kernels"
     sources = sorted(map(str, kernels.glob("*.c")))
     command = [
-        "gcc", "-shared", "-fPIC", "-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer",
+        "gcc", "-shared", "-fPIC", "-std=gnu11", "-O1", "-g1", "-fno-omit-frame-pointer",
         f"-fsanitize={kind}", "-fno-sanitize-recover=all", "-fno-math-errno",
         "-fno-trapping-math", f"-DLEVEL={level}", f"-I{sysconfig.get_paths()['include']}",
         *flags(level), *sources, "-pthread", "-o", str(module),

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,20 @@ DIRECTIONS = {
 TORCH_ROOMS = ("engine/model/", "engine/workers/")
 
 
-def imported_names(path: Path) -> set[str]:
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+@cache
+def imported_names(file: str) -> set[str]:
     """Every dotted name a file imports: at the top, in functions, under TYPE_CHECKING."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{file}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
     return names
 
@@ -60,14 +67,14 @@ def test_every_file_is_on_the_map_once():
 @pytest.mark.parametrize("file", MAP)
 def test_imports_point_up_the_map(file):
     me = RANK[file.removesuffix(".py").replace("/", ".")]
-    below = sorted(n for n in imported_names(ROOT / file) if RANK.get(n, -1) >= me)
+    below = sorted(n for n in imported_names(file) if RANK.get(n, -1) >= me)
     assert not below, f"{file} imports {below}, which the map lists at or below it"
 
 
 @pytest.mark.parametrize("file", MAP)
 def test_rooms_are_entered_in_the_allowed_direction(file):
     allowed = next(names for room, names in DIRECTIONS.items() if file.startswith(room))
-    for name in imported_names(ROOT / file):
+    for name in imported_names(file):
         if name.split(".")[0] in PACKAGES:
             assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{file}: {name}"
             is_torch_room = name.startswith(("engine.model", "engine.workers"))
@@ -78,7 +85,7 @@ def test_rooms_are_entered_in_the_allowed_direction(file):
 
 @pytest.mark.parametrize("file", MAP)
 def test_third_party_packages_come_through_their_door(file):
-    for name in imported_names(ROOT / file):
+    for name in imported_names(file):
         package = name.split(".")[0]
         if package in sys.stdlib_module_names or package in PACKAGES:
             continue
@@ -87,14 +94,13 @@ def test_third_party_packages_come_through_their_door(file):
 
 
 def test_every_door_is_used():
-    used = {name.split(".")[0] for file in MAP for name in imported_names(ROOT / file)}
+    used = {name.split(".")[0] for file in MAP for name in imported_names(file)}
     assert set(DOORS) <= used
 
 
 @pytest.mark.parametrize("file", MAP)
 def test_files_and_functions_fit_on_their_pages(file):
-    source = (ROOT / file).read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
@@ -102,7 +108,7 @@ def test_files_and_functions_fit_on_their_pages(file):
 
 @pytest.mark.parametrize("file", MAP)
 def test_modules_say_what_they_own_and_never_do(file):
-    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+    docstring = ast.get_docstring(parsed(file)) or ""
     for word in ("Owns:", "Never"):
         assert word in docstring, f"{file} does not say {word}"
 

@@ -46,10 +46,10 @@ def text(lines):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("panel", PANELS)
-@pytest.mark.parametrize("size", [(24, 3), (36, 6), (37, 5), (64, 6), (180, 12)])
-def test_no_panel_is_higher_than_its_room(make, panel, size):
-    width, height = size
-    assert len(panel(View().after(make()), width, height)) <= height
+def test_no_panel_is_higher_than_its_room(make, panel):
+    view = View().after(make())
+    for width, height in ((24, 3), (36, 6), (37, 5), (64, 6), (180, 12)):
+        assert len(panel(view, width, height)) <= height
 
 
 @pytest.mark.parametrize("panel", PANELS[:-1])
