@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import mmap
 import os
 import signal
@@ -64,9 +65,12 @@ def main() -> int:
     os.sched_setaffinity(0, [int(cpu) for cpu in options.cpus.split(",")])
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     try:
+        gc.disable()  # while modules load: they make thousands of objects, and no garbage
         # before Setup, so that it overlaps with what the daemon has to do
         import torch  # noqa: F401
 
+        gc.freeze()
+        gc.enable()
         setup = channel.expect(Setup)
         libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
         _serve(channel, setup)
