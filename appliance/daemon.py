@@ -26,17 +26,32 @@ from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import (
     ServeConfig,
     changes,
+    check_directories,
     prepare_directories,
     take_over,
     unknown_variables,
 )
 from appliance.doctor.bundle import wait_for_signal
-from appliance.fleet.boot import BootPlan, check_others, is_to_be_fetched, lock_state_dir, make_plan
+from appliance.fleet.boot import (
+    BootPlan,
+    PlacedModel,
+    check_others,
+    is_to_be_fetched,
+    lock_state_dir,
+    make_plan,
+    place,
+)
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
-from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, inherited_sockets
+from appliance.http.listeners import (
+    ListenerCloser,
+    bind_socket,
+    bind_tcp,
+    check_path,
+    inherited_sockets,
+)
 from appliance.http.server import ApiServer
 from appliance.loading import Fetching, Swapping, rehearsing_of
 from appliance.log.store import RetentionLimits
@@ -81,15 +96,31 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
-    check_others(config)
-    plan = None if is_to_be_fetched(config.model) else make_plan(config)
+    placed, _ = check(config)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     stacks_fd = wait_for_signal(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, plan, inherited, stacks_fd).run())
+        return asyncio.run(_Daemon(config, load_config, placed, inherited, stacks_fd).run())
     finally:
         os.close(lock_fd)
+
+
+def check(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
+    """Find what a start would refuse, without making, locking or timing anything.
+
+    Returns:
+        the model where it would be served, None if it has to be downloaded first; and a sentence
+        on each of the others that a request may name.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    AccessPolicy.from_config(config)
+    check_directories(config)
+    check_path(config.socket)
+    others = check_others(config)
+    return None if is_to_be_fetched(config.model) else place(config), others
 
 
 def _address(listener: socket.socket, is_tls: bool) -> str:
@@ -111,14 +142,14 @@ class _Daemon:
         self,
         config: ServeConfig,
         load_config: Callable[[], ServeConfig],
-        plan: BootPlan | None,
+        placed: PlacedModel | None,
         inherited: list[socket.socket],
         stacks_fd: int,
     ) -> None:
-        """Take what was decided; without a plan the model is downloaded first."""
+        """Take what was decided; without a place for it the model is downloaded first."""
         self._config = config
         self._load_config = load_config
-        self._first_plan = plan
+        self._placed = placed
         self._has_workers = False
         self._stacks_fd = stacks_fd
         self._inherited = inherited
@@ -138,14 +169,14 @@ class _Daemon:
             policy = AccessPolicy.from_config(self._config)
             request_log = RequestLog(self._config.log_path, _log_limits(self._config))
             self._request_log = request_log
-            stack.push_async_callback(asyncio.to_thread, request_log.close)
+            stack.push_async_exit(self._close_log)
             listeners = self._bind(policy)
             for listener in listeners:
                 is_inherited = listener in self._inherited
                 stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
             stack.push_async_callback(self._stop_workers)
             fetching = None
-            if self._first_plan is None and isinstance(self._config.model, HubName):
+            if self._placed is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
             app = build_app(fetching or self._start_model())
             server = self._server = ApiServer(app, listeners, policy, inherited=self._inherited)
@@ -166,6 +197,13 @@ class _Daemon:
         log.info("stopped")
         return 0
 
+    async def _close_log(self, _: object, error: BaseException | None, __: object) -> None:
+        """Say why this run ends, if that is an error which the next start need not guess at."""
+        if isinstance(error, PenstockError):
+            self._request_log.event("error", "daemon.failed", str(error))
+            self._request_log.end_run("error")
+        await asyncio.to_thread(self._request_log.close)
+
     def _bind(self, policy: AccessPolicy) -> list[socket.socket]:
         """The Unix socket, and TCP if it is wanted: those of a socket unit, else our own."""
         listeners = list(self._inherited)
@@ -181,7 +219,7 @@ class _Daemon:
 
     def _start_model(self) -> Service:
         """Workers, router and service of the model, which is here now."""
-        plan = self._first_plan or make_plan(self._config)
+        plan = make_plan(self._config, self._placed)
         self._request_log.start_run(
             version=version("penstock"),
             model=plan.model_id,
@@ -291,7 +329,7 @@ class _Daemon:
             keying.cancel()  # the next model has a key of its own
         await self._caches.open(self._plan, self._service.hasher, self._router, self._supervisor)
         about = await self._rehearsing.run(self._service.model.max_model_len)
-        self._service.availability.is_rehearsing = False
+        self._service.rehearsed(about)
         return about
 
     def _on_signal(self) -> None:

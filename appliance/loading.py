@@ -50,6 +50,7 @@ from appliance.request import ModelInfo, Request
 from appliance.service import Service
 from engine.cache.prefix_index import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.kernels.cpu import AGAIN
 from engine.schedule.roles_in_force import Rehearsal, steps
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence
@@ -156,7 +157,7 @@ class Rehearsing:
 
 MISSED = (
     ". No larger ones, as the machine was busy: until such steps have been seen, prompts that need "
-    "them go as with static roles"
+    f"them go as with static roles; {AGAIN}"
 )
 
 

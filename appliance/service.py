@@ -165,6 +165,11 @@ class Service:
         self.deadlines.change_model(router, workers, plan.placement.max_step_tokens)
         self.availability.change_model(router, workers)
 
+    def rehearsed(self, about: str | None) -> None:
+        """The workers have timed steps, and what that has shown is part of what frames tell."""
+        self.availability.is_rehearsing = False
+        self._frames.rehearsed = about
+
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
         self.availability.check()

@@ -30,6 +30,11 @@ _FILE_EXIT_CODES = {
 }
 
 
+WHAT_IS_SERVED = "docs/models.md lists what is served; is the file as its maker published it?"
+DOWNLOAD_AGAIN = "download the file again; if it stays so, docs/models.md lists what is served"
+LET_IT_BE_READ = "let the user who serves read it: chmod, or serve as its owner"
+
+
 class PenstockError(Exception):
     """Something failed that a person can act on.
 
@@ -87,7 +92,13 @@ def refuse(wrong: Sequence[ConfigError]) -> None:
 
 
 class CheckpointError(ConfigError):
-    """The model folder cannot be served; `where` names the file, `what` the tensor or key."""
+    """The model folder cannot be served; `where` names the file, `what` the tensor or key.
+
+    Without another hint: what helps wherever a file is not what its maker has published.
+    """
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where=where, hint=hint or DOWNLOAD_AGAIN)
 
 
 class FileError(PenstockError):

@@ -43,17 +43,22 @@ from engine.errors import PenstockError
 # Never: leaves a request running that nobody reads any more.
 
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="The one served if left out.", autocompletion=model_ids),
-]
 System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Nucleus sampling.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeat.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Timings on stderr at the end.")]
+
+
+FIELDS: Mapping[str, Any] = {
+    "model": Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The one served if left out.", autocompletion=model_ids),
+    ],
+    "max_tokens": Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")],
+    "temperature": Annotated[float | None, typer.Option(help="0 is greedy.")],
+    "top_p": Annotated[float | None, typer.Option(help="Nucleus sampling.")],
+    "seed": Annotated[int | None, typer.Option(help="Makes sampling repeatable.")],
+    "stop": Annotated[list[str] | None, typer.Option(help="End before this text; repeat.")],
+}
+"""Of a request's body: each is an option of both verbs."""
 
 
 @dataclass
@@ -65,9 +70,13 @@ class PrintedReply:
     text: str = ""
 
 
-def body(**options: object) -> dict[str, Any]:
-    """A request's body from options; those that nobody gave are the daemon's to choose."""
-    return {name: value for name, value in options.items() if value not in (None, [])}
+def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
+    return terminal.with_options(verb, FIELDS)
+
+
+def body(fields: Mapping[str, object]) -> dict[str, Any]:
+    """A request's body from FIELDS; those that nobody gave are the daemon's to choose."""
+    return {name: value for name, value in fields.items() if value not in (None, [])}
 
 
 def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
@@ -152,21 +161,17 @@ def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) ->
 # --------------------------------------------------------------------------------------------------
 
 
+@_with_fields
 def run(
     prompt: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]", help="The prompt, in quotes; - or none is stdin."),
     ] = None,
-    model: Model = None,
     system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    stop: Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     stats: Stats = False,
     host: Host = None,
+    **fields: Any,
 ) -> None:
     """Continue a prompt, or with --chat or --system answer it, token by token on stdout.
 
@@ -179,15 +184,7 @@ def run(
         what = "the prompt is empty; give it as an argument or on stdin"
         raise typer.BadParameter(what, param_hint="PROMPT")
     client = terminal.client(host)
-    content = body(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-    )
-    reply = PrintedReply()
+    content, reply = body(fields), PrintedReply()
     if chat or system is not None:
         instructions = [] if system is None else [{"role": "system", "content": system}]
         content["messages"] = [*instructions, {"role": "user", "content": text}]
@@ -396,30 +393,14 @@ PROMPT, PROMPT_INSIDE = ">>> ", "... "
 QUOTES = '"""'
 
 
-def chat(
-    model: Model = None,
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stats: Stats = False,
-    host: Host = None,
-) -> None:
+@_with_fields
+def chat(system: System = None, stats: Stats = False, host: Host = None, **fields: Any) -> None:
     """Talk with the model; /help lists the commands. From a pipe every line is a turn.
 
     Commands are for terminals: from a pipe a line that begins with a slash goes to the model.
     """
-    settings = body(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-    )
-    session = Session(terminal.client(host), Conversation(settings, system), has_stats=stats)
+    conversation = Conversation(body(fields), system)
+    session = Session(terminal.client(host), conversation, has_stats=stats)
     if not sys.stdin.isatty():
         for line in _lines():
             session.turn(line)

@@ -9,7 +9,6 @@ Never: imports the daemon before serve needs it.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import shutil
@@ -174,23 +173,15 @@ keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
 
 
 def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb an option for each setting, in place of its `**given`."""
-    signature = inspect.signature(verb, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    flags = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None,
-            annotation=Annotated[
-                bool | None if setting.parse is a_flag else str | None,
-                typer.Option(*_decls(name), help=f"{setting.about[0].upper()}{setting.about[1:]}."),
-            ],
-        )
+    """Give a verb an option for each setting."""
+    flags = {
+        name: Annotated[
+            bool | None if setting.parse is a_flag else str | None,
+            typer.Option(*_decls(name), help=f"{setting.about[0].upper()}{setting.about[1:]}."),
+        ]
         for name, setting in SETTINGS.items()
-    ]
-    verb.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
-    return verb
+    }
+    return terminal.with_options(verb, flags)
 
 
 def _decls(name: str) -> list[str]:
@@ -215,32 +206,34 @@ def serve(
     if folder is not None and given["model"] is not None:
         raise typer.BadParameter("give the model once: as an argument, or with --model")
     model = given["model"] if folder is None else folder
-    load_config = partial(config.load, {**given, "model": model, "config": config_file})
-    if check_config:
-        _check(load_config())
-        return
-    from appliance import daemon, process
+    flags = {**given, "model": model, "config": config_file}
+    load_config = partial(config.load, flags)
+    with config.named_by_source(flags):
+        if check_config:
+            _check(load_config())
+            return
+        from appliance import daemon, process
 
-    process.keep_small()
-    raise typer.Exit(daemon.serve(load_config))
+        process.keep_small()
+        raise typer.Exit(daemon.serve(load_config))
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from appliance.fleet.boot import check_others, check_plan
-    from appliance.fleet.kv_caches import ssd_problem
-    from appliance.http.access import AccessPolicy
-    from appliance.http.listeners import check_path
+    from appliance import daemon
+    from appliance.fleet.boot import check_files, check_plan, is_to_be_fetched, place
+    from appliance.fleet.kv_caches import ssd_text
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
-    AccessPolicy.from_config(settings)
-    config.check_directories(settings)
-    check_path(settings.socket)
-    others = check_others(settings)
-    sentence, where = check_plan(settings)
-    if problem := ssd_problem(settings.ssd_folder, settings.ssd_cache):
-        terminal.write(f"{printable(problem)}\n")
-    terminal.write("".join(f"{line}\n" for line in (sentence, *where, *map(printable, others))))
+    placed, others = daemon.check(settings)
+    placed = placed or place(settings)  # which says what to pull, where a start pulls it
+    sentence, where = check_plan(settings, placed)
+    for each in (settings, *settings.models.values()):  # a start finds it when the model is loaded
+        if not is_to_be_fetched(each.model):
+            check_files(each)
+    ssd = ssd_text(settings, placed.placement)
+    lines = (sentence, *where, *filter(None, (ssd,)), *others)
+    terminal.write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def cancel(

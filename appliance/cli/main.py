@@ -60,12 +60,25 @@ VERBS: Mapping[str, str] = {
 _HIDDEN = ("dial-stdio",)
 HOST_OPTIONS = ("--host", "-H", "--socket")
 """Of most verbs; they may stand before the verb as well."""
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("int", "integer", "int range", "integer range"), "whole number"),
+    **dict.fromkeys(("float", "float range"), "number"),
+    **dict.fromkeys(("str", "text"), "text"),
+}
+"""Of values, by what typer calls them, in help and where one is refused."""
 _LONGEST = 1000
 """Characters of a sentence; none is cut."""
 
 
 class Verbs(TyperGroup):
     """A group whose help has the first sentence of each verb, whole."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A verb, whose values are of kinds that have names in English."""
+        verb = super().get_command(ctx, name)
+        for param in [] if verb is None else verb.params:
+            param.type.name = KINDS.get(param.type.name, param.type.name)
+        return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """A verb a paragraph; what is hidden is left out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -239,9 +239,8 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     from appliance.cli import model_folders
     from appliance.fleet.boot import STARTER_FOLDER
 
-    settings = config.load_asked({})
-    named = settings.model
-    found = [*_configured(settings)]
+    named, tables = config.models_named(terminal.passed_over)
+    found = [*_configured(tables)]
     found += [model_folders.FoundModel(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
@@ -253,14 +252,14 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     return list(by_folder.values())
 
 
-def _configured(settings: config.ServeConfig) -> Iterator[Any]:
+def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
     """Those of the tables [models.NAME] that are on this machine, by the names of the tables."""
     from appliance.cli import model_folders
     from appliance.fleet.boot import model_folder
 
-    for name, own in settings.models.items():
+    for name, model in tables.items():
         with suppress(ConfigError):  # it is yet to be pulled: serve does that when it is asked for
-            yield model_folders.FoundModel(name, model_folder(own.model))
+            yield model_folders.FoundModel(name, model_folder(model))
 
 
 def _named(name: str, dirs: list[Path] | None) -> Any:
@@ -272,11 +271,11 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
         return model_folders.FoundModel(path.stem, path.absolute())
     if path.is_dir():
         return model_folders.FoundModel(path.absolute().name, path.absolute())
-    settings = config.load_asked({})
-    if name in settings.models:
-        asked = settings.models[name].model
+    _, tables = config.models_named(terminal.passed_over)
+    if name in tables:
+        asked = tables[name]
         if not isinstance(asked, HubName):
-            return next(each for each in _configured(settings) if each.name == name)
+            return next(each for each in _configured(tables) if each.name == name)
     else:
         asked = a_model(name)
     if isinstance(asked, HubName):

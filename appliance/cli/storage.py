@@ -126,6 +126,13 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
 
 def _folder(ssd_dir: str | None, state_dir: str | None) -> Path:
+    """Where the blocks are; a folder that is named has to be there, the usual one need not."""
+    for named in filter(None, (ssd_dir, state_dir)):
+        try:
+            Path(named).expanduser().stat()
+        except OSError as error:
+            hint = "`penstock config show` says where they are without it"
+            raise FileError("cannot look there", error, where=named, hint=hint) from error
     return config.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
 
 
@@ -134,9 +141,8 @@ def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:
     try:
         yield from found
     except OSError as error:
-        what = f"cannot read: {error.strerror}"
-        hint = "run it as the user who serves"
-        raise PenstockError(what, where=str(error.filename or where), hint=hint) from error
+        named, hint = str(error.filename or where), "run it as the user who serves"
+        raise FileError("cannot read", error, where=named, hint=hint) from error
 
 
 # The verbs on the request log's file: path, stats, export, prune.

@@ -9,6 +9,7 @@ Never: decides what an answer says.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -277,6 +278,24 @@ Host = Annotated[
     typer.Option("--host", "-H", "--socket", help="Socket's path, http://... or ssh://..."),
 ]
 Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
+
+
+def with_options(verb: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Give a verb options, each of which may be left out, in place of its `**given`.
+
+    Args:
+        verb: takes them by their names.
+        options: the annotation of each, as typer has it.
+    """
+    signature = inspect.signature(verb, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [
+        inspect.Parameter(name, kind, default=None, annotation=annotation)
+        for name, annotation in options.items()
+    ]
+    verb.__signature__ = signature.replace(parameters=[*added, *own])  # type: ignore[attr-defined]
+    return verb
 
 
 def prepare() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -176,6 +177,15 @@ class _Sources(NamedTuple):
             )
         return None
 
+    def place_of(self, where: str) -> str:
+        """What set the setting, or wrote the table, that an error names; else as it is."""
+        if where in SETTINGS:
+            found = self.lookup(where)
+            return where if found is None else found.origin
+        if not where.startswith(f"{MODELS}."):
+            return where
+        return f"{self.file}:{_line_of(self.text, where.partition(':')[0])}: {where}"
+
     def checked(self, name: str) -> FoundSetting | None:
         """The setting with its value checked, whatever else is in the file."""
         if (found := self.lookup(name)) is None:
@@ -188,6 +198,27 @@ class _Sources(NamedTuple):
             raise ConfigError(
                 f"{found.value!r} is not allowed; give {error}", where=found.origin
             ) from error
+
+
+@contextmanager
+def named_by_source(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Have what is wrong with a setting told of the flag, the variable or the line that set it.
+
+    Args:
+        flags: as load() has them.
+        environ: likewise.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        wrong = getattr(error, "errors", (error,))
+        if any(each.where.partition(".")[0] in (*SETTINGS, MODELS) for each in wrong):
+            sources = _read(flags, environ)
+            for each in wrong:
+                each.where = sources.place_of(each.where)
+        refuse(wrong)
 
 
 def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> ServeConfig:
@@ -205,7 +236,8 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     values = {SETTINGS[name].field or name: value for name, value, _ in given}
     values.setdefault("socket", _socket(sources).value)
     values.setdefault("state_dir", paths.default_state_dir(environ))
-    config = ServeConfig(**values)
+    with named_by_source(flags, environ):
+        config = ServeConfig(**values)
     return replace(config, models=_models(sources, config))
 
 
@@ -238,8 +270,12 @@ def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
 
 def _model_tables(sources: _Sources) -> dict[str, dict[str, Any]]:
     """What the tables [models.NAME] say themselves."""
+    return _tables_read(sources, sources.table.get(MODELS, {}))
+
+
+def _tables_read(sources: _Sources, tables: object) -> dict[str, dict[str, Any]]:
     parsers = {name: setting.parse for name, setting in SETTINGS.items()}
-    return read_tables(sources.table.get(MODELS, {}), parsers, lambda key: _where(sources, key))
+    return read_tables(tables, parsers, lambda key: _where(sources, key))
 
 
 def _where(sources: _Sources, key: str) -> str:
@@ -356,6 +392,32 @@ def ssd_folder(
     if found is None:
         return state_dir(state_dir_flag, environ, warn) / SSD_FOLDER
     return Path(found.value)
+
+
+def models_named(
+    warn: Warn, environ: Mapping[str, str] = os.environ
+) -> tuple[Path | HubName | None, dict[str, Path | HubName]]:
+    """The model that is served first, if one is set, and those of the tables by their names.
+
+    `warn` is told what is wrong in the file; what is said there of models is left out where it is.
+    """
+    sources, first = _read({}, environ), None
+    wrong, tables = [*sources.wrong], dict[str, Path | HubName]()
+    try:
+        found = sources.checked("model")
+        first = None if found is None else found.value
+    except ConfigError as error:
+        wrong += [] if error in wrong else [error]
+    of_models = sources.table.get(MODELS, {})
+    parts = of_models.items() if isinstance(of_models, dict) else [(MODELS, of_models)]
+    for name, table in parts:
+        try:
+            tables[name] = _tables_read(sources, {name: table})[name]["model"]
+        except ConfigError as error:
+            wrong.append(error)
+    for each in wrong:
+        warn(each)
+    return first, tables
 
 
 def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:
@@ -516,7 +578,7 @@ def _unknown(path: Path, table: Mapping[str, object], text: str) -> list[ConfigE
 
 def _line_of(text: str, key: str) -> int:
     """The line on which a key of the file's one flat table begins."""
-    name = re.escape(key)
+    name = r"""["']?\s*\.\s*["']?""".join(map(re.escape, key.split(".", 1)))
     start = re.compile(rf"""\s*\[*\s*["']?{name}["']?\s*[\].=]""")
     numbered = enumerate(text.splitlines(), start=1)
     return next((number for number, line in numbered if start.match(line)), 1)
@@ -552,19 +614,25 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
         paths.check_private(run_dir)
 
 
-def check_directories(config: ServeConfig) -> None:
+def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Look whether prepare_directories() could do its work, and files be made there.
 
     A socket that is there needs no folder that takes files: systemd, which listens on it for a
-    daemon, made it in a folder of its own.
+    daemon, made it in a folder of its own. A folder that somebody has named for the socket has to
+    be there, for a socket elsewhere than was meant is found by nobody; below those for sockets,
+    which are empty after each boot, it is made.
 
     Raises:
         ConfigError: all that could not be.
     """
     wrong = list[ConfigError]()
-    folders = [config.state_dir]
+    folders, run_dir = [config.state_dir], config.socket.parent
     if not os.access(config.socket, os.F_OK):
-        folders.insert(0, config.socket.parent)
+        folders.insert(0, run_dir)
+    if not run_dir.exists() and not paths.is_for_sockets(run_dir, environ):
+        hint = f"mkdir -p {run_dir}, or name another path with --socket"
+        wrong.append(ConfigError("there is no such folder", where=str(run_dir), hint=hint))
+        folders.remove(run_dir)
     for folder in folders:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():

@@ -107,6 +107,16 @@ def private_dir(environ: Mapping[str, str]) -> Path:
     return Path(runtime_home, "penstock") if runtime_home else own_temporary_dir()
 
 
+def is_for_sockets(folder: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a folder is, or is below, one that the system gives for sockets, and empties."""
+    roots = [own_temporary_dir(), SYSTEM_SOCKET.parent]
+    if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
+        roots.append(runtime)
+    if runtime_home := environ.get("XDG_RUNTIME_DIR"):
+        roots.append(Path(runtime_home))
+    return any(folder.is_relative_to(root) for root in roots)
+
+
 def own_temporary_dir() -> Path:
     """This user's folder in /tmp, there or not."""
     return TEMPORARY_DIR / f"penstock-{os.getuid()}"

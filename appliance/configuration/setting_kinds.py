@@ -179,6 +179,7 @@ ONE_OF_EACH = WantedWorkers()
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m|h)?", re.ASCII)
 _SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 MIN_BYTES = 1 << 20
 _GONE = {
@@ -289,6 +290,28 @@ def names(value: object) -> tuple[str, ...]:
     if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
         raise ValueError("a list of user names and @groups")
     return tuple(name.strip() for name in parts if name.strip())
+
+
+def aliases(value: object) -> tuple[str, ...]:
+    """Names of a model, in which * is any text, and nothing else stands for what it is not."""
+    try:
+        found = names(value)
+    except ValueError:
+        found = ("[",)
+    if any(not name.isprintable() or set(name) & set("[]?") for name in found):
+        raise ValueError("names of models with commas, without [ ] and ?, such as claude-*")
+    return found
+
+
+def origins(value: object) -> tuple[str, ...]:
+    """Whose pages may ask, as browsers name them: no path, not even a / at the end."""
+    try:
+        found = names(value)
+    except ValueError:
+        found = ("",)
+    if not all(name in ("*", "null") or _ORIGIN.fullmatch(name) for name in found):
+        raise ValueError("origins with commas, without a path, such as https://app.example; or *")
+    return found
 
 
 def some_devices(value: object) -> str:

@@ -14,11 +14,13 @@ from appliance.configuration.setting_kinds import (
     a_flag,
     a_path,
     a_size_or,
+    aliases,
     an_address,
     at_least,
     names,
     on_or_off,
     one_of,
+    origins,
     parse_bytes,
     parse_place,
     some_devices,
@@ -136,10 +138,10 @@ SETTINGS: Mapping[str, Setting] = {
     "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
     "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
     "model_aliases": Setting(
-        names, "other names of the model for clients, with commas; * is any text, as claude-*"
+        aliases, "other names of the model for clients, with commas; * is any text, as claude-*"
     ),
     "cors_origins": Setting(
-        names,
+        origins,
         "web pages that may use the API in a browser, as https://app.example; * is all",
         True,
     ),

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ from appliance.models.names import HubName
 from appliance.process import max_connections
 from engine.errors import PenstockError
 from engine.folder.checkpoint import Checkpoint
+from engine.folder.gguf import find_gguf
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import find_attention_way, find_ways, load_kernels, try_prompts
+from engine.kernels.cpu import AGAIN, find_attention_way, find_ways, load_kernels, try_prompts
 from engine.units import part_text, size_text
 
 # What a model on the hub is, and where it would fit, without its weights.
@@ -151,20 +153,25 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield _open_files(found.max_connections)
         if found.devices != "cpu":
             yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(found))
+        looked_at = partial(_looked_at, settings)
         if found.listen is not None:
-            yield _looked_at("network", lambda: _network(found))
-        yield _looked_at("model", lambda: _model(found))
-        yield _looked_at("state", lambda: _state_dir(found.state_dir))
-        yield _looked_at("log", lambda: _log(found.log_path))
-        yield _looked_at("ssd", lambda: _ssd(found, here))
+            yield looked_at("network", lambda: _network(found))
+        if isinstance(here, PenstockError) or settings.get("model") is not None:
+            yield looked_at("model", lambda: _model(found))
+        else:
+            yield looked_at("model", partial(_served, here, found))
+        yield looked_at("state", lambda: _state_dir(found.state_dir))
+        yield looked_at("log", lambda: _log(found.log_path))
+        yield looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
     yield from _links_down(state)
 
 
-def _looked_at(check: str, look: Callable[[], Finding]) -> Finding:
+def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], Finding]) -> Finding:
     """What a check finds, also where it may not look."""
     try:
-        return look()
+        with config.named_by_source(settings):
+            return look()
     except PenstockError as error:
         return _bad(check, error)
     except OSError as error:
@@ -217,10 +224,9 @@ def _kernels(state: dict[str, Any] | PenstockError) -> Finding:
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
     if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
-        about = "; ".join(chosen)
-        return Finding(
-            "kernels", "ok", f"compiled, for {level}; chosen at the daemon's start: {about}"
-        )
+        about = f"compiled, for {level}; chosen at the daemon's start: {'; '.join(chosen)}"
+        hint = "when nothing else runs here: penstock drain --wait, then start the daemon again"
+        return Finding("kernels", "note" if AGAIN in about else "ok", about, hint)
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
     found = (
@@ -286,6 +292,19 @@ def _model(found: config.ServeConfig) -> Finding:
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)
+    return Finding("model", "ok", about)
+
+
+def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
+    """What the daemon that runs serves, and that a start would serve another, if it would."""
+    from appliance.fleet.boot import STARTER_FOLDER, model_name
+
+    length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
+    about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"
+    model = STARTER_FOLDER if found.model is None else found.model
+    wanted = model_name(model if isinstance(model, HubName) else find_gguf(model) or model)
+    if wanted != state["model"]:
+        about += f"; by the settings here a start would serve {wanted}"
     return Finding("model", "ok", about)
 
 

@@ -15,6 +15,7 @@ import stat
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.gpu_placement import attention_for, installed_torch
@@ -23,11 +24,13 @@ from appliance.fleet.placement import (
     Placement,
     WorkerPlan,
     available_memory_bytes,
+    capacity_text,
     placement_lines,
 )
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
+    check_weights,
     kv_text,
     plan_weights,
     tried_attention,
@@ -40,6 +43,7 @@ from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.folder.checkpoint import Checkpoint, gpu_layout
 from engine.kernels.attention_backends import this_machine
+from engine.text.tokenizer import Tokenizer
 from engine.tiers.arena import num_slots_for
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
@@ -134,13 +138,77 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
     return fd
 
 
-def make_plan(config: ServeConfig) -> BootPlan:
-    """Check options and checkpoint against each other and this machine.
+class PlacedModel(NamedTuple):
+    """A model that can be served here, and where; nothing has been made or timed for it yet."""
+
+    model_id: str
+    """The hub's name of the model, or its folder's."""
+    checkpoint: Checkpoint
+    dtype: str
+    """To serve it in."""
+    placement: Placement
+    num_arena_blocks: int
+    """Of a DRAM cache; 0: there is none."""
+
+
+def place(config: ServeConfig) -> PlacedModel:
+    """Check options and checkpoint against each other and this machine: all that can be refused.
 
     Raises:
         ConfigError: naming what is wrong.
     """
-    checkpoint, dtype, placement = _placed(config)
+    checkpoint = Checkpoint.open(model_folder(config.model))
+    model_id = _model_id(config, checkpoint.folder)
+    is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
+    placer = Placer(config, checkpoint, this_inventory(), installed_torch(), this_machine())
+    # the starter's greedy output is exactly reproducible in float32
+    placed = placer.place("float32" if is_starter else None)
+    dtype, placement = placed.dtype, placed.placement
+    is_on_gpu = any(worker.gpu is not None for worker in placement.workers)
+    check_weights(checkpoint, dtype, config.weights, is_on_gpu=is_on_gpu)
+    num_arena_blocks = _num_arena_blocks(config, placement)
+    if placed.about is not None:
+        log.warning("%s", placed.about)
+    wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
+    if placement.max_model_len < wanted_len:
+        log.warning(
+            "model length lowered from %d to %d tokens: that is what the %s hold",
+            wanted_len,
+            placement.max_model_len,
+            "positions of the model"
+            if placement.max_model_len == checkpoint.config.max_position_embeddings
+            else "KV pools",
+        )
+    return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks)
+
+
+def model_name(model: Path | HubName) -> str:
+    """What clients call a model that lies in a folder or a GGUF file, or has a name on the hub."""
+    if isinstance(model, HubName):
+        return model.repository
+    return model.stem if model.suffix == ".gguf" else model.resolve().name
+
+
+def _model_id(config: ServeConfig, folder: Path) -> str:
+    """The name of the model for clients, which no other may have."""
+    model_id = model_name(config.model if isinstance(config.model, HubName) else folder)
+    if model_id in config.models:
+        what = "the model that is served first has this name, too"
+        raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
+    return model_id
+
+
+def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPlan:
+    """Time what is chosen by its speed, and make the memory that workers share.
+
+    Args:
+        config: the settings.
+        placed: what place() has said of them; None: it is asked.
+
+    Raises:
+        ConfigError: as place().
+    """
+    model_id, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     weights = plan_weights(checkpoint, dtype, config.weights, placement)
     placement, prompts_trial = with_tried_prompts(placement, weights.ways, checkpoint.config)
@@ -148,7 +216,8 @@ def make_plan(config: ServeConfig) -> BootPlan:
     trials = tuple(filter(None, (weights.trial, prompts_trial, attention.why)))
     for trial in trials:
         log.info("timed at start: %s", trial)
-    arena, num_staging = _arena(config, placement)
+    num_staging = _num_staging_blocks(config, placement)
+    arena = _arena(num_arena_blocks + num_staging, placement.block_bytes)
     workers, fds = _setups(
         checkpoint,
         dtype,
@@ -162,15 +231,6 @@ def make_plan(config: ServeConfig) -> BootPlan:
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
         roles = "colocated"
-    if isinstance(config.model, HubName):
-        model_id = config.model.repository
-    elif checkpoint.folder.suffix == ".gguf":
-        model_id = checkpoint.folder.stem
-    else:
-        model_id = checkpoint.folder.resolve().name
-    if model_id in config.models:
-        what = "the model that is served first has this name, too"
-        raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
     return BootPlan(
         model_id,
         checkpoint,
@@ -193,24 +253,22 @@ def make_plan(config: ServeConfig) -> BootPlan:
     )
 
 
-def check_plan(config: ServeConfig) -> tuple[str, list[str]]:
+def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[str, list[str]]:
     """Decide all of a boot without making anything; says what would be served, and where.
 
-    Raises:
-        ConfigError: as make_plan().
+    Args and errors are make_plan()'s.
     """
-    checkpoint, dtype, placement = _placed(config)
+    _, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
     gpu, attention = placement.workers[0].gpu, ""
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    num_arena_blocks = _num_arena_blocks(config, placement)
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
     words = (weights.words, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
     if num_arena_blocks:
-        size = size_text(num_arena_blocks * placement.block_bytes)
-        about += f"; below the pools a DRAM cache of {size}"
+        held = capacity_text(placement, num_arena_blocks)
+        about += f"; below the pools a DRAM cache of {held}"
     elif isinstance(config.dram_cache, int):
         why = "it keeps the prefix cache, which is off" if not config.prefix_cache else (
             f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
@@ -264,7 +322,7 @@ def check_others(config: ServeConfig) -> list[str]:
         a sentence on each, with its name.
 
     Raises:
-        ConfigError: as make_plan(), of all that cannot be served, with their names.
+        ConfigError: as place(), of all that cannot be served, with their names.
     """
     sentences, wrong = list[str](), list[ConfigError]()
     for name, each in config.models.items():
@@ -291,30 +349,9 @@ def check_files(config: ServeConfig) -> None:
     Raises:
         ConfigError: it cannot be served.
     """
-    Checkpoint.open(model_folder(config.model))
-
-
-def _placed(config: ServeConfig) -> tuple[Checkpoint, str, Placement]:
-    """The checkpoint, the dtype to serve it in, and where everything goes."""
-    checkpoint = Checkpoint.open(model_folder(config.model))
-    is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
-    placer = Placer(config, checkpoint, this_inventory(), installed_torch(), this_machine())
-    # the starter's greedy output is exactly reproducible in float32
-    placed = placer.place("float32" if is_starter else None)
-    dtype, placement = placed.dtype, placed.placement
-    if placed.about is not None:
-        log.warning("%s", placed.about)
-    wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
-    if placement.max_model_len < wanted_len:
-        log.warning(
-            "model length lowered from %d to %d tokens: that is what the %s hold",
-            wanted_len,
-            placement.max_model_len,
-            "positions of the model"
-            if placement.max_model_len == checkpoint.config.max_position_embeddings
-            else "KV pools",
-        )
-    return checkpoint, dtype, placement
+    folder = model_folder(config.model)
+    Checkpoint.open(folder)
+    Tokenizer.from_folder(folder)
 
 
 def _setups(
@@ -368,14 +405,12 @@ def _setups(
     return workers, fds
 
 
-def _arena(config: ServeConfig, placement: Placement) -> tuple[PoolSpec | None, int]:
-    """Memory below the pools, with a block of padding as they have; blocks of it for staging."""
-    num_staging = _num_staging_blocks(config, placement)
-    num_blocks = _num_arena_blocks(config, placement) + num_staging
+def _arena(num_blocks: int, block_bytes: int) -> PoolSpec | None:
+    """Memory below the pools, with a block of padding as they have; None: nothing needs it."""
     if not num_blocks:
-        return None, 0
-    fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * placement.block_bytes)
-    return PoolSpec(DRAM, fd, num_blocks + 1), num_staging
+        return None
+    fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * block_bytes)
+    return PoolSpec(DRAM, fd, num_blocks + 1)
 
 
 def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.cache_identity import PromptHasher
+from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.protocol import TierFrame
 from appliance.process import read_in_thread
@@ -132,6 +133,7 @@ ASKED_RESERVE_SHARE = 6
 """Where somebody has said a size, this part of the free disk stays free..."""
 MIN_RESERVE_BYTES = 1 << 30
 """...and at least this, and no more than RESERVE_BYTES."""
+NO_PREFIX_CACHE = "it keeps the prefix cache, which is off"
 HINT = "name another folder with --ssd-dir, or do without: --ssd-cache off"
 
 
@@ -183,17 +185,40 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     return SsdAllowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
 
 
-def ssd_problem(folder: Path, asked: int | str) -> str | None:
-    """What is to be said of settings before they are served; None: nothing."""
+def ssd_text(config: ServeConfig, placement: Placement) -> str | None:
+    """What is to be said of settings before they are served; None: nobody wants an SSD cache."""
+    folder, asked = config.ssd_folder, config.ssd_cache
     if asked == "off":
         return None
+    if not config.prefix_cache:
+        return f"no SSD cache: {NO_PREFIX_CACHE}"
     try:
-        allowed = allowance(folder, asked)
+        slabs, allowed = _slabs(folder, asked, placement.block_bytes, b"")
     except OSError as error:
-        allowed = f"{error.filename or folder}: {error.strerror}"
+        return f"there would be no SSD cache: {error.filename or folder}: {error.strerror}; {HINT}"
+    except PenstockError as error:
+        return f"there would be no SSD cache: {error}; {HINT}"
+    most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
+    return "; ".join(filter(None, (f"SSD cache in {folder}: up to {most}", allowed.words)))
+
+
+def _slabs(
+    folder: Path, asked: int | str, block_bytes: int, fingerprint: bytes
+) -> tuple[Slabs, SsdAllowance]:
+    """The folder's slabs, not yet opened, and how large they may be.
+
+    Raises:
+        PenstockError: why the disk can hold none.
+        OSError: it cannot be looked at.
+    """
+    allowed = allowance(folder, asked)
     if isinstance(allowed, str):
-        return f"there would be no SSD cache: {allowed}; {HINT}"
-    return f"SSD cache in {folder}: {allowed.words}" if allowed.words else None
+        raise PenstockError(allowed)
+    slabs = Slabs(folder, block_bytes, fingerprint, allowed.cap_bytes, allowed.reserve_bytes)
+    if not slabs.max_places:
+        files, block = size_text(allowed.cap_bytes), size_text(block_bytes)
+        raise PenstockError(f"{files} of files hold no block of {block}")
+    return slabs, allowed
 
 
 def _problem(folder: Path, there: Path) -> str | None:
@@ -295,7 +320,7 @@ class SsdCache:
         """Read what is there, and attach it to the router; what is wrong is said."""
         self.is_off = self._has_failed = False
         if hasher is None:
-            self._off("it keeps the prefix cache, which is off", is_wanted=False)
+            self._off(NO_PREFIX_CACHE, is_wanted=False)
             return
         blocks = _kept_blocks(plan, hasher)
         self._pool_fds = list(blocks.pool_fds.values())
@@ -325,7 +350,7 @@ class SsdCache:
             if blocks.slots:  # one half after the other
                 bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
             self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)
-            self._say_what_is_there(slabs, opened.allowed)
+            self._say_what_is_there(slabs, opened.allowed, plan.placement)
 
     def frame(self) -> TierFrame:
         """The state of the cache, as a part of a frame."""
@@ -395,7 +420,7 @@ class SsdCache:
         router.prefixes.tiers.each.append(self.tier)
         self._sweep()
 
-    def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance) -> None:
+    def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:
         if dropped := _dropped(slabs.reclaimed):
             self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
         if allowed.words:
@@ -407,8 +432,9 @@ class SsdCache:
         if self._staged is not None:
             way += "; to and from GPUs by way of the host's memory, which no GPU has proved yet"
         about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
-        most = size_text(slabs.max_places * slabs.block_bytes)
-        self._tell("info", "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
+        most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
+        severity = "warning" if slabs.max_places < MIN_CACHED_BLOCKS else "info"
+        self._tell(severity, "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
 
     def _done(self, disk: Disk, job: Job) -> None:
         if disk is self._disk and self._staged is not None:
@@ -467,12 +493,8 @@ class _OpenedSlabs(NamedTuple):
 
 
 def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
-    """Raises PenstockError with the reason why the disk can hold none, OSError."""
-    allowed = allowance(folder, asked)
-    if isinstance(allowed, str):
-        raise PenstockError(allowed)
-    format_and_cap = blocks.num_bytes, blocks.fingerprint, allowed.cap_bytes
-    slabs = Slabs(folder, *format_and_cap, allowed.reserve_bytes)
+    """Raises as _slabs()."""
+    slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint)
     try:
         return _OpenedSlabs(slabs, slabs.open(), probe(slabs), allowed)
     except OSError:
@@ -541,8 +563,9 @@ class DramCache:
         costs, block_bytes = Costs(min(rates)), plan.placement.block_bytes
         tier = self.tier = _tier(num_blocks, block_bytes, router, copies, costs, self._tell)
         router.prefixes.tiers.each.insert(0, tier)
-        size, rate = size_text(tier.max_bytes), f"{size_text(min(rates))}/s"
-        self._tell("info", "dram.on", f"DRAM cache of {size}, copied to and from at {rate}")
+        held, rate = capacity_text(plan.placement, num_blocks), f"{size_text(min(rates))}/s"
+        severity = "warning" if num_blocks < MIN_CACHED_BLOCKS else "info"
+        self._tell(severity, "dram.on", f"DRAM cache of {held}, copied to and from at {rate}")
 
     def frame(self) -> TierFrame | None:
         """How it stands; None: nobody wants one."""

@@ -384,6 +384,25 @@ def pool_counts(places: Places, num_blocks: int, block_bytes: int) -> dict[str, 
 # Never: decides.
 
 
+MIN_CACHED_BLOCKS = 16
+"""A cache below the pools that holds fewer is hardly of use, which is said."""
+
+
+def capacity_text(placement: Placement, num_blocks: int, files_bytes: int | None = None) -> str:
+    """What a cache of so many blocks holds: `1.5 GiB (1,024 blocks, 65,536 tokens)`.
+
+    Args:
+        placement: whose blocks.
+        num_blocks: that fit.
+        files_bytes: on disk, where blocks have headers and files are whole; None: in memory.
+    """
+    said = size_text(num_blocks * placement.block_bytes)
+    said += "" if files_bytes is None else f" of KV in {size_text(files_bytes)} of files"
+    said += f" ({num_blocks:,} block{'' if num_blocks == 1 else 's'}"
+    said += f", {num_blocks * placement.block_size:,} tokens)"
+    return f"{said}, which is hardly of use" if num_blocks < MIN_CACHED_BLOCKS else said
+
+
 def placement_lines(placement: Placement) -> list[str]:
     """The placement in lines for people: who computes where with which pool, and why."""
     rows = [list(_cells(placement, plan)) for plan in placement.workers]

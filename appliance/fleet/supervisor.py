@@ -376,7 +376,10 @@ class Supervisor:
     @property
     def is_started(self) -> bool:
         """True once all workers have been ready together."""
-        return self._started is not None and self._started.done()
+        started = self._started
+        if started is None or not started.done() or started.cancelled():
+            return False
+        return started.exception() is None
 
     def waits_for_others(self, name: str) -> bool:
         """Whether a worker that loads has done its part, and cannot go on before others have."""
@@ -482,8 +485,9 @@ class Supervisor:
             worker.pause_s = _backoff_s(worker.num_short_lives)
             await self._reap(worker)
             await self._end_mappers(worker)
-            if self._started is not None and not self._started.done():
-                self._started.set_exception(worker.failure or self._died_early(worker))
+            if self._started is not None and not self.is_started:
+                if not self._started.done():
+                    self._started.set_exception(worker.failure or self._died_early(worker))
                 return
             await self._respawn(worker)
 

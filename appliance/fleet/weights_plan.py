@@ -90,15 +90,11 @@ def plan_weights(
     Args:
         checkpoint: whose.
         dtype: to serve in.
-        weights: `stored`, or what to quantise matrices to.
+        weights: `stored`, or what to quantise matrices to; check_weights() has taken it.
         placement: where workers are; those on GPUs have memory of their own.
         tries_ways: time how bfloat16 is multiplied best; else it is taken as stored.
-
-    Raises:
-        ConfigError: these weights cannot be quantised, or not here.
     """
     on_gpu = [plan.gpu is not None for plan in placement.workers]
-    check_weights(checkpoint, dtype, weights, is_on_gpu=any(on_gpu))
     layout: WeightsLayout | PanelsLayout | None = None
     tried = None
     if not all(on_gpu) and weights == AS_STORED and tries_ways:
@@ -161,7 +157,7 @@ def check_weights(checkpoint: Checkpoint, dtype: str, weights: str, *, is_on_gpu
     """
     if weights == AS_STORED:
         return
-    where, hint = f"weights {weights}", "leave out --weights"
+    where, hint = "weights", "leave out --weights"
     if is_on_gpu:
         raise ConfigError("weights are quantised at start on CPUs only", where=where, hint=hint)
     if not has_kernels():

@@ -9,6 +9,7 @@ Never: lets a client write SQL; ignores a parameter that it cannot read.
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from appliance.json_fields import invalid_type, invalid_value
-from engine.errors import PenstockError
+from engine.errors import FileError, PenstockError
 
 MAX_ROWS = 10_000
 DEFAULT_ROWS = 20
@@ -327,14 +328,10 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection, whose errors say which file.
 
     Raises:
+        FileError: there is none, or it may not be read.
         PenstockError: instead of every sqlite3.Error.
     """
-    if not path.exists():
-        raise PenstockError(
-            "cannot read the request log: there is none here",
-            where=str(path),
-            hint="`penstock serve` makes one; --state-dir names the folder of another",
-        )
+    check_file(path, os.O_RDONLY)
     try:
         with closing(_connect(path)) as db:
             db.row_factory = sqlite3.Row
@@ -343,6 +340,21 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise PenstockError(
             f"cannot read the request log: {error}", where=str(path), hint=_hint(str(error))
         ) from error
+
+
+def check_file(path: Path, flags: int) -> None:
+    """Look whether the log's file can be opened, of which SQLite says no more than that it cannot.
+
+    Raises:
+        FileError: it cannot be.
+    """
+    try:
+        os.close(os.open(path, flags | os.O_CLOEXEC))
+    except OSError as error:
+        hint = "run it as the user who serves"
+        if isinstance(error, FileNotFoundError):
+            hint = "`penstock serve` makes one; --state-dir names the folder of another"
+        raise FileError("cannot read the request log", error, where=str(path), hint=hint) from error
 
 
 @contextmanager

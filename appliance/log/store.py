@@ -22,7 +22,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from appliance.log.query import BUSY_TIMEOUT_MS, log_time, reading
+from appliance.log.query import BUSY_TIMEOUT_MS, check_file, log_time, reading
 from engine.errors import ConfigError, FileError, PenstockError
 from engine.units import size_text
 from migrations.request_log import migration
@@ -425,13 +425,15 @@ def prune(
     run changes nothing; it counts what is too old and estimates the rest from the mean row.
 
     Raises:
-        PenstockError: the file is missing or may not be written, or another program holds it.
+        FileError: the file is missing or may not be written.
+        PenstockError: another program holds it, or it is no request log.
     """
     limits = RetentionLimits(keep_days=keep_days, max_bytes=max_bytes)
     now = datetime.now(UTC)
     if dry_run:
         with reading(path) as db:
             return estimate(db, limits, now)
+    check_file(path, os.O_RDWR)
     total = Pruned(0, 0)
     try:
         uri = f"{path.absolute().as_uri()}?mode=rw"

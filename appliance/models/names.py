@@ -125,6 +125,9 @@ def _read(
     wrong: list[ConfigError],
 ) -> dict[str, Any]:
     """One model's settings; what is wrong with them goes onto the list."""
+    if not name.removeprefix(f"{MODELS}.").strip():
+        hint = "as [models.small]: requests name the model so"
+        wrong.append(ConfigError("a model without a name", where=where(MODELS), hint=hint))
     if "model" not in table:
         wrong.append(
             ConfigError(

@@ -252,6 +252,8 @@ class Frames:
         self._plan = plan
         self.model = model
         """As it is served; a pool that turns out small shortens its requests."""
+        self.rehearsed: str | None = None
+        """What steps were timed before anything was served; None: none yet, or none at all."""
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
@@ -271,6 +273,7 @@ class Frames:
     ) -> None:
         """Show another model from now on; numbers and counts go on."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
+        self.rehearsed = None
 
     def make(self, standing: ServiceState) -> list[Change]:
         """Take one reading and wake those who wait for it; which alerts it has changed."""
@@ -306,7 +309,7 @@ class Frames:
                 plan.kv_dtype,
                 next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
-            trials=list(plan.trials),
+            trials=[*plan.trials, *filter(None, (self.rehearsed,))],
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)

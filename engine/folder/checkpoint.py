@@ -363,7 +363,7 @@ def choose_dtype(
         return requested
     if requested != "auto":
         hint = f"one of auto, {', '.join(DTYPE_BYTES)}"
-        raise ConfigError(f"unknown dtype {requested!r}", where="--dtype", hint=hint)
+        raise ConfigError(f"unknown dtype {requested!r}", where="dtype", hint=hint)
     if has_gpu:
         return "float16" if capability is not None and capability < (8, 0) else "bfloat16"
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
@@ -461,7 +461,8 @@ def _checked(
     if tensor.shape != shape:
         asks = "its metadata" if source.suffix == ".gguf" else "config.json"
         what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
-        raise CheckpointError(what, where=str(tensor.file))
+        hint = f"is {asks} that of these weights? take all files from one download"
+        raise CheckpointError(what, where=str(tensor.file), hint=hint)
     served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else (*DTYPE_BYTES, "mxfp4_pairs")
     is_served = tensor.dtype in served or tensor.apart is not None
     if not is_served or (tensor.dtype in BLOCKS and len(shape) != 2):

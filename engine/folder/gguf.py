@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from engine.errors import CheckpointError
+from engine.errors import LET_IT_BE_READ, WHAT_IS_SERVED, CheckpointError
 from engine.folder.families import Family, reason
 from engine.folder.tensor_info import BLOCKS, TensorInfo
 
@@ -83,7 +83,7 @@ class GgufModel:
         """The error to raise for a value of the metadata: what it is, and what is needed."""
         value = self.metadata.get(key)
         what = f"{key} is missing" if value is None else f"{key} is {str(value)[:60]!r}"
-        return CheckpointError(f"{what}: {needed}", where=str(self.path))
+        return CheckpointError(f"{what}: {needed}", where=str(self.path), hint=WHAT_IS_SERVED)
 
     def text(self, key: str) -> str | None:
         """A string of the metadata; None where there is none."""
@@ -173,7 +173,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     except FileNotFoundError:
         raise CheckpointError("the file is missing", where=str(path), hint=_AGAIN) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read: {error.strerror}", where=str(path)) from error
+        what = f"cannot read: {error.strerror}"
+        raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
 
 
 class _Reader:
@@ -584,7 +585,8 @@ def _row(model: GgufModel) -> _Architecture:
     row = _ARCHITECTURES.get(_arch(model))
     if row is None:
         if (why := reason(_arch(model))) is not None:
-            raise CheckpointError(f"{_arch(model)} is not served: {why}", where=str(model.path))
+            what = f"{_arch(model)} is not served: {why}"
+            raise CheckpointError(what, where=str(model.path), hint=WHAT_IS_SERVED)
         needed = f"one of {', '.join(_ARCHITECTURES)} is served"
         raise model.bad("general.architecture", needed)
     return row

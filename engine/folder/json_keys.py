@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError
+from engine.errors import LET_IT_BE_READ, WHAT_IS_SERVED, CheckpointError
 
 REQUIRED = object()
 _MAX_SIZE = 2**31 - 1
@@ -36,7 +36,8 @@ class JsonKeys:
             hint = "a model folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
         except OSError as error:
-            raise CheckpointError(f"cannot read: {error.strerror}", where=str(path)) from error
+            what = f"cannot read: {error.strerror}"
+            raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"not valid JSON: {error}", where=str(path)) from None
         if not isinstance(values, dict):
@@ -46,15 +47,15 @@ class JsonKeys:
     def bad(self, key: str, needed: str) -> CheckpointError:
         """The error to raise for a key: its value, and what it would have to be."""
         shown = repr(self.values.get(key))[:80]
-        return CheckpointError(
-            f"{self._prefix}{key} is {shown}, not {needed}", where=str(self.path)
-        )
+        what = f"{self._prefix}{key} is {shown}, not {needed}"
+        return CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
 
     def get(self, key: str, default: Any) -> Any:
         """The raw value; an explicit null is None, not the default."""
         value = self.values.get(key, default)
         if value is REQUIRED:
-            raise CheckpointError(f"{self._prefix}{key} is missing", where=str(self.path))
+            what = f"{self._prefix}{key} is missing"
+            raise CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, maximum: int = _MAX_SIZE) -> int:

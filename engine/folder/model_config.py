@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.errors import CheckpointError
+from engine.errors import WHAT_IS_SERVED, CheckpointError
 from engine.folder.families import (
     FAMILY_BY_ARCHITECTURE,
     FAMILY_BY_NAME,
@@ -257,7 +257,7 @@ def layer_heads(
         if num_heads % heads.num_kv_heads or heads.head_dim % 2 or widest % heads.width:
             what = f"layers of {heads.num_kv_heads} key heads of {heads.head_dim}"
             what += f" beside {num_heads} query heads and others {widest} wide: not served"
-            raise CheckpointError(what, where=str(keys.path))
+            raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
     return tuple(own)
 
 
@@ -500,8 +500,8 @@ def _refuse(name: object, keys: JsonKeys) -> None:
     """Say why, where a name is known and not served."""
     why = reason(name) if isinstance(name, str) else None
     if why is not None:
-        hint = "docs/models.md lists what is served"
-        raise CheckpointError(f"{name} is not served: {why}", where=str(keys.path), hint=hint)
+        what = f"{name} is not served: {why}"
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
 
 
 def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
@@ -541,13 +541,13 @@ def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> LayerH
         num_kv_heads = keys.integer("num_key_value_heads")
     if num_heads % num_kv_heads:
         what = f"num_attention_heads {num_heads} is no multiple of the {num_kv_heads} kv heads"
-        raise CheckpointError(what, where=str(keys.path))
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
     head_dim = hidden_size // num_heads
     if keys.get("head_dim", None) is not None:
         head_dim = keys.integer("head_dim")
     if head_dim < 2 or head_dim % 2:
         what = f"head_dim is {head_dim}, not an even number: RoPE turns pairs"
-        raise CheckpointError(what, where=str(keys.path))
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
     return LayerHeads(num_kv_heads, head_dim)
 
 

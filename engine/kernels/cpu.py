@@ -246,6 +246,8 @@ LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
 """Those with instructions for bfloat16, and the ways that their packed matrices can be read."""
 NUM_INPUTS = (1, 4, 16, 64, 256)
 """Tried; from each of them on, up to the next, its best way is used."""
+AGAIN = "a start while the machine is idle may find out"
+"""What is said where rounds differ by too much, as they do beside other work."""
 GAIN = 1.5
 """Packing costs memory and a part of the start, and a trial beside other work is noisy, so that it
 has to bring this at 256 inputs..."""
@@ -418,6 +420,7 @@ def judge(
         return TrialResult(ways, f"{how}: {tried}")
     if gains[-1].high >= GAIN and min(gain.high for gain in gains) >= LOSS:
         why = "undecided if they should be rearranged for this CPU's bfloat16 instructions"
+        tried += f"; {AGAIN}"
     else:
         why = "rearranged for this CPU's bfloat16 instructions they gain too little for prompts"
     return TrialResult(None, f"{_STORED}: {why}: {tried}")
@@ -453,13 +456,15 @@ class PromptTrial:
             said += f" (a token takes {', '.join(others)}, against 1)"
         if not self.is_decided:
             said += ", too near to call: the largest that may be quicker"
-        gain = self.second_core_gain
-        if gain is None:
-            return said
-        alone = "" if self.lends else ", so that a prompt has its worker's own cores alone"
-        if self.has_tiles and gain.low < CORE_GAIN <= gain.high:
-            alone = ": undecided, so that it borrows them"
-        return f"{said}; two cores compute a prompt {gain}x as fast as one{alone}"
+        gain, is_decided = self.second_core_gain, self.is_decided
+        if gain is not None:
+            said += f"; two cores compute a prompt {gain}x as fast as one"
+            if self.has_tiles and gain.low < CORE_GAIN <= gain.high:
+                said += ": undecided, so that it borrows them"
+                is_decided = False
+            elif not self.lends:
+                said += ", so that a prompt has its worker's own cores alone"
+        return said if is_decided else f"{said}; {AGAIN}"
 
 
 STEP_TOKENS = (128, 256, 512)

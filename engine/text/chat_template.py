@@ -124,7 +124,9 @@ def _compile(source: str, where: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError) as error:
-        raise CheckpointError(f"the chat template is broken: {error}", where=where) from error
+        what = f"the chat template is broken: {error}"
+        hint = "mend it there, or ask who published the model"
+        raise CheckpointError(what, where=where, hint=hint) from error
 
 
 def _to_json(

@@ -227,3 +227,14 @@ def test_nobody_waits_for_the_last_worker_that_cannot_come_back(machine):
     with pytest.raises(Unavailable) as refused:
         machine.submit()
     assert refused.value.code == "engine_dead"
+
+
+def test_what_the_rehearsal_has_shown_is_in_frames_beside_the_trials(machine):
+    machine.start_workers()
+    before = machine.frame["trials"]
+    machine.service.rehearsed("timed 3 steps")
+    machine.service.make_frame()
+    assert machine.frame["trials"] == [*before, "timed 3 steps"]
+    machine.service.rehearsed(None)
+    machine.service.make_frame()
+    assert machine.frame["trials"] == before

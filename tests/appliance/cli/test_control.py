@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from appliance.configuration.config import log_path
+from appliance.log.query import EventQuery, read_events
+from appliance.log.row import end_crashed_run
 from tests.appliance.cli_data import ENDED, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock
 from tests.appliance.fake_daemon import FakeDaemon
@@ -148,6 +153,33 @@ def test_checking_tells_of_each_model_and_names_it_where_it_is_wrong(
     assert ended.returncode == 78
     assert "models.a: " in ended.stderr
     assert "models.b: " in ended.stderr
+
+
+def test_checking_refuses_what_a_start_would(environ: dict[str, str], tmp_path: Path) -> None:
+    folder, path = tmp_path / "tiny", tmp_path / "penstock.toml"
+    make_model(folder)
+    asked = ("serve", str(folder), "--config", str(path), "--check-config")
+    path.write_text(f'[models.tiny]\nmodel = "{folder}"\n')
+    ended = penstock(environ, *asked)
+    assert (ended.returncode, "has this name, too" in ended.stderr) == (78, True)
+    path.write_text("")
+    (folder / "tokenizer.json").write_text("{")
+    ended = penstock(environ, *asked)
+    assert (ended.returncode, "tokenizer.json" in ended.stderr) == (78, True)
+
+
+def test_a_start_that_fails_says_why_in_the_log_and_did_not_crash(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "tiny")
+    (tmp_path / "tiny" / "tokenizer.json").write_text("{")
+    failed = penstock(environ, "serve", str(tmp_path / "tiny"), "--roles", "colocated")
+    assert failed.returncode == 78
+    log = log_path(Path(environ["PENSTOCK_STATE_DIR"]))
+    (event,) = read_events(log, EventQuery())
+    assert (event["code"], "tokenizer.json" in str(event["message"])) == ("daemon.failed", True)
+    with closing(sqlite3.connect(log)) as db:
+        assert end_crashed_run(db, (), ()) is None
 
 
 def test_checking_finds_folders_that_cannot_be_made(

@@ -13,7 +13,7 @@ from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
 from engine.errors import PenstockError
-from engine.kernels.cpu import has_kernels
+from engine.kernels.cpu import AGAIN, has_kernels
 from tests.appliance.cli_process import penstock
 
 
@@ -74,7 +74,7 @@ def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> N
     def forbidden() -> checks.Finding:
         raise PermissionError(13, "Permission denied", "/closed")
 
-    found = checks._looked_at("log", forbidden)
+    found = checks._looked_at({}, "log", forbidden)
     assert (found.verdict, found.found) == ("bad", "/closed: Permission denied")
 
 
@@ -117,8 +117,19 @@ def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
         return
     told = "chosen at the daemon's start: up to 96 prompt tokens a step; two cores"
     assert (chosen.verdict, chosen.found.endswith(told)) == ("ok", True)
+    undecided = checks._kernels({"trials": [f"two cores: undecided; {AGAIN}"]})
+    assert (undecided.verdict, "penstock drain" in undecided.hint) == ("note", True)
     for nothing in ({"trials": []}, {}, PenstockError("no daemon")):
         assert "tried now: weights in bfloat16 are " in checks._kernels(nothing).found
+
+
+def test_beside_a_daemon_the_model_is_its_own_and_not_that_of_a_new_start() -> None:
+    state = {"model": "penstock-starter-1", "dtype": "float32", "max_model_len": 512}
+    found = checks._served(state, config.load({}, {}))
+    told = "the daemon serves penstock-starter-1 in float32, up to 512 tokens per request"
+    assert (found.verdict, found.found) == ("ok", told)
+    found = checks._served(state | {"max_model_len": None}, config.load({"model": "a/b"}, {}))
+    assert found.found.endswith("; by the settings here a start would serve a/b")
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:

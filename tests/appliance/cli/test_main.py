@@ -157,6 +157,12 @@ def test_a_word_that_is_not_allowed_is_answered_with_those_that_are(
     assert arguments[1] in ended.stderr
 
 
+def test_a_value_of_the_wrong_kind_is_refused_in_words(environ: dict[str, str]) -> None:
+    for value, kind in (("--max-tokens", "whole number"), ("--temperature", "number")):
+        ended = penstock(environ, "run", "x", value, "some")
+        assert (ended.returncode, f"'some' is not a valid {kind}." in ended.stderr) == (2, True)
+
+
 def test_a_wrong_configuration_is_exit_code_78(environ: dict[str, str]) -> None:
     ended = penstock(environ, "serve", "--transport", "shm", "--roles", "colocated")
     assert ended.returncode == 78
@@ -201,12 +207,23 @@ def test_a_second_daemon_is_told_so_after_what_was_asked_is_checked(
         asked = ("serve", "--state-dir", str(state), "--socket", str(tmp_path / "second.sock"))
         second = penstock(environ, *asked)
         wrong = penstock(environ, *asked, "--model", str(tmp_path / "none"))
+        checked = penstock(environ, *asked, "--check-config")
     finally:
         os.close(fd)
-    assert (second.returncode, wrong.returncode) == (9, 78)
+    assert (second.returncode, wrong.returncode, checked.returncode) == (9, 78, 0)
+    assert "timed at start" not in second.stderr
     assert f"a daemon runs already, pid {os.getpid()}, on {socket}" in second.stderr
     assert "penstock status shows it" in second.stderr
     assert "none" in wrong.stderr
+
+
+def test_a_daemon_whose_socket_is_taken_says_so_before_it_times_anything(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    second = penstock(environ, "serve")
+    assert (second.returncode, daemon.script.asked) == (9, [])
+    assert "another daemon is listening here" in second.stderr
+    assert "timed at start" not in second.stderr
 
 
 def test_ps_of_nothing_says_so_beside_its_heading(

@@ -190,6 +190,28 @@ def test_a_folder_whose_name_is_not_text_is_no_obstacle(
     assert penstock(environ, "models", "list", "-o", "csv", "--dir", str(folder)).returncode == 0
 
 
+def test_what_is_wrong_in_the_config_file_is_said_and_models_are_listed(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    make_model(tmp_path / "served")
+    path = tmp_path / "penstock.toml"
+    path.write_text(
+        f'modle = "x"\nmax_queued = 0\n[models.small]\nmodel = "{tmp_path / "served"}"\n'
+        "[models.bad]\nmodel = 3\n"
+    )
+    environ["PENSTOCK_CONFIG"] = str(path)
+    ended = penstock(environ, "models", "list", "-o", "json")
+    assert ended.returncode == 0
+    assert {"small", "penstock-starter-1"} <= {
+        row["name"] for row in json.loads(ended.stdout)["data"]
+    }
+    assert f"warning: {path}:1: unknown setting 'modle'" in ended.stderr
+    assert "models.bad" in ended.stderr
+    assert "max_queued" not in ended.stderr, "which has nothing to do with models"
+    path.write_text("models = 3\n")
+    assert penstock(environ, "models", "show", str(tmp_path / "served")).returncode == 0
+
+
 def test_models_that_requests_may_name_are_known_by_those_names(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:

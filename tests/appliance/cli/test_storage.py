@@ -67,6 +67,18 @@ def test_clear_deletes_what_no_daemon_has(slabs, tmp_path):
     assert json.loads(cache(tmp_path, "stats", "-o", "json").stdout)["blocks"] == 0
 
 
+def test_what_is_not_there_is_exit_code_5(tmp_path):
+    environ = user_environ(tmp_path)
+    for words in (("stats",), ("prune", "--older-than", "1d"), ("export", str(tmp_path / "copy"))):
+        ended = penstock(environ, "db", *words)
+        assert (ended.returncode, "requests.db" in ended.stderr) == (5, True)
+        assert "hint: " in ended.stderr
+    assert not (tmp_path / "copy").exists()
+    ended = cache(tmp_path, "stats")
+    assert (ended.returncode, f"{tmp_path / 'kv'}: " in ended.stderr) == (5, True)
+    assert penstock(environ, "cache", "stats").returncode == 0  # nothing has been kept yet
+
+
 # `penstock record`: from a daemon, from its file, and when neither can.
 
 

@@ -20,12 +20,13 @@ from appliance.configuration.config import (
     check_directories,
     explain,
     load,
+    named_by_source,
     prepare_directories,
     take_over,
 )
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.configuration.settings import SETTINGS
-from engine.errors import ConfigError, SeveralWrong
+from engine.errors import CheckpointError, ConfigError, SeveralWrong
 
 
 @pytest.fixture
@@ -113,19 +114,23 @@ def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
         ({}, {}, "max_model_len = true\n", ["penstock.toml", "max_model_len", "True"]),
         ({}, {}, "model = 3\n", ["penstock.toml", "model", "3", "a path"]),
         ({}, {}, "dtype = [1]\n", ["penstock.toml", "dtype", "[1]"]),
+        ({}, {}, 'cors_origins = "ha"\n', ["penstock.toml:1", "'ha'", "https://"]),
+        ({}, {}, 'cors_origins = ["https://a.example/"]\n', ["a.example/", "without a path"]),
+        ({}, {}, 'model_aliases = "[[["\n', ["penstock.toml:1", "[[[", "claude-*"]),
+        ({}, {}, '[models.""]\nmodel = "/a"\n', ["penstock.toml:1", "without a name"]),
         ({}, {}, 'colour = "red"\n', ["penstock.toml:1", "colour"]),
         ({}, {}, 'dtype = "auto"\n\n[server]\nport = 1\n', ["penstock.toml:3", "server"]),
         ({}, {}, '# dtype\n"max_queued" = 0\n', ["penstock.toml:2: max_queued", "0", "1 or more"]),
-        ({"listen": "0.0.0.0:80"}, {}, "", ["listen", "0.0.0.0", "TLS"]),
+        ({"listen": "0.0.0.0:80"}, {}, "", ["--listen: ", "0.0.0.0", "TLS"]),
         ({"listen": "[::]:80"}, {}, "", ["listen", "::", "TLS"]),
         ({"listen": "box.lan:80"}, {}, "", ["--listen", "box.lan", "IP address"]),
         ({"listen": "::1:80"}, {}, "", ["--listen", "::1", "IP address"]),
-        ({"listen": "127.0.0.1:80", "tls_cert": "c.pem"}, {}, "", ["tls_cert", "together"]),
+        ({"listen": "127.0.0.1:80", "tls_cert": "c.pem"}, {}, "", ["--tls-cert", "together"]),
         ({"listen": "127.0.0.1:99999"}, {}, "", ["--listen", "65535"]),
         ({}, {}, "operators = [1]\n", ["penstock.toml:1", "[1]", "user names"]),
         ({"config": "/no/such.toml"}, {}, "", ["/no/such.toml", "cannot read"]),
         ({}, {}, 'dtype = "a"\nroles = \n', ["penstock.toml", "line 2"]),
-        ({"transport": "shm", "roles": "colocated"}, {}, "", ["transport", "shm", "colocated"]),
+        ({"transport": "shm", "roles": "colocated"}, {}, "", ["--transport: ", "shm", "colocated"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_place(
@@ -303,10 +308,11 @@ def test_folders_are_made_for_their_owner_alone(machine: Path, place: str) -> No
 def test_the_group_can_enter_a_folder_that_is_named_for_the_socket(
     machine: Path, umask: int
 ) -> None:
-    found = load({"socket": str(machine / "shared" / "deep" / "p.sock")}, {})
+    environ = {"XDG_RUNTIME_DIR": str(machine)}
+    found = load({"socket": str(machine / "shared" / "deep" / "p.sock")}, environ)
     before = os.umask(umask)
     try:
-        prepare_directories(found, {})
+        prepare_directories(found, environ)
     finally:
         os.umask(before)
     for folder in (found.socket.parent, found.socket.parent.parent):
@@ -446,6 +452,43 @@ def test_a_file_without_an_end_and_a_path_with_a_nul_are_refused(tmp_path: Path)
         config.load({"config": str(file)}, {})
 
 
+def test_an_error_names_what_set_the_setting(machine: Path) -> None:
+    path = write_toml(machine, 'kv_memory = "2GiB"\n[models."a b"]\nmodel = "/a"\n')
+    environ = {"PENSTOCK_PLACE": "2x1"}
+    for where, told in [
+        ("devices", "--devices"),
+        ("place", "PENSTOCK_PLACE"),
+        ("kv_memory", f"{path}:1: kv_memory"),
+        ("models.a b: kv_memory", f"{path}:2: models.a b: kv_memory"),
+        ("transport", "transport"),
+        (str(machine), str(machine)),
+    ]:
+        with pytest.raises(CheckpointError) as caught, named_by_source({"devices": "cpu"}, environ):
+            raise CheckpointError("it is wrong", where=where)
+        assert (caught.value.where, caught.value.what) == (told, "it is wrong")
+    several = SeveralWrong([ConfigError("a", where="devices"), ConfigError("b", where="place")])
+    with (
+        pytest.raises(SeveralWrong, match="--devices: a; PENSTOCK_PLACE: b"),
+        named_by_source({"devices": "cpu"}, environ),
+    ):
+        raise several
+
+
+def test_a_folder_that_is_named_for_the_socket_and_is_not_there_is_probably_a_typo(
+    machine: Path,
+) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(machine / "runtime")}
+    typo = load({"socket": str(machine / "rn" / "p.sock")}, environ)
+    with pytest.raises(ConfigError, match="there is no such folder") as caught:
+        check_directories(typo, environ)
+    assert f"mkdir -p {machine / 'rn'}" in caught.value.hint
+    for named in (None, str(machine / "runtime" / "mine" / "p.sock")):
+        found = load({"socket": named}, environ)
+        check_directories(found, environ)
+        prepare_directories(found, environ)
+        assert found.socket.parent.is_dir()
+
+
 def test_what_fits_one_model_alone_is_not_said_of_those_in_tables(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text(
@@ -471,5 +514,6 @@ def test_folders_that_cannot_be_made_are_all_told_and_none_is_made(tmp_path: Pat
     flags = {"socket": str(tmp_path / "file" / "p.sock"), "state_dir": str(tmp_path / "a" / "b")}
     with pytest.raises(ConfigError, match="it is not a folder"):
         check_directories(load(flags, {}))
-    check_directories(load({**flags, "socket": str(tmp_path / "run" / "p.sock")}, {}))
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    check_directories(load({**flags, "socket": str(tmp_path / "run" / "p.sock")}, environ), environ)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]

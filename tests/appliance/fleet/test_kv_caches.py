@@ -5,17 +5,27 @@ import contextlib
 import os
 import threading
 from collections import namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from appliance import process
+from appliance.configuration.config import ServeConfig
 from appliance.fleet import kv_caches
-from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_problem
+from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_text
+from appliance.fleet.placement import Placement
+from engine.cache.places import Places
 from engine.tiers.files import BusyError, lock
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
+PLACEMENT = Placement(Places((), ()), (), block_bytes=100_000, max_model_len=64)
+
+
+def said(folder, asked, block_bytes=PLACEMENT.block_bytes):
+    config = ServeConfig(folder, folder, ssd_dir=folder, ssd_cache=asked)
+    return ssd_text(config, replace(PLACEMENT, block_bytes=block_bytes))
 
 
 @pytest.fixture
@@ -32,9 +42,23 @@ def test_more_than_the_disk_has_is_cut_to_what_it_has_and_said(disk, tmp_path):
     allowed = allowance(tmp_path, 500 * GIB)
     assert allowed == SsdAllowance(52 * GIB, 10 * GIB, 500 * GIB)
     assert allowed.words == "asked for 500 GiB, the disk allows 52.0 GiB"
-    assert allowed.words in ssd_problem(tmp_path, 500 * GIB)
+    assert allowed.words in said(tmp_path, 500 * GIB)
     assert allowance(tmp_path, 5 * GIB) == SsdAllowance(5 * GIB, 10 * GIB)
-    assert ssd_problem(tmp_path, 5 * GIB) is None
+    assert "the disk allows" not in said(tmp_path, 5 * GIB)
+
+
+def test_what_fits_is_said_in_blocks_and_tokens_and_that_headers_take_a_part(disk, tmp_path):
+    disk(1000 * GIB)
+    roomy, tight = said(tmp_path, GIB), said(tmp_path, 1 << 20)
+    assert roomy.startswith(f"SSD cache in {tmp_path}: up to ")
+    assert "GiB of files (" in roomy
+    assert " blocks, " in roomy
+    assert "hardly of use" not in roomy
+    assert "of 1.0 MiB of files (" not in roomy
+    assert tight.endswith("which is hardly of use")
+    assert "1.0 MiB of files hold no block of 4.0 MiB" in said(tmp_path, 1 << 20, 4 << 20)
+    off = ServeConfig(tmp_path, tmp_path, prefix_cache=False)
+    assert ssd_text(off, PLACEMENT) == "no SSD cache: it keeps the prefix cache, which is off"
 
 
 def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_path):
@@ -61,11 +85,11 @@ def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(aske
         (tmp_path / "file", "file is not a folder"),
         (tmp_path / "file" / "kv", "file is not a folder"),
     ]:
-        told = ssd_problem(kv_caches.Path(folder), asked)
+        told = said(kv_caches.Path(folder), asked)
         assert str(folder) in told
         assert why in told
         assert "--ssd-dir" in told
-        assert ssd_problem(kv_caches.Path(folder), "off") is None
+        assert said(kv_caches.Path(folder), "off") is None
 
 
 def test_looking_leaves_nothing(tmp_path):

@@ -143,6 +143,34 @@ async def test_a_worker_that_hangs_in_its_first_start_ends_that_with_its_name() 
     assert worker.process.poll() is not None
 
 
+async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    state = loading(0, 0)
+    workers = [
+        (
+            dataclasses.replace(state.plan, name=name),
+            msgspec.structs.replace(state.setup, worker=name),
+        )
+        for name in ("a", "b")
+    ]
+    supervisor = Supervisor(
+        workers,
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda *lost: None,
+        program=(sys.executable, "-c", "raise SystemExit(3)"),
+    )
+    supervisor.spawn_all()
+    with pytest.raises(WorkerFailed, match="exit code 3"):
+        await supervisor.run()
+    await until(lambda: all(each.is_reaped.is_set() for each in supervisor.workers.values()))
+    await supervisor.stop()
+    assert not supervisor.is_started
+    assert [each.num_restarts for each in supervisor.workers.values()] == [0, 0]
+    assert "could not be restarted" not in caplog.text
+
+
 def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
     workers = []
     for name in ("a", "b"):
