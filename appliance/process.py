@@ -10,7 +10,6 @@ Never: asks for more than the hard limit; raises because a C library is another.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import logging
@@ -104,6 +103,8 @@ async def read_in_thread(
     Raises:
         PenstockError: the disk hangs, or whatever read() raises.
     """
+    import asyncio  # each command that has an error to tell passes here, and few have a loop
+
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
     clocks: list[int] = []
