@@ -289,6 +289,9 @@ def m008_restores(db: Database) -> None:
         db.conn.execute(statement)
 
 
+_WITH_LEGS = _WITH_RESTORES.replace("transport,", "transport, workers, links,")
+
+
 @migration()
 def m009_legs(db: Database) -> None:
     """Where a request has run, in order, and how its KV came from each worker to the next."""
@@ -296,6 +299,17 @@ def m009_legs(db: Database) -> None:
         "ALTER TABLE requests ADD COLUMN workers TEXT",
         "ALTER TABLE requests ADD COLUMN links TEXT",
         "DROP VIEW v_requests",
-        _WITH_RESTORES.replace("transport,", "transport, workers, links,"),
+        _WITH_LEGS,
+    ):
+        db.conn.execute(statement)
+
+
+@migration()
+def m010_output_offset(db: Database) -> None:
+    """How much of a request's prompt was output of an earlier one: its draws follow from that."""
+    for statement in (
+        "ALTER TABLE requests ADD COLUMN output_offset INTEGER",
+        "DROP VIEW v_requests",
+        _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset,"),
     ):
         db.conn.execute(statement)

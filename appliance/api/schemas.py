@@ -629,6 +629,7 @@ _LOG: Json = {
         | dict.fromkeys(("workers", "links"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
+        | {"output_offset": _WHOLE}
         | dict.fromkeys(("temperature", "top_p"), _MS)
         | dict.fromkeys((f"{stage}_ms" for stage in STAGES), _MS)
         | dict.fromkeys(("ttft_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)

@@ -88,6 +88,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens of the sequence whose stamps these are."""
     prompt: str | None = None
     """Goes to request_text; None keeps it out of the file."""
+    output_offset: int | None = None
+    """Of the prompt's tokens, the last ones, that an earlier request has output."""
 
     @classmethod
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
@@ -123,6 +125,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.seed,
+            output_offset=sampling.output_offset,
             http_status=request.http_status,
             finish_reason=_worst(sequences),
             error=next((sequence.error for sequence in sequences if sequence.error), None),

@@ -8,6 +8,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,19 @@ def test_several_sequences_make_one_row_timed_by_the_last_to_finish() -> None:
     assert (made.num_sequences, made.prompt_tokens, made.completion_tokens) == (2, 6, 20)
     assert (made.t_finished_us, made.finish_reason) == (40_000, "abort")
     assert (made.handoff_bytes, made.num_timed_tokens) == (128, 10)
+
+
+def test_a_request_that_goes_on_from_another_says_with_which_output(path: Path) -> None:
+    """Its seed alone does not tell what it drew."""
+    asked = request("cmpl-1")
+    (one,) = asked.sequences
+    one.sampling = msgspec.structs.replace(one.sampling, output_offset=2)
+    log = start(path)
+    log.record(LogRow.from_request(asked))
+    log.record(row("cmpl-2"))
+    assert log.close()
+    kept = query(path, "SELECT rid, output_offset, seed FROM v_requests ORDER BY rid")
+    assert kept == [("cmpl-1", 2, 5), ("cmpl-2", 0, 5)]
 
 
 def test_prompt_text_is_kept_only_when_asked_for(path: Path) -> None:
