@@ -12,6 +12,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -59,11 +60,18 @@ def clean(text: str) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """At most `width` cells of cleaned text; a cut is marked with an ellipsis."""
+    """At most `width` cells of cleaned text; a cut is marked with an ellipsis.
+
+    It is made between words where that leaves half of the room filled.
+    """
     text = clean(text)
     if cell_len(text) <= width:
         return text
-    return set_cell_size(text, width - 1).rstrip() + "…" if width > 0 else ""
+    if width <= 0:
+        return ""
+    kept = set_cell_size(text, width - 1)
+    words = kept if text[len(kept)] == " " else kept.rpartition(" ")[0]
+    return (words if 2 * cell_len(words) >= width else kept).rstrip() + "…"
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
@@ -142,6 +150,27 @@ def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> lis
     """A sentence on as many lines as it takes."""
     rows = textwrap.wrap(clean(text), max(1, width - indent))
     return [[Run(" " * indent), Run(row, tone)] for row in rows]
+
+
+def fold(line: Line, width: int, indent: int) -> list[Line]:
+    """The line, cut between words where it is longer than `width`; what follows is indented."""
+    text = clean(text_of(line))
+    if cell_len(text.rstrip()) <= width:
+        return [line]
+    tones = [span.tone for span in line for _ in span.text]
+    lines: list[Line] = []
+    end = 0
+    for row in textwrap.wrap(
+        text, max(1, width), subsequent_indent=" " * indent, break_on_hyphens=False
+    ):
+        shown = row[indent:] if lines else row
+        start = text.index(shown, end)
+        end = start + len(shown)
+        lines.append([Run(" " * indent)] if lines else [])
+        for tone, chars in groupby(range(start, end), tones.__getitem__):
+            places = list(chars)
+            lines[-1].append(Run(text[places[0] : places[-1] + 1], tone))
+    return lines
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list[Line]:

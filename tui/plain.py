@@ -14,13 +14,15 @@ from collections.abc import Iterable, Sequence
 from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
-from tui.lines import Line, clean, fit, text_of, to_ascii
+from tui.lines import Line, clean, fold, text_of, to_ascii
 from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
 
 EXIT_UNREACHABLE = 3
 _POOL_LINES = 5
+_FOLDED_TO = 10
+"""The column in which a line goes on that is longer than the page is wide."""
 
 
 async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
@@ -135,7 +137,7 @@ def page(view: View, width: int) -> list[str]:
     lines: list[str] = []
     for title, body in sections:
         lines += ["", title] if title else []
-        lines += [text_of(fit(line, width)).rstrip() for line in body]
+        lines += [text_of(row).rstrip() for line in body for row in fold(line, width, _FOLDED_TO)]
     return lines
 
 

@@ -159,7 +159,7 @@ def _lent_text(worker: Row) -> str:
     if worker.get("state") != "ready" or "cpus_used" not in worker or own == used:
         return ""
     borrowed = ", ".join(map(str, sorted(used - own)))
-    return f" (with cpu {borrowed} on loan)" if borrowed else " (lent out, parked)"
+    return f" (with cpu {borrowed} on loan)" if borrowed else " (its cores are lent)"
 
 
 def _pool_text(pool: Row) -> str:

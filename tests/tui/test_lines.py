@@ -11,6 +11,7 @@ from tui.lines import (
     Tone,
     clip,
     fit,
+    fold,
     gauge,
     pad,
     pairs,
@@ -44,6 +45,29 @@ def test_a_line_is_cut_once():
     assert text_of(fit([Run("a b"), Run("cd")], 3)) == "a b"
     assert text_of(fit([Run("in a file"), Run(" more")], 5)) == "in a…"
     assert text_of(fit([Run("in  a file"), Run(" more")], 5)) == "in…  "
+
+
+def test_a_cut_between_words_is_preferred_where_it_leaves_half_of_the_room():
+    assert clip("from 256 tokens a step", 20) == "from 256 tokens a…"
+    assert clip("an immeasurable word", 10) == "an immeas…"
+
+
+@given(st.lists(st.text("ab ", max_size=30), max_size=6), st.integers(1, 40), st.integers(0, 5))
+def test_a_folded_line_keeps_all_of_its_words_and_their_tones(texts, width, indent):
+    tones = [Tone.BAD, Tone.GOOD] * 3
+    line = [Run(text, tone) for text, tone in zip(texts, tones, strict=False)]
+    rows = fold(line, width, indent)
+    letters = [(c, r.tone) for r in line for c in r.text if c != " "]
+    assert [(c, run.tone) for row in rows for run in row for c in run.text if c != " "] == letters
+    if width > indent:
+        assert all(len(text_of(row).rstrip()) <= width for row in rows)
+
+
+def test_a_line_is_folded_between_words_and_goes_on_indented():
+    rows = fold([Run("12:00 "), Run("SSD cache in /tmp: 0 blocks", Tone.BAD)], 20, 6)
+    assert [text_of(row) for row in rows] == ["12:00 SSD cache in", "      /tmp: 0 blocks"]
+    assert rows[1] == [Run("      "), Run("/tmp: 0 blocks", Tone.BAD)]
+    assert fold([Run("short")], 20, 6) == [[Run("short")]]
 
 
 def test_every_character_of_the_console_has_an_ascii_stand_in():

@@ -182,7 +182,7 @@ def test_where_nothing_was_measured_a_sentence_says_so():
 
 @pytest.mark.parametrize(
     ("used", "title"),
-    [([1], "DECODE  cpu 1"), ([0, 1], "DECODE  cpu 0,1"), ([], "DECODE  parked, cores lent")],
+    [([1], "DECODE  cpu 1"), ([0, 1], "DECODE  cpu 0,1"), ([], "DECODE  cores lent")],
 )
 def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):
     frame = frames.busy()

@@ -184,7 +184,7 @@ def _power_line(frame: Frame) -> Line:
     limit_w = sum(known_w) if len(known_w) == len(devices) else None
     line.append(Run(fig.watts(power_w, limit_w), Tone.STRONG))
     if len(devices) > 1:
-        line.append(Run(f" over {len(devices)} devices", Tone.MUTED))
+        line.append(Run(f", {len(devices)} devices", Tone.MUTED))
     degrees = [device.temperature_c for device in devices if device.temperature_c is not None]
     return [*line, Run(f" {max(degrees):.0f}C" if degrees else "", Tone.MUTED)]
 

@@ -277,9 +277,19 @@ def page(view: View, width: int, height: int) -> list[Line]:
         *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
         rule("LIMIT", width, "what holds it up"),
         [Run(frame.limit or "nothing", Tone.STRONG if frame.limit else Tone.MUTED)],
+        *_model(frame, width),
         rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
         *all_events(view, width),
     ]
+
+
+def _model(frame: Frame, width: int) -> list[Line]:
+    """What is to be known of the model, whole; the header and the line below it cut it."""
+    gist, rest = _note_parts(frame)
+    if not gist:
+        return []
+    about = f"{gist}: {rest}" if rest else gist
+    return [rule("MODEL", width, frame.model), [Run(about)]]
 
 
 def _severity(severity: str) -> Run:

@@ -28,7 +28,6 @@ from tui.lines import (
     Run,
     Tone,
     clean,
-    clip,
     facts,
     gauge,
     marked,
@@ -73,11 +72,11 @@ def _lane_title(view: View, role: str) -> str:
 
 
 def where(worker: WorkerFrame) -> str:
-    """`cpu 1`; `cpu 0,1` while it has others' cores, `parked` while others have its own."""
+    """`cpu 1`; `cpu 0,1` while it has others' cores, `cores lent` while others have its own."""
     if worker.state != "ready" or worker.cpus_used == worker.cpus:
         return worker.device
     if not worker.cpus_used:
-        return "parked, cores lent" if worker.cpus else worker.device
+        return "cores lent" if worker.cpus else worker.device
     return f"cpu {','.join(map(str, worker.cpus_used))}"
 
 
@@ -313,7 +312,7 @@ def _trouble(worker: WorkerFrame, width: int) -> Line | None:
 _WIDE_LABEL = 16
 _COUNT_WIDTH = 8
 _ROUTE_WIDTH = 8
-_RATE_WIDTH = 14
+_RATE_WIDTH = 12
 _RING = "ring"
 _MAX_LINKS = 8
 REASONS: Mapping[str, str] = MappingProxyType(
@@ -395,7 +394,7 @@ def _links(frame: Frame, width: int) -> list[Line]:
 
 def _link(link: LinkFrame, name: str) -> Line:
     carried = pad(f"{fig.size(link.bytes_per_s)}/s", _RATE_WIDTH)
-    copies = pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 8)
+    copies = pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 6)
     probe = f"at start {_per_s(link.probe_bytes_per_s)}"
     down = [] if link.down is None else [Run(f"  ▲ down: {link.down}", Tone.WARN)]
     if link.num_strikes and link.down is None and link.has_detour:
@@ -506,7 +505,7 @@ def _routes(frame: Frame, width: int) -> list[Line]:
             [
                 Run(pad(fig.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
                 Run(f"  {pad(route, _ROUTE_WIDTH)}"),
-                Run(clip(why, max(0, width - _COUNT_WIDTH - _ROUTE_WIDTH - 2)), Tone.MUTED),
+                Run(why, Tone.MUTED),
             ]
         )
     return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.frame import figures as fig
 from appliance.frame.protocol import RequestFrame, fields
-from tui.lines import Line, Run, Tone, clean, clip, pad, pairs, wrap
+from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
 from tui.replay import PastRequest
 from tui.view import REPLAY, RequestListing, View
 
@@ -223,7 +223,7 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
         lines += [first, *others]
     lines += [[], *waterfall(known, width)]
     if error:
-        lines += [[], [Run("error ", Tone.BAD), Run(clip(error, width - 6))]]
+        lines += [[], *fold([Run("error ", Tone.BAD), Run(clean(error))], width, 0)]
     return lines
 
 

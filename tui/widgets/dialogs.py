@@ -26,7 +26,9 @@ YES = "yes"
 _KEY_WIDTH = 20
 _NAME_WIDTH = 20
 _WIDTH = 72
-"""Lines inside the frame are at most so long, and are counted at this length."""
+"""Lines inside the frame are at most so long."""
+_EDGES = 4
+"""Cells of a row that are the frame and the blanks beside it."""
 
 
 class Dialog(ModalScreen[str]):
@@ -63,7 +65,9 @@ class Dialog(ModalScreen[str]):
     def repaint(self) -> None:
         """Draw what changed, as high as its lines, as far as the terminal goes."""
         page = self.query_one(Panel)
-        page.styles.height = len(self._paint(min(_WIDTH, self.size.width - 4))) + self.frame_height
+        width = min(_WIDTH, self.size.width - _EDGES)
+        page.styles.width = width + _EDGES
+        page.styles.height = len(self._paint(width)) + self.frame_height
         page.repaint()
 
     @property
