@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.once:
             return asyncio.run(plain.print_once(options.socket, _width(), is_ascii=is_ascii))
         if options.plain or not has_terminal():
-            asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
-            return 0
+            return asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
         return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

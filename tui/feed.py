@@ -34,12 +34,23 @@ class FeedLost(Exception):
     """The daemon cannot be reached, or does not speak as agreed."""
 
     word = "DISCONNECTED"
+    exit_code = 3
+    """Of a command that cannot go on without the daemon, as docs/cli.md has them."""
+    hint = "`penstock serve` starts one; `penstock doctor` looks at what is there"
+
+
+class FeedForbidden(FeedLost):
+    """The daemon's socket does not let this user in."""
+
+    exit_code = 4
+    hint = "sudo usermod -aG penstock-users $USER, then log in again"
 
 
 class FeedIncompatible(FeedLost):
     """The daemon is of another release and sends frames that cannot be read."""
 
     word = "INCOMPATIBLE"
+    hint = ""  # what it says is what to do
 
 
 class _Version(msgspec.Struct):
@@ -121,7 +132,7 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
     except ConnectionRefusedError:
         raise FeedLost(f"no daemon listens on {socket_path}") from None
     except PermissionError:
-        raise FeedLost(f"no permission to open {socket_path}") from None
+        raise FeedForbidden(f"no permission to open {socket_path}") from None
     except TimeoutError:
         raise FeedLost(f"the daemon has been silent for {SILENCE_S:.0f} s") from None
     except OSError as error:

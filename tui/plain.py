@@ -19,7 +19,6 @@ from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
 
-EXIT_UNREACHABLE = 3
 _POOL_LINES = 5
 _FOLDED_TO = 10
 """The column in which a line goes on that is longer than the page is wide."""
@@ -27,9 +26,10 @@ _FOLDED_TO = 10
 
 async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
     """Print one reading; returns the exit code."""
-    frame = await _first(socket_path)
-    if frame is None:
-        return EXIT_UNREACHABLE
+    try:
+        frame = await feed.first_frame(socket_path)
+    except feed.FeedLost as error:
+        return _told(error)
     print_page(View().after(frame), width, is_ascii=is_ascii)
     return 0
 
@@ -52,9 +52,10 @@ def print_views(views: Iterable[View], *, is_ascii: bool) -> None:
 
 async def print_json(socket_path: str) -> int:
     """Print one frame as the daemon's JSON and nothing else; returns the exit code."""
-    frame = await _first(socket_path)
-    if frame is None:
-        return EXIT_UNREACHABLE
+    try:
+        frame = await feed.first_frame(socket_path)
+    except feed.FeedLost as error:
+        return _told(error)
     print_frame(frame)
     return 0
 
@@ -65,16 +66,18 @@ def print_frame(frame: Frame) -> None:
     sys.stdout.flush()
 
 
-async def _first(socket_path: str) -> Frame | None:
-    try:
-        return await feed.first_frame(socket_path)
-    except feed.FeedLost as error:
-        sys.stderr.write(f"penstock: {clean(str(error))}\nhint: penstock serve starts it\n")
-        return None
+def _told(loss: feed.FeedLost) -> int:
+    """The exit code, after the reason and a hint."""
+    hint = f"hint: {loss.hint}\n" if loss.hint else ""
+    sys.stderr.write(f"penstock: {clean(str(loss))}\n{hint}")
+    return loss.exit_code
 
 
-async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
-    """Print a line for each frame, event and loss of the daemon, for ever."""
+async def print_lines(socket_path: str, *, is_ascii: bool) -> int:
+    """Print a line for each frame, event and loss of the daemon; returns the exit code.
+
+    It goes on for ever once there has been a frame: a daemon that was there comes back.
+    """
     view, seen = View(), _Seen()
 
     def on_frame(frame: Frame) -> None:
@@ -84,10 +87,16 @@ async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
 
     def on_lost(loss: feed.FeedLost, retry_in_s: float) -> None:
         nonlocal view
+        if view.frame is None:
+            raise loss
         view = view.over(DaemonLink(loss.word, str(loss)))
         _write([f"{loss.word}: {loss}; retry in {fig.seconds(retry_in_s)}"], is_ascii=is_ascii)
 
-    await feed.follow(socket_path, on_frame, on_lost)
+    try:
+        await feed.follow(socket_path, on_frame, on_lost)
+    except feed.FeedLost as error:
+        return _told(error)
+    return 0
 
 
 class _Seen:

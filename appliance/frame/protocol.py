@@ -302,13 +302,16 @@ class LatencyFrame(msgspec.Struct):
     e2e_ms_p95: float | None = None
     e2e_ms_p99: float | None = None
     queue_ms_mean: float | None = None
-    """Of the requests whose first token came in the window, as the next."""
+    """Mean over the requests whose first token came in the window, as of the other stages of ttft,
+    to whose mean they add up; None: no request spent time in it."""
     prefill_ms_mean: float | None = None
     ttft_slo_ratio: float | None = None
     """Share of first tokens in time, 0 to 1; None: no target, or no first token in the window."""
     itl_slo_ratio: float | None = None
     num_stalls: int = 0
     """Gaps in the window longer than four times their median and 100 ms."""
+    tokenize_ms_mean: float | None = None
+    restore_ms_mean: float | None = None
 
 
 class HandoffFrame(msgspec.Struct):

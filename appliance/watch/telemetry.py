@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from appliance.fleet.supervisor import WorkerState
+from appliance.frame.figures import TTFT_STAGES
 from appliance.frame.latency import Histograms, Stages, Window, quantile_of, stages
 from appliance.frame.protocol import (
     MAX_FRAME_EVENTS,
@@ -67,8 +68,7 @@ class Windows:
 
     def __init__(self) -> None:
         self._ttft_ms = Window(WINDOW_S)
-        self._queue_ms = Window(WINDOW_S)
-        self._prefill_ms = Window(WINDOW_S)
+        self._ttft_stages_ms = {stage: Window(WINDOW_S) for stage in TTFT_STAGES}
         self._itl_ms = Window(WINDOW_S, MAX_WINDOW_GAPS)
         self._handoff_ms = Window(WINDOW_S)
         self._e2e_ms = Window(WINDOW_S)
@@ -79,10 +79,8 @@ class Windows:
         """A sequence has its first token."""
         cut = stages(sequence.stamps, 1)
         self._ttft_ms.add(now_ns, ttft_ms)
-        if cut.queue_ms is not None:
-            self._queue_ms.add(now_ns, cut.queue_ms)
-        if cut.prefill_ms is not None:
-            self._prefill_ms.add(now_ns, cut.prefill_ms)
+        for stage, window in self._ttft_stages_ms.items():
+            window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
 
     def gap(self, gap_ms: float, now_ns: int) -> None:
         """A further token has come."""
@@ -118,6 +116,10 @@ class Windows:
         itl_ms = sorted(self._itl_ms.values(now_ns))
         e2e_ms = sorted(self._e2e_ms.values(now_ns))
         handoff_ms = sorted(self._handoff_ms.values(now_ns))
+        means = {
+            stage: _mean(window.values(now_ns)) or None
+            for stage, window in self._ttft_stages_ms.items()
+        }
         return LatencyFrame(
             window_s=WINDOW_S,
             num_requests=len(self._requests.values(now_ns)),
@@ -134,11 +136,13 @@ class Windows:
             e2e_ms_p99=quantile_of(e2e_ms, 0.99),
             handoff_ms_p50=quantile_of(handoff_ms, 0.5),
             handoff_ms_p95=quantile_of(handoff_ms, 0.95),
-            queue_ms_mean=_mean(self._queue_ms.values(now_ns)),
-            prefill_ms_mean=_mean(self._prefill_ms.values(now_ns)),
+            queue_ms_mean=means["queue"],
+            prefill_ms_mean=means["prefill"],
             ttft_slo_ratio=_share_up_to(ttft_ms, slo.ttft_ms),
             itl_slo_ratio=_share_up_to(itl_ms, slo.itl_ms),
             num_stalls=_num_stalls(itl_ms),
+            tokenize_ms_mean=means["tokenize"],
+            restore_ms_mean=means["restore"],
         )
 
 

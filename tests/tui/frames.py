@@ -196,7 +196,7 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
         pools=[pool(active=398, reserved=120, draining=9, owners=OWNERS)],
         latency=LatencyFrame(
             60.0, 142, 204.0, 412.0 + 20 * swing, 690.0, 11.6, 14.8, 31.0, 0.9, 2.4,
-            655.0, 24.0, 3100.0, 7200.0, 9900.0, 61.0, 142.0, 0.971, 0.998, 2),
+            655.0, 24.0, 3100.0, 7200.0, 9900.0, 61.0, 142.0, 0.971, 0.998, 2, 1.4),
         totals=TotalsFrame(1274, 1204, 2, 31, 0, 2_412_333, 281_002, 1240 + 2 * seq, 0, 3, 0, 0,
                             {"move cheapest": 1190, "decode prefill is busy": 84},
                             has_prefix_cache=True, prefix_cache_queries=2_400_000,

@@ -237,7 +237,7 @@ async def test_the_detail_follows_its_request_to_the_end(socket_path, busy):
             30, "finished", id=request_id, finish_reason="length", decode_ms=1.0, e2e_ms=400.0
         )
         console.post_message(FrameArrived(frames.idle(161)))
-        await until(pilot, lambda: "residual" in grid(console))
+        await until(pilot, lambda: "unattributed" in grid(console))
         await pilot.press("escape")
         assert console.screen is console.main
 

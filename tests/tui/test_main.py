@@ -185,12 +185,13 @@ async def test_once_in_ascii(daemon):
     assert out.isascii()
 
 
-async def test_once_without_a_daemon_exits_3_with_a_hint(daemon):
+@pytest.mark.parametrize("options", [("--once",), ("--once", "--json"), ()])
+async def test_a_pipe_without_a_daemon_exits_3_with_a_hint(daemon, options):
     await daemon.die()
-    code, out, err = await run_piped(daemon, "--once")
+    code, out, err = await run_piped(daemon, *options)
     assert (code, out) == (3, "")
     assert "no daemon listens" in err
-    assert "hint: penstock serve" in err
+    assert "hint: `penstock serve`" in err
 
 
 async def test_a_pipe_that_closes_ends_the_lines_quietly(daemon):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -160,7 +161,7 @@ def test_a_missing_power_reading_is_said_and_not_zero():
 
 def test_power_domains_that_do_not_fit_are_summed():
     view = View().after(frames.three_pools())
-    assert "996/1,525 W over 3 devices 61C" in text(gauges.machine(view, 36, 5))
+    assert "996/1,525 W, 3 devices 61C" in text(gauges.machine(view, 36, 5))
     assert "512/700 W" in text(gauges.machine(view, 36, 12))
 
 
@@ -173,6 +174,18 @@ def test_quantiles_that_are_not_reported_are_dashes():
     quiet.ttft_ms_p50 = 12.0
     lines = gauges.latency(View().after(frames.idle(latency=quiet)), 36, 4)
     assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-", "-"]] * 2
+
+
+def test_stages_of_the_first_token_that_took_time_are_all_shown():
+    frame = frames.busy()
+    frame.latency.restore_ms_mean = 12_340.0
+    shown = "ttft mean tokenize 1.4 + queue 61.0 + restore 12340 + prefill 142"
+    assert shown in text(gauges.latency(View().after(frame), 80, 6))
+    lines = text(gauges.latency(View().after(frame), 38, 9))
+    assert "ttft mean restore 12340 + prefill 142" in lines
+    assert "queue 61.0 + tokenize 1.4" in " ".join(lines.split())
+    frame.latency.restore_ms_mean = None
+    assert "restore" not in text(gauges.latency(View().after(frame), 80, 6))
 
 
 def test_where_nothing_was_measured_a_sentence_says_so():
@@ -283,14 +296,14 @@ def test_the_waterfall_prints_what_the_stages_leave_unexplained():
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
         ["sum", "1000"],
         ["end", "to"],
-        ["residual", "0.5"],
+        ["unattributed", "0.5"],
     ]
 
 
 def test_the_waterfall_of_a_live_request_shows_the_stage_it_is_in():
     shown = text(requests.waterfall(fields(frames.request(5, "prefilling")), 60))
     assert "prefilling…" in shown
-    assert "residual" not in shown
+    assert "unattributed" not in shown
 
 
 stage_ms = st.none() | st.floats(0, 1e6)
@@ -367,6 +380,17 @@ def test_the_log_says_since_when_an_alert_stands():
     assert "kv.occupancy" in shown
     assert "41s" in shown
     assert len(frames.busy().events) == sum("Z " in line for line in shown.splitlines())
+
+
+def test_the_documentation_has_every_word_of_the_glossary_and_every_column():
+    page = (Path(__file__).parents[2] / "docs/console.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    words = {entry.word for entries in GLOSSARY.values() for entry in entries}
+    columns = {column.title for column in requests.COLUMNS} - {"ID", "USER", "ENDPOINT"}
+    stages = {stage.replace("_", " ") for stage in figures.STAGES}
+    assert [
+        w for w in words | columns | stages if w.lower().replace("_", " ") not in table.lower()
+    ] == []
 
 
 def test_every_page_has_a_glossary():

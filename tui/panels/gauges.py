@@ -16,6 +16,7 @@ from tui.lines import (
     Tone,
     clip,
     facts,
+    fold,
     gauge,
     pad,
     pairs,
@@ -265,7 +266,7 @@ def latency(view: View, width: int, height: int) -> list[Line]:
             room = width - _NAME_WIDTH - 5 * _NUMBER_WIDTH - _TARGET_WIDTH - 3
             line.append(Run(sparkline(view.recent(samples, room), room), Tone.ACCENT))
         lines.append(line)
-    return [*lines, _made_of(now)][:height]
+    return [*lines, *_made_of(now, width)][:height]
 
 
 _Row = tuple[str, list[float | None], float | None, int | None, Samples]
@@ -286,12 +287,20 @@ def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
     ]
 
 
-def _made_of(now: LatencyFrame) -> Line:
-    """`ttft mean: queue 61 + prefill 156`."""
-    return [
-        Run("ttft mean ", Tone.MUTED),
-        Run(f"queue {fig.millis(now.queue_ms_mean)} + prefill {fig.millis(now.prefill_ms_mean)}"),
-    ]
+def _made_of(now: LatencyFrame, width: int) -> list[Line]:
+    """`ttft mean queue 61.0 + prefill 142`: its stages as far as any request spent time in them.
+
+    Where they do not fit into one line the largest come first.
+    """
+    label = Run("ttft mean ", Tone.MUTED)
+    means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in fig.TTFT_STAGES]
+    known = [(stage, mean_ms) for stage, mean_ms in means if mean_ms is not None]
+    for ranked in (known, sorted(known, key=lambda mean: -mean[1])):
+        text = " + ".join(f"{stage} {fig.millis(mean_ms)}" for stage, mean_ms in ranked)
+        lines = fold([label, Run(text or fig.ABSENT)], width, len(label.text))
+        if len(lines) == 1:
+            break
+    return lines
 
 
 # The power page: what each device draws and may draw, and where the joules went.

@@ -62,7 +62,7 @@ def _figures(tier: TierFrame) -> list[tuple[str, str]]:
         always.append(("regret", fig.duration(tier.regret_ms)))
     if "1" in tier.would_find:
         others = [f", x{n} {fig.ratio(share)}" for n, share in tier.would_find.items() if n != "1"]
-        always.append(("finds", f"{fig.ratio(tier.would_find['1'])}{''.join(others)}"))
+        always.append(("hit ratio", f"{fig.ratio(tier.would_find['1'])}{''.join(others)}"))
     seldom = (
         ("waiting", tier.waiting),
         ("declined", tier.declined_loads),
@@ -137,7 +137,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     sums = [
         ("blocks evicted", fig.short_count(evicted)),
         ("tokens fetched", fig.short_count(totals.prefix_cache_fetches)),
-        ("seconds spent", f"{totals.prefix_cache_s:.1f}"),
+        ("overhead", fig.seconds(totals.prefix_cache_s)),
     ]
     lines += facts(width, sums)
     for pool in frame.pools:

@@ -17,6 +17,7 @@ from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
 from tui.replay import PastRequest
 from tui.view import REPLAY, RequestListing, View
 
+_ABSENT = "no daemon"
 _MARGIN = 2
 _ROOMY = 100
 """From here on columns stand two cells apart, below it one."""
@@ -183,7 +184,8 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
 def placeholder(view: View) -> Line:
     """What stands in an empty table."""
     if view.frame is None and view.link.why:
-        return [Run("  no daemon; start one with: penstock serve", Tone.MUTED)]
+        start = "; start one with: penstock serve" if view.link.why.startswith(_ABSENT) else ""
+        return [Run(f"  {_ABSENT if start else view.link.why}{start}", Tone.MUTED)]
     if view.frame is None:
         return [Run("  waiting for the first frame", Tone.MUTED)]
     if view.listing.filter.text:
@@ -195,7 +197,7 @@ def placeholder(view: View) -> Line:
 
 # One request in detail: its facts, and where its time went, stage by stage.
 # Invariant: stages are drawn in the order in which they happen; what they leave unexplained of the
-# whole is printed as the residual, never hidden.
+# whole is printed as unattributed, never hidden.
 # Never: invents a stage that is not reported.
 
 

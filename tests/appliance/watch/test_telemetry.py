@@ -79,7 +79,8 @@ def test_means_are_of_first_tokens_and_ends_of_what_was_not_cut_short():
         ended(windows, sequence(queue_ms=queue_ms))
     ended(windows, sequence(FinishReason.ABORT, queue_ms=9000))
     frame = windows.latency(Slo(), SECOND)
-    assert (frame.queue_ms_mean, frame.prefill_ms_mean) == (20.0, 100.0)
+    assert (frame.tokenize_ms_mean, frame.queue_ms_mean) == (1.0, 20.0)
+    assert (frame.restore_ms_mean, frame.prefill_ms_mean) == (None, 100.0)
     assert (frame.e2e_ms_p50, frame.e2e_ms_p99) == (131.0, 151.0)
     assert frame.handoff_ms_p50 == 1.0
 
