@@ -91,10 +91,14 @@ def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
 
 def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
     """What to do where nobody has said how random replies are to be; empty if somebody has."""
-    if "temperature" in sampling or folder.suffix == ".gguf":  # whose own file says all
+    if "temperature" in sampling:
         return ""
-    return (
-        "at temperature 1 small models ramble: try --temperature "
-        f'{ADVISED_TEMPERATURE:g} with run and chat, or put {{"temperature": '
-        f"{ADVISED_TEMPERATURE:g}}} into {folder / GENERATION_FILE}"
+    advice = (
+        f"at temperature 1 small models ramble: try --temperature {ADVISED_TEMPERATURE:g} with run"
+        " and chat"
+    )
+    if folder.suffix == ".gguf":  # beside which no file is read
+        return f"{advice}, and `temperature` in what programs ask"
+    return f'{advice}, or put {{"temperature": {ADVISED_TEMPERATURE:g}}} into ' + str(
+        folder / GENERATION_FILE
     )

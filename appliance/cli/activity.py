@@ -21,7 +21,7 @@ import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import request_ids
-from appliance.cli.terminal import Format, Host, Listing, Output, TableColumn, printable
+from appliance.cli.terminal import Format, Host, Listing, Output, TableColumn, printable, within
 from appliance.client import Client, ClientError, DaemonUnreachable, ReplyError
 from appliance.configuration import config, paths
 from appliance.configuration.address import SshAddress, UnixAddress
@@ -34,7 +34,9 @@ StateDir = Annotated[str | None, typer.Option(help="Where the log is, if no daem
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")]
 Since = Annotated[str | None, typer.Option(help="Not before: 1h, 2d (ago), 2026-01-31T12:00.")]
 Until = Annotated[str | None, typer.Option(help="Before; as --since.")]
-Limit = Annotated[int, typer.Option("-n", "--limit", min=1, max=10_000, help="The newest so many.")]
+Limit = Annotated[
+    int, typer.Option("-n", "--limit", callback=within(1, 10_000), help="The newest so many.")
+]
 Rows = list[dict[str, Any]]
 
 
@@ -283,8 +285,12 @@ def show(
         frame = short_ids.with_id(request_id, client.request, *sources)
     except DaemonUnreachable as error:
         frame = request_from_file(request_id, client, state_dir, error)
-    width, bar = terminal.width(), terminal.bar()
-    terminal.show("show", frame, output, lambda: listings.request_page(frame, width=width, bar=bar))
+    width, bar, room = terminal.width(), terminal.bar(), terminal.room()
+
+    def page() -> str:
+        return listings.request_page(frame, width=width, bar=bar, room=room)
+
+    terminal.show("show", frame, output, page)
 
 
 def whoami(host: Host = None, output: Output = Format.TABLE) -> None:

@@ -73,10 +73,20 @@ from appliance.cli.terminal import (
     TableColumn,
     document,
     printable,
+    within,
 )
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
-from appliance.frame.figures import ABSENT, bytes_per_s, count, duration, fine_ratio, flops
+from appliance.frame.figures import (
+    bytes_per_s,
+    count,
+    duration,
+    factor,
+    fine_ratio,
+    flops,
+    named,
+    rate,
+)
 from appliance.frame.protocol import utc_now
 from engine.errors import FileError
 
@@ -102,7 +112,7 @@ Specs = Annotated[
 ArmsModel = Annotated[
     str | None, typer.Option("--model", "-m", help="For the daemons that are started.")
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="How often every arm has its turn.")]
+Rounds = Annotated[int, typer.Option(callback=within(1), help="How often every arm has its turn.")]
 Alone = Annotated[
     bool, typer.Option("--alone", help="Start daemons anew for each turn, one at a time.")
 ]
@@ -112,10 +122,17 @@ PromptText = Annotated[
 Seed = Annotated[int, typer.Option(help="Of schedules, lengths, prompts and turns.")]
 Save = Annotated[Path | None, typer.Option(help="Keep every sample in this JSON file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw distributions to this SVG.")]
-Seconds = Annotated[float, typer.Option(min=0.1, help="Of a turn; what was sent may end later.")]
-Speed = Annotated[float, typer.Option(min=0.001, help="A workload's times: 2 is twice as fast.")]
+Seconds = Annotated[
+    float, typer.Option(callback=within(0.1), help="Of a turn; what was sent may end later.")
+]
+Speed = Annotated[
+    float, typer.Option(callback=within(0.001), help="A workload's times: 2 is twice as fast.")
+]
 LengthScale = Annotated[
-    float, typer.Option(min=0.0001, help="A workload's lengths: 0.25 is a quarter of the tokens.")
+    float,
+    typer.Option(
+        callback=within(0.0001), help="A workload's lengths: 0.25 is a quarter of the tokens."
+    ),
 ]
 SloTtft = Annotated[float | None, typer.Option(help="Goodput: first token within so many ms.")]
 SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's gaps within.")]
@@ -123,13 +140,17 @@ SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's ga
 
 def _load(
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many requests open; 1 by default.")
+        int | None,
+        typer.Option(callback=within(1), help="Closed loop: so many requests open; 1 by default."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open loop: requests per second.")
+        float | None, typer.Option(callback=within(0.001), help="Open loop: requests per second.")
     ] = None,
     burstiness: Annotated[
-        float, typer.Option(min=0.01, help="With --rate: 1 is Poisson, less comes in bursts.")
+        float,
+        typer.Option(
+            callback=within(0.01), help="With --rate: 1 is Poisson, less comes in bursts."
+        ),
     ] = 1.0,
     trace: Annotated[
         Path | None,
@@ -138,7 +159,7 @@ def _load(
     speed: Speed = 1.0,
     length_scale: LengthScale = 1.0,
     seconds: Annotated[
-        float | None, typer.Option(min=0.1, help="Of a turn: 30, or all of the trace.")
+        float | None, typer.Option(callback=within(0.1), help="Of a turn: 30, or all of the trace.")
     ] = None,
     input_tokens: Annotated[str, typer.Option(help="Of a prompt: 512, or any of 128-1024.")] = (
         "512"
@@ -199,24 +220,22 @@ def _lengths(text: str) -> Lengths:
 BAR_CELLS = 24
 
 
-def figure(value: Any) -> str:
-    """A number to four digits; a count as it is, and so what is in words already."""
-    if isinstance(value, str):
-        return value
-    return ABSENT if value is None else f"{value:.4g}" if isinstance(value, float) else count(value)
+def right(text: Any) -> str:
+    """What is in words already, as numbers stand in a table: at the right."""
+    return str(text)
 
 
 COMPARISON = (
     TableColumn("ARM", "arm"),
     TableColumn("METRIC", "metric"),
-    TableColumn("MEDIAN", "median", figure),
-    TableColumn("LOW", "low", figure),
-    TableColumn("HIGH", "high", figure),
-    TableColumn("RATIO", "ratio", figure),
-    TableColumn("R LOW", "ratio_low", figure),
-    TableColumn("R HIGH", "ratio_high", figure),
-    TableColumn("A/A LOW", "band_low", figure, is_wide=True),
-    TableColumn("A/A HIGH", "band_high", figure, is_wide=True),
+    TableColumn("MEDIAN", "median", right, instead="median_text"),
+    TableColumn("LOW", "low", right, instead="low_text"),
+    TableColumn("HIGH", "high", right, instead="high_text"),
+    TableColumn("RATIO", "ratio", factor),
+    TableColumn("R LOW", "ratio_low", factor),
+    TableColumn("R HIGH", "ratio_high", factor),
+    TableColumn("A/A LOW", "band_low", factor, is_wide=True),
+    TableColumn("A/A HIGH", "band_high", factor, is_wide=True),
     TableColumn("VERDICT", "verdict"),
 )
 
@@ -228,7 +247,7 @@ STEPS = (
     TableColumn("P50", "ms_p50", duration),
     TableColumn("MIN", "ms_min", duration),
     TableColumn("MAX", "ms_max", duration),
-    TableColumn("TOK/S", "tokens_per_s", figure),
+    TableColumn("TOK/S", "tokens_per_s", rate),
     TableColumn("STEPS", "steps", count, is_wide=True),
 )
 
@@ -236,9 +255,13 @@ DEVICE = (
     TableColumn("WHAT", "what"),
     TableColumn("SHAPE", "shape"),
     TableColumn("P50", "ms", duration),
-    TableColumn("RATE", "rate", figure, instead="rate_text"),
+    TableColumn("RATE", "rate", right, instead="rate_text"),
     TableColumn("UNIT", "unit", is_wide=True),
     TableColumn("OF CEILING", "share", fine_ratio),
+)
+TRANSPORTS = (
+    *DEVICE[:-1],
+    TableColumn("OF ONE COPY", "share", fine_ratio),
 )
 
 
@@ -255,7 +278,7 @@ def run_page(content: Row) -> str:
     rest["statuses"] = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
     width = max(map(len, rest))
     lines = [
-        f"{name:<{width}}  {printable(value) if isinstance(value, str) else figure(value)}"
+        f"{name:<{width}}  {printable(value) if isinstance(value, str) else named(name, value)}"
         for name, value in rest.items()
     ]
     return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
@@ -318,7 +341,10 @@ def steps(model: Model = None, small: Small = False, output: Output = Format.TAB
 
 
 def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time KV blocks on their way through host memory, beside one large copy."""
+    """Time KV blocks on their way through host memory, beside one large copy of as many bytes.
+
+    OF ONE COPY is how fast they are beside it; 100% where they are no slower.
+    """
     _measure("transports", model, small, output)
 
 
@@ -337,16 +363,20 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
     if model is None and not is_small:
         layers = f"{found['num_layers']} of its 32 layers, as memory allows"
         terminal.note(f"penstock: the shape is Llama 3.1 8B's, {layers}")
-    terminal.note(
-        f"{found['device']}, torch {found['torch']}, {found['dtype']}, "
-        f"attention {found['attention']}: reads and writes "
-        f"{bytes_per_s(found['copy_bytes_per_s'])}, multiplies {flops(found['matmul_flop_per_s'])}"
-    )
+    about = f"{found['device']}, torch {found['torch']}, {found['dtype']}"
+    copies = bytes_per_s(found["copy_bytes_per_s"])
+    multiplies = flops(found["matmul_flop_per_s"])
+    ceilings = f"ceilings: reads and writes {copies}, multiplies {multiplies}"
+    # blocks that are copied count once, and their ceiling is a copy of their own
+    is_of_copies = kind == "transports"
+    tail = "" if is_of_copies else f", attention {found['attention']}; {ceilings}"
+    terminal.note(f"{about}{tail}")
     if output.is_for_people:
         for row in found["data"]:
             in_words = flops if row["unit"] == "FLOP/s" else bytes_per_s
             row["rate_text"] = in_words(row["rate"])
-    terminal.write(terminal.listing("bench", DEVICE, output).render(found["data"]))
+    columns = TRANSPORTS if is_of_copies else DEVICE
+    terminal.write(terminal.listing("bench", columns, output).render(found["data"]))
 
 
 # bench workload: conversations and traces as files; and where `bench turns` gets its own.
@@ -354,7 +384,9 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
 
 KINDS = ("trace", *CONVERSATIONS)
 
-Count = Annotated[int, typer.Option(min=1, help="Conversations, or requests of a trace.")]
+Count = Annotated[
+    int, typer.Option(callback=within(1), help="Conversations, or requests of a trace.")
+]
 
 
 def workload(
@@ -510,9 +542,15 @@ def turns(
 @bench.command("interference")
 def interference(
     specs: Specs,
-    streams: Annotated[int, typer.Option(min=1, help="Replies that go on all the time.")] = 2,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt that comes.")] = 1500,
-    every: Annotated[float, typer.Option(min=0.01, help="Seconds between prompts.")] = 2.0,
+    streams: Annotated[
+        int, typer.Option(callback=within(1), help="Replies that go on all the time.")
+    ] = 2,
+    prompt_tokens: Annotated[
+        int, typer.Option(callback=within(1), help="Of each prompt that comes.")
+    ] = 1500,
+    every: Annotated[
+        float, typer.Option(callback=within(0.01), help="Seconds between prompts.")
+    ] = 2.0,
     seconds: Seconds = 20.0,
     model: ArmsModel = None,
     rounds: Rounds = 3,
@@ -595,7 +633,7 @@ def _statuses(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def _show(
-    rows: list[dict[str, object]],
+    rows: list[dict[str, Any]],
     measured: Sequence[msgspec.Struct],
     save: Path | None,
     form: Format,
@@ -603,8 +641,13 @@ def _show(
     _keep({"data": rows}, measured, save)
     if form is Format.JSON:
         _write({"data": rows}, measured)
-    else:
-        terminal.write(terminal.listing("bench", COMPARISON, form).render(rows))
+        return
+    if form.is_for_people:
+        figures = ("median", "low", "high")
+        rows = [
+            row | {f"{key}_text": named(row["metric"], row[key]) for key in figures} for row in rows
+        ]
+    terminal.write(terminal.listing("bench", COMPARISON, form).render(rows))
 
 
 def _write(about: Row, measured: Sequence[msgspec.Struct]) -> None:

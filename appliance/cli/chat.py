@@ -12,7 +12,6 @@ terminal goes to `chat_history` in the state folder, which is for its owner alon
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.short_ids import model_ids
-from appliance.cli.terminal import Host, for_terminal, printable
+from appliance.cli.terminal import Host, Range, WordWrap, for_terminal, printable, within
 from appliance.client import Client, ClientError, GenerationFailed, Stream
 from appliance.configuration.setting_kinds import is_meant, nearest
 from appliance.frame.figures import things
@@ -47,15 +46,33 @@ System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions
 Stats = Annotated[bool, typer.Option("--stats", help="Timings on stderr at the end.")]
 
 
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1),
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, is_open=True),
+    "top_k": Range(-1),
+    "min_p": Range(0, 1),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, is_open=True),
+}
+"""What the API takes of each number."""
+
+
+def _number(name: str, about: str) -> Any:
+    return typer.Option(callback=within(*RANGES[name]), help=about)
+
+
 FIELDS: Mapping[str, Any] = {
     "model": Annotated[
         str | None,
         typer.Option("--model", "-m", help="The one served if left out.", autocompletion=model_ids),
     ],
-    "max_tokens": Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")],
-    "temperature": Annotated[float | None, typer.Option(help="0 is greedy.")],
-    "top_p": Annotated[float | None, typer.Option(help="Nucleus sampling.")],
-    "seed": Annotated[int | None, typer.Option(help="Makes sampling repeatable.")],
+    "max_tokens": Annotated[int | None, _number("max_tokens", "Output tokens at most.")],
+    "temperature": Annotated[float | None, _number("temperature", "0 is greedy; at most 2.")],
+    "top_p": Annotated[float | None, _number("top_p", "Nucleus sampling; above 0, at most 1.")],
+    "seed": Annotated[int | None, _number("seed", "Makes sampling repeatable.")],
     "stop": Annotated[list[str] | None, typer.Option(help="End before this text; repeat.")],
 }
 """Of a request's body: each is an option of both verbs."""
@@ -109,6 +126,7 @@ def print_stats(client: Client, reply: PrintedReply) -> None:
 
 def _print(events: Stream, reply: PrintedReply) -> None:
     is_terminal = sys.stdout.isatty()
+    wrap = WordWrap() if terminal.has_screen() else None
     try:
         for event in events:
             reply.request_id = reply.request_id or event.get("id")
@@ -116,7 +134,8 @@ def _print(events: Stream, reply: PrintedReply) -> None:
                 reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                 reply.text += text
-                terminal.write(for_terminal(text) if is_terminal else text)
+                shown = for_terminal(text) if is_terminal else text
+                terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
     finally:
         if (is_terminal or reply.text) and not reply.text.endswith("\n"):
             terminal.write("\n")
@@ -233,20 +252,6 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
     "repetition_penalty": float,
 }
 """What `/set` knows, as the API's fields."""
-RANGES: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (1, math.inf),
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (-1, math.inf),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 2),
-}
-"""The least and the most that the API takes; both are taken, but for 0 of top_p and of
-repetition_penalty, which the daemon refuses."""
-
-
 UNSET: Mapping[str, str] = {
     "max_tokens": "2048 at most (the default of a chat)",
     "seed": "another for each reply; the log keeps it",
@@ -321,10 +326,8 @@ class Conversation:
             value = SETTINGS[name](text)
         except ValueError as error:
             raise Refused(f"{text!r} is not a number", where=name) from error
-        least, most = RANGES.get(name, (-math.inf, math.inf))
-        if isinstance(value, int | float) and not least <= value <= most:
-            span = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise Refused(f"{text} is out of range; it is {span}", where=name)
+        if isinstance(value, int | float) and (why := RANGES[name].refusal(value)):
+            raise Refused(why, where=name)
         self.settings[name] = value
 
     def save(self, name: str) -> Path:
@@ -528,7 +531,7 @@ class Session:
             value, source = self._in_force(name)
         except ClientError:
             return f"{name} (the daemon does not say)"
-        origin = "of the model's generation_config.json" if source == "model" else "the default"
+        origin = "the model's own" if source == "model" else "the default"
         return f"{name} {value:g} ({origin})"
 
     def _in_force(self, name: str) -> tuple[float, str]:

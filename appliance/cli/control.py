@@ -29,7 +29,7 @@ import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
-from appliance.cli.terminal import Format, Host, Output, printable
+from appliance.cli.terminal import Format, Host, Output, printable, within
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
@@ -273,7 +273,8 @@ def cancel(
 def drain(
     wait: Annotated[bool, typer.Option("--wait", help="Until no request is left.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Wait so many seconds at most; 120 with --wait.")
+        float | None,
+        typer.Option(callback=within(0), help="Wait so many seconds at most; 120 with --wait."),
     ] = None,
     host: Host = None,
 ) -> None:
@@ -381,10 +382,11 @@ def roles(
         ),
     ] = None,
     slo_ttft_ms: Annotated[
-        int | None, typer.Option(min=0, help="Target for the first token; 0 is relative.")
+        int | None,
+        typer.Option(callback=within(0), help="Target for the first token; 0 is relative."),
     ] = None,
     slo_itl_ms: Annotated[
-        int | None, typer.Option(min=0, help="Target for the gaps; 0 is relative.")
+        int | None, typer.Option(callback=within(0), help="Target for the gaps; 0 is relative.")
     ] = None,
     host: Host = None,
     output: Output = Format.TABLE,

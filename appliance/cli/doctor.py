@@ -69,6 +69,8 @@ def doctor(
     """
     from appliance.doctor.checks import examine
 
+    if bundle is not None:
+        terminal.needs_this_machine("a report", "run it there", host)
     settings = {"model": model, "config": config_file}
     findings = list(examine(settings, lambda: terminal.client(host)))
     if bundle is not None:

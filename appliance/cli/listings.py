@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appliance.cli.terminal import Row, TableColumn, flat, printable, word
+from appliance.cli.terminal import Row, TableColumn, flat, folded, printable, word
 from appliance.frame import figures
 from appliance.frame.figures import (
     STAGES,
@@ -206,16 +206,20 @@ _LABEL_WIDTH = 12
 _NUMBER_WIDTH = 8
 
 
-def request_page(frame: Row, *, width: int, bar: str) -> str:
+def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -> str:
     """`penstock show`, from a request as the daemon has it.
 
     Args:
         frame: a RequestFrame.
         width: columns that the bars may fill, labels included.
         bar: one cell of a bar.
+        room: columns beyond which a fact goes on below itself; None: it may have any length.
     """
     facts = {"request": frame.get("id") or figures.ABSENT, **figures.request_facts(frame)}
-    lines = [f"{label:<{_LABEL_WIDTH}} {printable(text)}" for label, text in facts.items()]
+    lines = [
+        folded(f"{label:<{_LABEL_WIDTH}} {printable(text)}", room, _LABEL_WIDTH + 1)
+        for label, text in facts.items()
+    ]
     return "\n".join([*lines, "", *waterfall(frame, width=width, bar=bar)])
 
 

@@ -113,6 +113,9 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     """Delete all blocks on disk; the daemon must not be running."""
     from engine.tiers.files import BusyError, delete_slabs
 
+    if ssd_dir is None and state_dir is None:
+        hint = "run it there; for this machine's cache name its folder: --ssd-dir"
+        terminal.needs_this_machine("what it deletes", hint)
     folder = _folder(ssd_dir, state_dir)
     try:
         num_bytes = delete_slabs(folder)
@@ -197,6 +200,9 @@ def prune(
     """Forget old requests and events; give the space back."""
     if older_than is None and max_size is None:
         raise typer.BadParameter("say what to forget: --older-than, --max-size")
+    if state_dir is None:
+        hint = "run it there; for this machine's log name its folder: --state-dir"
+        terminal.needs_this_machine("what it forgets", hint)
     from appliance.log import store as log_store
 
     pruned = log_store.prune(

@@ -12,12 +12,14 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import textwrap
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from types import FrameType
@@ -28,7 +30,7 @@ import typer
 from appliance.client import Client
 from appliance.configuration.address import Address, find, is_of_this_machine
 from appliance.frame.figures import ABSENT, duration, size
-from engine.errors import PenstockError, SeveralWrong
+from engine.errors import PenstockError, SeveralWrong, UsageError
 
 # Rows from the daemon in the five formats of -o, and what of its text may reach a terminal.
 # Invariant: pure; table and wide are for people and may change, in the others fields are only ever
@@ -80,6 +82,107 @@ def yes_or_no(value: bool | None) -> str:
 def in_unit(unit: str, scale: float = 1.0) -> Callable[[Any], str]:
     """How a column shows whole numbers of a unit."""
     return lambda value: ABSENT if value is None else f"{value * scale:.0f} {unit}"
+
+
+class Range(NamedTuple):
+    """What a number may be."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    is_open: bool = False
+    """`least` itself is not taken."""
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.is_open else 'at least'} {_bound(self.least)}"
+        if self.most == math.inf:
+            return low
+        between = f"{low} and at most" if self.is_open else f"from {_bound(self.least)} to"
+        return f"{between} {_bound(self.most)}"
+
+    def refusal(self, value: float) -> str:
+        """What is wrong with a value; empty if nothing is. NaN is in no range."""
+        is_in = self.least <= value <= self.most and not (self.is_open and value == self.least)
+        return "" if is_in else f"{value:,} is out of range: it must be {self}"
+
+
+def _bound(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def within(
+    least: float = -math.inf, most: float = math.inf, is_open: bool = False
+) -> Callable[[Any], Any]:
+    """Of an option: refuses a number that is not in the range, by its words."""
+    allowed = Range(least, most, is_open)
+
+    def checked(value: Any) -> Any:
+        if value is not None and (why := allowed.refusal(value)):
+            raise typer.BadParameter(why)
+        return value
+
+    return checked
+
+
+class WordWrap:
+    """Streamed text for a terminal: a word that does not fit goes to the next line, whole.
+
+    Every character is written when it comes; a word that turns out too long for its line is taken
+    back and written on the next one. Code (between fences, or indented) and words longer than a
+    line are left to the terminal.
+    """
+
+    def __init__(self) -> None:
+        self._begin = ""
+        """Of the line as the model wrote it, as much as tells what it is."""
+        self._is_fenced = False
+        self._column = 0
+        self._word = ""
+        self._word_cells = 0
+
+    def of(self, text: str, width: int) -> str:
+        """What to write for the next text; the last column stays free."""
+        return "".join(self._written(char, width - 1) for char in text)
+
+    def _written(self, char: str, room: int) -> str:
+        if char == "\n":
+            self._is_fenced ^= self._begin.lstrip().startswith(_FENCE)
+            self._begin, self._column = "", 0
+            self._end_word()
+            return char
+        if len(self._begin) < _TELLING:
+            self._begin += char
+        is_fence = self._begin.lstrip().startswith(_FENCE)
+        if self._is_fenced or is_fence or self._begin.startswith(("    ", "\t")):
+            return char
+        is_wide = unicodedata.east_asian_width(char) in "WF"
+        cells = 0 if unicodedata.combining(char) else 2 if is_wide else 1
+        if char == "\t":
+            cells = _TAB_CELLS - self._column % _TAB_CELLS
+        written, is_over = char, self._column + cells > room
+        if char in " \t":
+            self._end_word()
+            written = "\n" if is_over else char
+            self._column = 0 if is_over else self._column + cells
+            return written
+        if is_over and self._word_cells < self._column:
+            back = f"\x1b[{self._word_cells}D\x1b[K" if self._word else ""
+            written = f"{back}\n{self._word}{char}"
+            self._column = self._word_cells
+        self._word += char
+        self._word_cells += cells
+        self._column += cells
+        if is_wide:  # a line may end after it
+            self._end_word()
+        return written
+
+    def _end_word(self) -> None:
+        self._word, self._word_cells = "", 0
+
+
+_FENCE = "```"
+_TAB_CELLS = 8
+_TELLING = 12
+"""Characters that tell of a line whether it is code."""
 
 
 Row = Mapping[str, Any]
@@ -324,6 +427,18 @@ def of_this_machine() -> None:
     if host and not is_of_this_machine(address(None)):
         note(f"penstock: this is of this machine's files, not of {printable(host)} (PENSTOCK_HOST)")
         note("hint: run it on that machine")
+
+
+def needs_this_machine(what: str, hint: str, host: str | None = None) -> None:
+    """Refuse what is about this machine's files where the user has named a daemon elsewhere.
+
+    Raises:
+        UsageError: the daemon that options or PENSTOCK_HOST name is another machine's.
+    """
+    named = address(host)
+    if not is_of_this_machine(named):
+        problem = f"{what} is of this machine, and the daemon is on another"
+        raise UsageError(problem, where=str(named), hint=hint)
 
 
 def passed_over(error: PenstockError) -> None:

@@ -179,6 +179,28 @@ def watts(value_w: float | None, limit_w: float | None = None) -> str:
     return f"{shown} W" if limit_w is None else f"{shown}/{limit_w:,.0f} W"
 
 
+def factor(value: float | None) -> str:
+    """How many times another figure: `1.02x`."""
+    return ABSENT if value is None else f"{value:.2f}x" if value < 99.5 else f"{value:,.0f}x"
+
+
+def named(name: str, value: float | None) -> str:
+    """A figure whose name has its unit: `412ms` of ttft_ms_p50, `97.1%` of goodput_ratio."""
+    if "_ms" in name:
+        return duration(value)
+    if name.endswith("_ratio"):
+        return fine_ratio(value)
+    if name.endswith("_over_p50_quiet"):
+        return factor(value)
+    if name.endswith("tokens_per_s"):
+        return tokens_per_s(value)
+    if name.endswith("_per_s"):
+        return ABSENT if value is None else f"{rate(value)}/s"
+    if name.startswith("joules"):
+        return joules(value)
+    return count(value) if isinstance(value, int) else short_count(value)
+
+
 def quantiles(latency: Mapping[str, Any], name: str, *which: str) -> str:
     """`ttft p50 204ms p95 1.2s`, out of a LatencyFrame's fields."""
     shown = (f"{each} {duration(latency.get(f'{name}_ms_{each}'))}" for each in which)

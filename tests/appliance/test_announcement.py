@@ -78,7 +78,8 @@ def test_of_a_gguf_file_no_folder_is_spoken_of() -> None:
     path = Path("/models/one-q4.gguf")
     assert sampling_text({}, path).endswith("the model's file says nothing else")
     assert sampling_text({"temperature": 0.5}, path).endswith("as one-q4.gguf says")
-    assert sampling_advice({}, path) == ""
+    assert "--temperature 0.3" in sampling_advice({}, path)
+    assert sampling_advice({"temperature": 0.5}, path) == ""
 
 
 def test_greedy_by_the_models_own_word_needs_no_advice() -> None:

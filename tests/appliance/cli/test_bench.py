@@ -208,7 +208,7 @@ def test_every_figure_is_beside_a_ceiling_of_the_same_run(tmp_path, kind, whats)
 
 def test_a_table_shows_rates_with_their_units(tmp_path):
     shown = penstock(user_environ(tmp_path), "bench", "transports", "--small").stdout
-    assert shown.splitlines()[0].split() == ["WHAT", "SHAPE", "P50", "RATE", "OF", "CEILING"]
+    assert shown.splitlines()[0].split() == ["WHAT", "SHAPE", "P50", "RATE", "OF", "ONE", "COPY"]
     assert all("B/s" in line and line.endswith("%") for line in shown.splitlines()[1:])
 
 

@@ -258,13 +258,13 @@ def test_the_sampling_in_force_is_shown_with_where_it_comes_from(
     with Typist(environ, "chat") as person:
         person.type("/set", shows="stop none")
         person.type("/set temperature 0.2", shows="temperature 0.2 (set here)")
-        person.type("/set temperature", shows="temperature 0.6 (of")
+        person.type("/set temperature", shows="temperature 0.6 (the")
         person.type("/set temprature 1", shows="is temperature meant?")
-        person.type("/set temperature 9", shows="it is from 0 to 2")
+        person.type("/set temperature 9", shows="must be from 0 to 2")
         person.type("/rest", shows="/reset is near")
         person.type("/exit")
     shown = person.shown
-    greeting = "temperature 0.6 (of the model's generation_config.json), top_p 1 (the default)"
+    greeting = "temperature 0.6 (the model's own), top_p 1 (the default)"
     assert shown.count(greeting) == 1
     assert "max_tokens 2048 at most" in shown
 
@@ -377,6 +377,31 @@ def test_a_setting_that_is_none_or_no_number_is_refused() -> None:
         with pytest.raises(Refused):
             chat.set(name, value)
     assert chat.settings == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "span"),
+    [
+        ("temperature", "nan", "from 0 to 2"),
+        ("top_p", "0", "above 0 and at most 1"),
+        ("repetition_penalty", "0.0", "above 0 and at most 2"),
+        ("max_tokens", "0", "at least 1"),
+        ("seed", "9223372036854775808", "to 9,223,372,036,854,775,807"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_range(
+    environ: dict[str, str], name: str, value: str, span: str
+) -> None:
+    chat = Conversation({})
+    with pytest.raises(Refused, match=f"out of range: .* {span}"):
+        chat.set(name, value)
+    assert chat.settings == {}
+
+
+def test_run_and_chat_take_the_same_ranges_as_options(environ: dict[str, str]) -> None:
+    ended = penstock(environ, "run", "p", "--temperature", "nan")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "'--temperature': nan is out of range: it must be from 0 to 2" in ended.stderr
 
 
 def test_a_reply_without_a_word_takes_the_question_back() -> None:

@@ -7,6 +7,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from appliance.client import Client
 from appliance.configuration import config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
@@ -173,6 +175,25 @@ def test_whose_files_are_told_of_is_said_where_the_daemon_is_elsewhere(
         assert ended.returncode == 0
         assert "this machine's files, not of ssh://box" in ended.stderr
     assert penstock(environ, "db", "path").stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor", "--bundle", "report.tgz"),
+        ("db", "prune", "--older-than", "1d"),
+        ("cache", "clear"),
+    ],
+)
+def test_what_needs_this_machines_files_is_refused_for_a_daemon_elsewhere(
+    tmp_path: Path, environ: dict[str, str], words: tuple[str, ...]
+) -> None:
+    named = {**environ, "PENSTOCK_HOST": "https://box.example:8000"}
+    ended = penstock(named, *words, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "the daemon is on another" in ended.stderr
+    assert "hint: run it there" in ended.stderr
+    assert not (tmp_path / "report.tgz").exists()
 
 
 def test_a_variable_that_sets_nothing_is_told(environ: dict[str, str]) -> None:

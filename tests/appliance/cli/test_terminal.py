@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.cli import listings, terminal
-from appliance.cli.terminal import Format, Listing, TableColumn, csv_cell, flat, one
+from appliance.cli.terminal import Format, Listing, TableColumn, WordWrap, csv_cell, flat, one
 from appliance.frame import figures
 
 COLUMNS = (
@@ -137,3 +139,51 @@ def test_what_the_stages_leave_of_the_whole_is_shown():
     frame = {"queue_ms": 10.0, "prefill_ms": 20.0, "e2e_ms": 42.5}
     sums = listings.waterfall(frame, width=80, bar="#")[-3:]
     assert [line.split()[-1] for line in sums] == ["30ms", "42.5ms", "12.5ms"]
+
+
+def test_a_long_fact_of_a_request_goes_on_below_itself() -> None:
+    frame = {"id": "cmpl-1", "route": "move", "route_reason": "cheapest: gaps of 4 ms predicted"}
+    lines = listings.request_page(frame, width=60, bar="#", room=60).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("route "))
+    assert lines[at + 1].startswith(" " * 13)
+    assert all(len(line) <= 60 for line in lines)
+    words = " ".join(listings.request_page(frame, width=60, bar="#").split())
+    assert " ".join(" ".join(lines).split()) == words
+
+
+def streamed(text: str, width: int, cuts: list[int] | None = None) -> list[str]:
+    """The lines of a terminal that a text was streamed to, piece by piece."""
+    wrap, lines = WordWrap(), [""]
+    bounds = [0, *sorted(cuts or range(len(text))), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(bounds)]
+    for token in re.findall(
+        r"\x1b\[\d+D|\x1b\[K|[^\x1b]", "".join(wrap.of(p, width) for p in pieces)
+    ):
+        if token == "\n":
+            lines.append("")
+        elif token.endswith("D"):
+            lines[-1] = lines[-1][: -int(token[2:-1])]
+        elif token != "\x1b[K":
+            lines[-1] += token
+    return lines
+
+
+def test_words_that_do_not_fit_go_to_the_next_line_whole() -> None:
+    text = "a reply of several words\nand more"
+    assert streamed(text, 11) == ["a reply of", "several ", "words", "and more"]
+    assert streamed("一二三四五", 7) == ["一二三", "四五"]
+
+
+def test_code_and_words_longer_than_a_line_are_left_as_they_are() -> None:
+    code = "```py\nprint('this is a long line')\n```\n    and an indented one"
+    assert streamed(code, 10) == code.split("\n")
+    assert streamed(f"see {'x' * 30} now", 10) == ["see ", "x" * 30, "now"]
+
+
+@given(st.text("ab \n`", max_size=60), st.integers(4, 20), st.lists(st.integers(0, 60), max_size=9))
+def test_streaming_loses_nothing_but_spaces_at_the_edge(
+    text: str, width: int, cuts: list[int]
+) -> None:
+    shown = streamed(text, width, cuts)
+    assert "".join("".join(shown).split()) == "".join(text.split())
+    assert streamed(text, width) == shown

@@ -97,6 +97,25 @@ def test_short_counts_stay_within_five_cells(value):
     assert len(fig.short_count(value)) <= 5
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ttft_ms_p50", 412.4, "412ms"),
+        ("turn_01_ttft_ms", 4_200.0, "4.2s"),
+        ("goodput_ratio", 0.971, "97.1%"),
+        ("output_tokens_per_s", 48.333, "48.3 tok/s"),
+        ("requests_per_s", 1.23456, "1.2/s"),
+        ("joules_per_token", 0.0412345, "0.0412 J"),
+        ("p99_loaded_over_p50_quiet", 1.23456, "1.23x"),
+        ("input_tokens", 512.0, "512"),
+        ("offered", 12_345, "12,345"),
+        ("hit_ratio", None, "-"),
+    ],
+)
+def test_a_figure_reads_by_the_unit_in_its_name(name, value, text):
+    assert fig.named(name, value) == text
+
+
 def test_the_clock_shows_the_time_of_day():
     assert fig.clock("2026-11-21T14:02:11.004Z") == "14:02:11Z"
     assert fig.clock("yesterday") == "-"
