@@ -51,6 +51,8 @@ if __name__ == "__main__":
     boot.installed_torch = lambda: "2.11.0+cu130"
     copies.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
     gpu_placement.GPU_STEP_TOKENS = 512  # of which each start runs some
-    worker = (sys.executable, "-m", "tests.accelerated_worker")
+    # as a worker imports torch: without looking for garbage
+    load = "import gc; gc.disable(); from tests.accelerated_worker import main; main()"
+    worker = (sys.executable, "-c", load)
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker
     main()

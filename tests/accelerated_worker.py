@@ -95,7 +95,7 @@ class SharedDevice(FakeDevice):
         return mapped
 
 
-if __name__ == "__main__":
+def main():
     device.CudaDevice = SharedDevice
     copying.REPORTED_PAIRS = REPORTED_PAIRS
     code = program.main()

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.appliance.cli_process import penstock
-from tests.daemons import ARMS, is_alive
+from tests.daemons import ALONE, ARMS, is_alive
 
 
 def run_streams(daemon, prompts, max_tokens, on_started=None):
@@ -243,7 +243,7 @@ def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama
         assert all(each.exception() is None for each in asked)
     first.http.close()
     assert first.socket.exists()
-    second = start_daemon(model=tiny_llama, folder=first.folder).wait_ready()
+    second = start_daemon(*ALONE, model=tiny_llama, folder=first.folder).wait_ready()
     rows = {row["id"]: row for row in second.log_rows()}
     assert len(rows) == 24
     assert live
@@ -293,7 +293,7 @@ def test_the_last_worker_that_cannot_come_back_leaves_nobody_waiting(
     start_daemon, tiny_llama, tmp_path
 ):
     model = shutil.copytree(tiny_llama, tmp_path / "model")
-    daemon = start_daemon(*ARMS["colocated"], model=model).wait_ready()
+    daemon = start_daemon(*ALONE, model=model).wait_ready()
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True}
         reply = pool.submit(daemon.http.post, "/v1/completions", json=body)

@@ -60,11 +60,7 @@ class Compiled:
 
 
 SUITE = [
-    *(
-        Variant(capability, kernel)
-        for capability in (80, 89, 90)
-        for kernel in ("several", "parts")
-    ),
+    *(Variant(capability, kernel) for capability in (80, 90) for kernel in ("several", "parts")),
     Variant(100, "several"),
     Variant(120, "parts"),
     Variant(90, "several", 64, "float16", has_extras=True),

@@ -30,7 +30,7 @@ def compiled(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 16
+    assert len(rows) == 14
     return rows
 
 
