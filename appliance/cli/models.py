@@ -245,7 +245,7 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
     for root in dirs or ():
-        found += model_folders.under(root.expanduser().absolute())
+        found += model_folders.under(terminal.named_folder(root))
     by_folder: dict[Path, Any] = {}
     for each in found:
         by_folder.setdefault(each.folder, each)

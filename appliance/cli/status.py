@@ -241,11 +241,11 @@ def _energy_text(energy: Row) -> str:
 
 
 def _tier_text(tier: Row) -> str:
-    """`1.2 GiB of 20.0 GiB in 96 blocks; since the start 96 stored; its size finds ...`."""
+    """`1.2 GiB of 20.0 GiB of KV in 96 blocks; since the start 96 stored; its size finds ...`."""
     if tier.get("state") != "on":
         return f"{tier.get('state')}: {tier.get('reason')}"
     text = (
-        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} in"
+        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} of KV in"
         f" {things(tier.get('blocks'), 'block')}; since the start"
         f" {count(tier.get('stored_blocks'))} stored, {count(tier.get('loaded_blocks'))} loaded"
     )

@@ -131,11 +131,7 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 def _folder(ssd_dir: str | None, state_dir: str | None) -> Path:
     """Where the blocks are; a folder that is named has to be there, the usual one need not."""
     for named in filter(None, (ssd_dir, state_dir)):
-        try:
-            Path(named).expanduser().stat()
-        except OSError as error:
-            hint = "`penstock config show` says where they are without it"
-            raise FileError("cannot look there", error, where=named, hint=hint) from error
+        terminal.named_folder(named)
     return config.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
 
 

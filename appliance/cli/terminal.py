@@ -22,6 +22,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ import typer
 from appliance.client import Client
 from appliance.configuration.address import Address, find, is_of_this_machine
 from appliance.frame.figures import ABSENT, duration, size
-from engine.errors import PenstockError, SeveralWrong, UsageError
+from engine.errors import FileError, PenstockError, SeveralWrong, UsageError
 
 # Rows from the daemon in the five formats of -o, and what of its text may reach a terminal.
 # Invariant: pure; table and wide are for people and may change, in the others fields are only ever
@@ -448,6 +449,20 @@ def passed_over(error: PenstockError) -> None:
         note(f"penstock: warning: {printable(error)}")
         if error.hint:
             note(f"hint: {printable(error.hint)}")
+
+
+def named_folder(path: str | Path) -> Path:
+    """A folder that somebody has named, made absolute.
+
+    Raises:
+        FileError: it is not there, no folder, or not ours to look into.
+    """
+    try:
+        os.scandir(found := Path(path).expanduser().absolute()).close()
+    except OSError as error:
+        hint = "name a folder that is there, and that you may read"
+        raise FileError("cannot look there", error, where=str(path), hint=hint) from error
+    return found
 
 
 def listing(verb: str, columns: tuple[TableColumn, ...], form: Format) -> Listing:

@@ -362,7 +362,7 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
     about = f"{ssd['folder']}: the daemon's SSD cache is {ssd['state']}"
     match ssd["state"]:
         case "on":
-            used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} used"
+            used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} of KV used"
             way = "; to and from GPUs by way of the host's memory, unproven" if has_gpus else ""
             if limit := ssd.get("limit"):
                 hint = "make room on that disk, or name another: --ssd-dir"

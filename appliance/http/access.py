@@ -99,7 +99,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         raise ConfigError(
             f"cannot read the keys: {error.strerror}",
             where=str(path),
-            hint=hint if isinstance(error, PermissionError) else "",
+            hint=hint if isinstance(error, PermissionError) else _KEYS_FILE,
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("not UTF-8", where=str(path), hint=_FORMAT) from error

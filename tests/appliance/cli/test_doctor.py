@@ -87,7 +87,7 @@ def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     assert (found.verdict, "/x is not a folder" in found.found) == ("note", True)
     ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
     found = checks._ssd(config.load_asked({}), state)
-    assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB used by the daemon")
+    assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB of KV used by the daemon")
     ssd["limit"] = "its disk is full"
     found = checks._ssd(config.load_asked({}), state)
     assert (found.verdict, found.found.endswith("; its disk is full")) == ("note", True)

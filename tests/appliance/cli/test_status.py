@@ -76,7 +76,7 @@ def test_a_page_says_each_thing_once() -> None:
     assert "weights  q4" in lines
     assert lines[lines.index("weights  q4") + 1].strip() == "against the weights as stored: 82%"
     assert "kv       int8" in lines
-    stored = "3.0 MiB of 1.0 GiB in 3 blocks; since the start 0 stored, 1 loaded"
+    stored = "3.0 MiB of 1.0 GiB of KV in 3 blocks; since the start 0 stored, 1 loaded"
     assert f"ssd      {stored}" in lines
     assert f"dram     {stored}, regret 2ms" in lines
 

@@ -77,6 +77,7 @@ def test_what_is_not_there_is_exit_code_5(tmp_path):
     ended = cache(tmp_path, "stats")
     assert (ended.returncode, f"{tmp_path / 'kv'}: " in ended.stderr) == (5, True)
     assert penstock(environ, "cache", "stats").returncode == 0  # nothing has been kept yet
+    assert penstock(environ, "models", "list", "--dir", str(tmp_path / "none")).returncode == 5
 
 
 # `penstock record`: from a daemon, from its file, and when neither can.
