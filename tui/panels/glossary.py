@@ -156,7 +156,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "growing: read the log"),
             Entry("copies", "bytes a second while a copy runs; at start: when it was tried out",
                   "the copies' reports", "far below that at start: the memory bus is busy"),
-            Entry("failed", "copies that came to nothing; their sequences were computed again",
+            Entry("failed", "handoffs of which some blocks did not come, and were computed again",
                   "router", "growing: read the log"),
             Entry("routes", "which way sequences went, and why", "router", "roles: r"),
             Entry("predictions", "of elastic roles: how far off, by way and size of step",
