@@ -180,8 +180,10 @@ def watts(value_w: float | None, limit_w: float | None = None) -> str:
 
 
 def factor(value: float | None) -> str:
-    """How many times another figure: `1.02x`."""
-    return ABSENT if value is None else f"{value:.2f}x" if value < 99.5 else f"{value:,.0f}x"
+    """How many times another figure: `1.024x`, `12.3x`, `1,204x`."""
+    if value is None:
+        return ABSENT
+    return f"{value:.3f}x" if value < 9.9995 else f"{rate(value)}x"
 
 
 def named(name: str, value: float | None) -> str:

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from appliance.cli import bench
+from appliance.cli.terminal import Format
 from appliance.fleet.boot import STARTER_FOLDER
 from tests.appliance.bench.fake_openai import FakeOpenAI
 from tests.appliance.cli_process import penstock, user_environ
@@ -217,3 +219,16 @@ def test_what_went_wrong_is_said_without_a_traceback(tmp_path):
     assert ended.returncode == 1
     assert "config.json: the file is missing" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_comparison_has_units_for_people_and_plain_numbers_for_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figures = {"median": 412.4321, "low": 9.05, "high": 4_200.0}
+    over = {"ratio": 1.02367, "ratio_low": 0.5, "ratio_high": 12.34}
+    row = {"arm": "a", "metric": "ttft_ms_p50", **figures, **over, "verdict": "more"}
+    bench._show([row], [], None, Format.TABLE)
+    shown = capsys.readouterr().out.splitlines()[1].split()
+    assert shown[2:] == ["412ms", "9.05ms", "4.2s", "1.024x", "0.500x", "12.3x", "more"]
+    bench._show([row], [], None, Format.CSV)
+    assert "ttft_ms_p50,412.4321,9.05,4200.0,1.02367" in capsys.readouterr().out
