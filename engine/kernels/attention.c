@@ -427,7 +427,9 @@ KERNEL(attend, "ppppppiiiiiiiiiiiiiiiff")
     for (int64_t s = 0; s < a.num_sequences; s++)
         is_decode &= a.sequences[3 * s + 1] == 1;
     a.num_parts = 1;
-    if (is_decode && a.num_threads > 1 && a.num_sequences < 2 * a.num_threads)
+    if (is_decode && a.num_sequences == 1) /* equal parts, each of which begins anew to fetch */
+        a.num_parts = a.num_threads;
+    else if (is_decode && a.num_threads > 1 && a.num_sequences < 2 * a.num_threads)
         a.num_parts = ceil_div(2 * a.num_threads, a.num_sequences);
     a.partial = NULL;
     if (a.num_parts > 1) {

@@ -38,6 +38,15 @@ void read_words(const word *words, const char *format, ...);
 typedef void (*parallel_body)(void *context, int64_t item);
 void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, void *context);
 
+/* The same, where each thread begins with an equal share of its own of the items, which follow each
+ * other: thread t of n with item num_items * t / n. */
+void parallel_shares(int64_t num_threads, int64_t num_items, parallel_body body, void *context);
+
+/* Helper number `thread`, from 1, will read num_bytes from there on, sooner or later in a call to come:
+ * it may fetch them while it waits. */
+void announce(int64_t thread, const char *address, int64_t num_bytes);
+void announce_nothing(void);
+
 /* A thread's scratch memory: at least num_bytes, aligned to 64, uninitialised, the same again on the
  * thread's next call; NULL if there is no memory. */
 void *scratch(size_t num_bytes);
@@ -62,5 +71,9 @@ DECLARED(linear)
 DECLARED(linear_pairs)
 DECLARED(mixture)
 DECLARED(pack_pairs)
+
+/* Announces what the helpers of such a call will read first of its weights. */
+void announce_linear(const word *words);
+void announce_linear_pairs(const word *words);
 
 #endif

@@ -7,6 +7,7 @@
  * which the hardware fetches ahead twice as fast as four rows that lie side by side. Many inputs are
  * bound by arithmetic instead, which panels.c does with fewer loads for each product.
  */
+#include "forms.h"
 #include "quantised.h"
 
 #if LANES == 16
@@ -25,6 +26,7 @@ enum {
     FEW_BYTES = 96 << 10,    /* of inputs, that may be read again for each tile */
     BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
     ITEMS_PER_THREAD = 4,
+    LONG_ITEMS_PER_THREAD = 2, /* of what is bound by reading: each begins anew to fetch ahead */
     MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
     MANY_UNPACKED = 16, /* the same of quantised weights, which are unpacked either way */
 };
@@ -403,6 +405,11 @@ static int64_t floats_of_input(const struct product *p, int64_t type, int is_rou
     return in_units > p->x_stride ? in_units : p->x_stride;
 }
 
+static int has_many_inputs(const struct part *parts, int64_t num_inputs)
+{
+    return num_inputs >= (is_quantised((int)parts->scheme) ? MANY_UNPACKED : MANY_INPUTS);
+}
+
 /* linear(out, x, type, num_inputs, depth, parts, num_parts, bias, num_threads)
  *
  * out is [num_inputs, rows of all parts], x is [num_inputs, depth], both contiguous and of type
@@ -415,7 +422,7 @@ KERNEL(linear, "ppiiipipi")
     read_words(words, linear_format, &out, &x, &type, &num_inputs, &depth, &parts,
                        &num_parts, &bias, &num_threads);
     const struct part *first_part = parts;
-    const int has_many = num_inputs >= (is_quantised(first_part->scheme) ? MANY_UNPACKED : MANY_INPUTS);
+    const int has_many = has_many_inputs(first_part, num_inputs);
     int is_rounded = 0;
     for (int64_t i = 0; i < num_parts; i++)
         is_rounded |= rounds_inputs((int)first_part[i].scheme);
@@ -428,7 +435,8 @@ KERNEL(linear, "ppiiipipi")
         .depth = depth,
         .x = x,
         .x_stride = is_read_in_place ? depth : (depth + STEP - 1) / STEP * STEP,
-        .num_items = num_threads > 1 ? num_threads * ITEMS_PER_THREAD : 1,
+        .num_items = num_threads == 1 ? 1
+                     : num_threads * (has_many ? ITEMS_PER_THREAD : LONG_ITEMS_PER_THREAD),
     };
     for (int64_t i = 0; i < num_parts; i++)
         whole.out_stride += whole.parts[i].num_rows;
@@ -450,13 +458,15 @@ KERNEL(linear, "ppiiipipi")
         .type = type,
         .num_columns = whole.out_stride,
     };
+    void (*const run)(int64_t, int64_t, parallel_body, void *) =
+        has_many ? parallel_for : parallel_shares;
     for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
         struct product p = of_one_scheme(&whole, &part, column, &num_columns);
         c.product = &p;
         if (has_dots(p.type, type)) {
             p.units = c.units = (struct unit *)memory;
             convert(&c, num_threads, fill_item);
-            parallel_for(num_threads, p.num_items, multiply_dots, &p);
+            run(num_threads, p.num_items, multiply_dots, &p);
             continue;
         }
         c.is_split = !has_many && p.type == BFLOAT16;
@@ -467,10 +477,28 @@ KERNEL(linear, "ppiiipipi")
             sum_inputs(memory + num_floats - num_sums, &p);
         }
         const parallel_body few = is_quantised(p.type) ? multiply_quantised : multiply_item;
-        parallel_for(num_threads, p.num_items, has_many ? multiply_panels : few, &p);
+        run(num_threads, p.num_items, has_many ? multiply_panels : few, &p);
     }
     c.product = &whole;
     if (type != FLOAT32)
         convert(&c, num_threads, round_item);
     return 0;
+}
+
+void announce_linear(const word *words)
+{
+    void *out, *x, *bias;
+    const struct part *parts;
+    int64_t type, num_inputs, depth, num_parts, num_threads, count = 1;
+    read_words(words, linear_format, &out, &x, &type, &num_inputs, &depth, &parts, &num_parts, &bias,
+               &num_threads);
+    const int scheme = (int)parts->scheme, is_packed = is_quantised(scheme);
+    if (has_many_inputs(parts, num_inputs)) {
+        announce_nothing();
+        return;
+    }
+    while (count < num_parts && parts[count].scheme == scheme)
+        count++;
+    announce_shares(parts, count, is_packed ? CODE_ROWS : 1,
+                    is_packed ? panel_bytes(scheme, depth) : depth * size_of(scheme), num_threads);
 }

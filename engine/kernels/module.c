@@ -17,6 +17,7 @@ struct kernel {
     const char *format;
     int (*run)(const word *words);
     int num_tokens_at; /* the word that says if it takes so long that other threads may run */
+    void (*announce)(const word *words); /* what it reads, if that is much */
 };
 
 #define NAMED(name) #name, name##_format, name
@@ -25,8 +26,8 @@ static const struct kernel kernels[] = {
     {NAMED(gated), 3},
     {NAMED(place), 7},
     {NAMED(rms_norm), 6},
-    {NAMED(linear), 3},
-    {NAMED(linear_pairs), 2},
+    {NAMED(linear), 3, announce_linear},
+    {NAMED(linear_pairs), 2, announce_linear_pairs},
     {NAMED(pack_pairs), RELEASES_ALWAYS},
     {NAMED(mixture), 5},
     {NAMED(grow), 3},
@@ -145,6 +146,32 @@ static PyObject *recorded(PyObject *module, PyObject *ignored)
                                      (Py_ssize_t)(tape.count * sizeof(word)));
 }
 
+/* A call of a tape: its kernel, and its words to `words`. Returns where the next one begins. */
+static const char *read_call(const char *from, const struct kernel **kernel, word *words)
+{
+    int64_t number;
+    memcpy(&number, from, sizeof number);
+    *kernel = &kernels[number];
+    const size_t num_bytes = strlen((*kernel)->format) * sizeof(word);
+    memcpy(words, from + sizeof number, num_bytes);
+    return from + sizeof number + num_bytes;
+}
+
+/* Announces what the first call from there on reads that reads much. */
+static void look_ahead(const char *next, const char *end)
+{
+    while (next < end) {
+        const struct kernel *kernel;
+        word words[MAX_WORDS];
+        next = read_call(next, &kernel, words);
+        if (kernel->announce != NULL) {
+            kernel->announce(words);
+            return;
+        }
+    }
+    announce_nothing();
+}
+
 /* replay(calls): make them again. Their addresses must still be good. */
 static PyObject *replay(PyObject *module, PyObject *calls)
 {
@@ -155,13 +182,12 @@ static PyObject *replay(PyObject *module, PyObject *calls)
     int status = 0;
     Py_BEGIN_ALLOW_THREADS;
     while (next < end && status == 0) {
+        const struct kernel *kernel;
         word words[MAX_WORDS];
-        int64_t number;
-        memcpy(&number, next, sizeof number);
-        const size_t num_bytes = strlen(kernels[number].format) * sizeof(word);
-        memcpy(words, next + sizeof number, num_bytes);
-        next += sizeof number + num_bytes;
-        status = kernels[number].run(words);
+        next = read_call(next, &kernel, words);
+        if (kernel->announce != NULL)
+            look_ahead(next, end);
+        status = kernel->run(words);
     }
     Py_END_ALLOW_THREADS;
     if (status < 0)

@@ -64,6 +64,25 @@ INLINE void for_panels(const void *product, const struct part *parts, int64_t nu
     }
 }
 
+/* Announces each helper's share of the weights, units of some rows and `bytes` each. */
+INLINE void announce_shares(const struct part *parts, int64_t num_parts, int64_t unit_rows,
+                            int64_t bytes, int64_t num_threads)
+{
+    int64_t num_units = 0;
+    for (int64_t i = 0; i < num_parts; i++)
+        num_units += (parts[i].num_rows + unit_rows - 1) / unit_rows;
+    for (int64_t thread = 1; thread < num_threads && thread < num_units; thread++) {
+        const struct part *part = parts;
+        int64_t first = num_units * thread / num_threads, count;
+        while (first >= (count = (part->num_rows + unit_rows - 1) / unit_rows)) {
+            first -= count;
+            part++;
+        }
+        announce(thread, (const char *)(uintptr_t)part->address + first * bytes,
+                 (count - first) * bytes);
+    }
+}
+
 /* The product as a body of parallel_for, for many inputs, as they are. */
 void multiply_panels(void *context, int64_t item);
 

@@ -2,8 +2,10 @@
  *
  * Not OpenMP: torch brings a runtime of its own, and a second one in the process, or one that spins
  * without bound on a core that somebody else wants, costs more than it saves. A helper spins briefly
- * after its work, for the next call is usually microseconds away, and then sleeps. With one thread
- * none of this is touched. One caller at a time: a worker computes on one thread.
+ * after its work, for the next call is usually microseconds away, and then sleeps. Meanwhile it fetches
+ * what it will read next into its second cache, if that was announced: between two products of a
+ * step memory would else have nothing to do. With one thread none of this is touched. One caller at
+ * a time: a worker computes on one thread.
  */
 #include "kernels.h"
 
@@ -17,7 +19,12 @@
 #define pause_briefly() ((void)0)
 #endif
 
-enum { MAX_HELPERS = 255, SPINS = 4000 };
+enum {
+    MAX_HELPERS = 255,
+    SPINS = 4000,
+    FETCHED_AT_ONCE = 1024,  /* bytes between two looks for the next call */
+    AHEAD_BYTES = 128 << 10, /* fetched at most, for they have to stay in the second cache */
+};
 
 static struct {
     pthread_mutex_t mutex;
@@ -26,27 +33,65 @@ static struct {
     int64_t num_sleeping;
     parallel_body body;
     void *context;
-    int64_t num_items;
+    uint64_t num_shares;
     _Atomic uint64_t call; /* its number above, in the low byte how many helpers take part */
-    _Atomic int64_t next_item;
     _Atomic int64_t num_working;
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .has_work = PTHREAD_COND_INITIALIZER};
 
-static void work(void)
+/* By thread, the caller being 0; each has a line of the cache to itself. */
+static struct {
+    _Atomic int64_t next_item __attribute__((aligned(64))); /* of its share of a call's items */
+    int64_t end_item;
+    const char *_Atomic ahead; /* what it will read in a call to come, or NULL */
+    _Atomic int64_t num_ahead_bytes;
+} threads[MAX_HELPERS + 1];
+
+/* A thread's own share of the items, then what is left of the others'. */
+static void work(uint64_t thread)
 {
-    int64_t item;
-    while ((item = atomic_fetch_add(&pool.next_item, 1)) < pool.num_items)
-        pool.body(pool.context, item);
+    for (uint64_t i = 0; i < pool.num_shares; i++) {
+        const uint64_t share = (thread + i) % pool.num_shares;
+        int64_t item;
+        while ((item = atomic_fetch_add(&threads[share].next_item, 1)) < threads[share].end_item)
+            pool.body(pool.context, item);
+    }
+}
+
+void announce(int64_t thread, const char *address, int64_t num_bytes)
+{
+    num_bytes = num_bytes < AHEAD_BYTES ? num_bytes : AHEAD_BYTES;
+    if (thread <= MAX_HELPERS) {
+        atomic_store_explicit(&threads[thread].num_ahead_bytes, num_bytes, memory_order_relaxed);
+        atomic_store_explicit(&threads[thread].ahead, address, memory_order_relaxed);
+    }
+}
+
+void announce_nothing(void)
+{
+    for (int64_t thread = 1; thread <= pool.num_helpers; thread++)
+        announce(thread, NULL, 0);
 }
 
 /* The first call after the one seen. */
-static uint64_t next_call(uint64_t seen)
+static uint64_t next_call(uint64_t seen, uint64_t thread)
 {
+    /* an address of one announcement with the bytes of another does no harm: to fetch never fails */
+    const char *from = atomic_load_explicit(&threads[thread].ahead, memory_order_relaxed);
+    int64_t left =
+        from == NULL ? 0
+                     : atomic_load_explicit(&threads[thread].num_ahead_bytes, memory_order_relaxed);
     for (int spin = 0; spin < SPINS; spin++) {
         const uint64_t call = atomic_load(&pool.call);
         if (call != seen)
             return call;
-        pause_briefly();
+        if (left <= 0) {
+            pause_briefly();
+            continue;
+        }
+        for (int64_t i = 0; i < FETCHED_AT_ONCE && i < left; i += 64)
+            __builtin_prefetch(from + i, 0, 2);
+        from += FETCHED_AT_ONCE;
+        left -= FETCHED_AT_ONCE;
     }
     pthread_mutex_lock(&pool.mutex);
     pool.num_sleeping++;
@@ -62,9 +107,9 @@ static void *help(void *argument)
     const uint64_t index = (uint64_t)(uintptr_t)argument;
     uint64_t call = 0;
     for (;;) {
-        call = next_call(call);
+        call = next_call(call, index + 1);
         if (index < (call & MAX_HELPERS)) {
-            work();
+            work(index + 1);
             atomic_fetch_sub(&pool.num_working, 1);
         }
     }
@@ -85,7 +130,9 @@ static int64_t started_helpers(int64_t num_wanted)
     return num_wanted;
 }
 
-void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, void *context)
+/* Items in as many shares as threads take part, or in one. */
+static void run(int64_t num_threads, int64_t num_items, int are_shared, parallel_body body,
+                void *context)
 {
     num_threads = num_threads < num_items ? num_threads : num_items;
     const int64_t num_helpers = num_threads > 1 ? started_helpers(num_threads - 1) : 0;
@@ -96,8 +143,12 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
     }
     pool.body = body;
     pool.context = context;
-    pool.num_items = num_items;
-    atomic_store(&pool.next_item, 0);
+    const int64_t num_shares = are_shared ? num_helpers + 1 : 1;
+    pool.num_shares = (uint64_t)num_shares;
+    for (int64_t i = 0; i < num_shares; i++) {
+        atomic_store(&threads[i].next_item, num_items * i / num_shares);
+        threads[i].end_item = num_items * (i + 1) / num_shares;
+    }
     atomic_store(&pool.num_working, num_helpers);
     pthread_mutex_lock(&pool.mutex);
     const uint64_t number = (atomic_load(&pool.call) >> 8) + 1;
@@ -105,13 +156,23 @@ void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, vo
     if (pool.num_sleeping > 0)
         pthread_cond_broadcast(&pool.has_work);
     pthread_mutex_unlock(&pool.mutex);
-    work();
+    work(0);
     for (int spin = 0; atomic_load(&pool.num_working) > 0; spin++) {
         if (spin < SPINS)
             pause_briefly();
         else
             sched_yield(); /* a helper has lost its core */
     }
+}
+
+void parallel_for(int64_t num_threads, int64_t num_items, parallel_body body, void *context)
+{
+    run(num_threads, num_items, 0, body, context);
+}
+
+void parallel_shares(int64_t num_threads, int64_t num_items, parallel_body body, void *context)
+{
+    run(num_threads, num_items, 1, body, context);
 }
 
 void *grown(struct memory *memory, size_t num_bytes)
