@@ -71,4 +71,4 @@ def test_more_than_the_memory_is_refused_with_a_hint(served, tmp_path):
     asked = ("--model", str(model), "--dram-cache", "900TiB")
     done = penstock(user_environ(tmp_path), "serve", "--check-config", *asked)
     assert done.returncode == 78
-    assert "dram_cache" in done.stderr
+    assert "--dram-cache" in done.stderr
