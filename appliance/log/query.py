@@ -9,9 +9,11 @@ Never: lets a client write SQL; ignores a parameter that it cannot read.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -331,7 +333,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         FileError: there is none, or it may not be read.
         PenstockError: instead of every sqlite3.Error.
     """
-    check_file(path, os.O_RDONLY)
+    check_file(path, os.R_OK)
     try:
         with closing(_connect(path)) as db:
             db.row_factory = sqlite3.Row
@@ -342,14 +344,33 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         ) from error
 
 
-def check_file(path: Path, flags: int) -> None:
+def look_at(path: Path, mode: int) -> None:
     """Look whether the log's file can be opened, of which SQLite says no more than that it cannot.
 
+    It is not opened for that. To close it would take from it all locks that this process has: the
+    daemon's, without which who closes the file next takes its write-ahead log away from under it.
+
+    Args:
+        path: of the file.
+        mode: what os.access() is asked for.
+
     Raises:
-        FileError: it cannot be.
+        OSError: it cannot be.
+    """
+    if stat.S_ISDIR(path.stat().st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not os.access(path, mode, effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def check_file(path: Path, mode: int) -> None:
+    """Look at it.
+
+    Raises:
+        FileError: it cannot be opened, and what to do.
     """
     try:
-        os.close(os.open(path, flags | os.O_CLOEXEC))
+        look_at(path, mode)
     except OSError as error:
         hint = "run it as the user who serves"
         if isinstance(error, FileNotFoundError):

@@ -22,7 +22,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from appliance.log.query import BUSY_TIMEOUT_MS, check_file, log_time, reading
+from appliance.log.query import BUSY_TIMEOUT_MS, check_file, log_time, look_at, reading
 from engine.errors import ConfigError, FileError, PenstockError
 from engine.units import size_text
 from migrations.request_log import migration
@@ -262,7 +262,10 @@ def open_log(path: Path) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640))
+        if path.exists():
+            look_at(path, os.R_OK | os.W_OK)
+        else:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
         connection = sqlite3.connect(path, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
@@ -433,7 +436,7 @@ def prune(
     if dry_run:
         with reading(path) as db:
             return estimate(db, limits, now)
-    check_file(path, os.O_RDWR)
+    check_file(path, os.R_OK | os.W_OK)
     total = Pruned(0, 0)
     try:
         uri = f"{path.absolute().as_uri()}?mode=rw"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -102,6 +104,23 @@ def test_pruning_and_a_running_daemon_take_turns(path: Path) -> None:
     assert log.close()
     assert log.rows_lost == 0
     assert query(path, "SELECT count(*) FROM requests") == [(201,)]
+
+
+def test_who_looks_at_the_log_of_its_own_process_leaves_it_the_locks(path: Path) -> None:
+    log = start(path)
+    assert len(read_rows(path, RowQuery())) == 4
+    assert log_store.problem(path) is None
+    assert log_store.prune(path, keep_days=100_000, dry_run=True) == Pruned(0, 0)
+    assert log_store.prune(path, keep_days=100_000) == Pruned(0, 0)
+    # the last one to close a file takes its write-ahead log away; this process has not closed it
+    script = (
+        "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('VACUUM').connection.close()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    assert path.with_name(f"{path.name}-wal").exists()
+    log.record(row("after"))
+    assert log.close()
+    assert query(path, "SELECT count(*) FROM requests") == [(5,)]
 
 
 def test_a_log_that_another_program_holds_is_left_alone(
