@@ -19,6 +19,8 @@ from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.messages import TokenLogprob
 
 HUNG_UP = "client"
+FAILED = "api"
+"""Another of its sequences, or its reply, ended in an error; the rest is for nobody."""
 """Who has cancelled a request whose client is gone."""
 CLIENT_CLOSED_REQUEST = 499
 """Nginx's status for a client that left before its reply; it is only logged."""
@@ -144,7 +146,7 @@ class Request:
     """Filled by the daemon; read by exactly one reply."""
     http_status: int = 200
     cancelled_by: str | None = None
-    """HUNG_UP, `drain`, or the name of the peer that asked for it."""
+    """HUNG_UP, FAILED, `drain`, or the name of the peer that asked for it."""
     swap_wait_ms: float = 0.0
     """Until its model was there; it counts as time in the queue."""
     failure: RequestError | None = None

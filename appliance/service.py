@@ -30,7 +30,14 @@ from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFram
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.process import read_in_thread
-from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, ModelInfo, Request, TokensEmitted
+from appliance.request import (
+    CLIENT_CLOSED_REQUEST,
+    FAILED,
+    HUNG_UP,
+    ModelInfo,
+    Request,
+    TokensEmitted,
+)
 from appliance.watch.deadlines import Availability, Deadlines
 from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
@@ -268,7 +275,10 @@ class Service:
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
-        if by != HUNG_UP:  # its row says that; clients could fill the journal by hanging up
+        if by not in (
+            HUNG_UP,
+            FAILED,
+        ):  # its row says that; clients could fill the journal by hanging up
             self.event("info", "request.cancelled", f"{request_id} cancelled by {by}", by)
         return True
 

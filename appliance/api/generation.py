@@ -49,7 +49,7 @@ from appliance.api.wire import (
 )
 from appliance.fleet.swaps import IncomingRequest
 from appliance.json_fields import Fields
-from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP, Role
+from appliance.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Role
 from engine.errors import RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 
@@ -206,7 +206,7 @@ class Generation:
         finally:
             watch.cancel()
             if not request.is_finished:
-                appliance.cancel(request.request_id, "drain" if status == 503 else "api")
+                appliance.cancel(request.request_id, "drain" if status == 503 else FAILED)
             appliance.close(request, CLIENT_CLOSED_REQUEST if self._has_hung_up else status)
 
     async def _watch(self, receive: Receive) -> None:

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from appliance.request import HUNG_UP
+from appliance.request import FAILED, HUNG_UP
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped
@@ -90,9 +90,10 @@ def test_a_live_request_has_an_owner_and_others_have_none(machine):
     assert request.sequences[0].finish_reason is FinishReason.ABORT
 
 
-def test_a_cancel_is_told_and_a_hang_up_is_not(machine):
-    gone, cancelled = machine.submit(), machine.submit()
+def test_a_cancel_is_told_and_a_hang_up_or_a_failure_is_not(machine):
+    gone, failed, cancelled = machine.submit(), machine.submit(), machine.submit()
     machine.service.cancel(gone.request_id, HUNG_UP)
+    machine.service.cancel(failed.request_id, FAILED)
     machine.service.cancel(cancelled.request_id, "him")
     assert gone.cancelled_by == HUNG_UP
     assert machine.events() == [
