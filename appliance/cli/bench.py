@@ -75,6 +75,7 @@ from appliance.cli.terminal import (
     printable,
     within,
 )
+from appliance.client import GenerationFailed
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import a_path
 from appliance.frame.figures import (
@@ -452,6 +453,7 @@ def run(
         _write(about, [measured])
     else:
         terminal.show("bench", about, output, lambda: run_page(about))
+    _check_any(measured.samples)
 
 
 @bench.command("compare")
@@ -488,6 +490,7 @@ def compare(
     _draw(results, plot_file)
     _tell_errors(samples)
     _show(rows(figures, LOAD_METRICS), measured, save, output)
+    _check_any(samples)
 
 
 @bench.command("turns")
@@ -534,9 +537,11 @@ def turns(
         for label, turns in results.items()
     }
     measured = [each for turns in results.values() for each in turns]
-    _tell_errors([sample for each in measured for sample in each.samples])
+    samples = [sample for each in measured for sample in each.samples]
+    _tell_errors(samples)
     names = [each for of_label in figures.values() for each in of_label]
     _show(rows(figures, turn_metrics(names)), measured, save, output)
+    _check_any(samples)
 
 
 @bench.command("interference")
@@ -697,6 +702,13 @@ def _write_file(path: Path, text: str) -> None:
     except OSError as error:
         hint = "name a file in a folder that you may write to"
         raise FileError("cannot write", error, where=str(path), hint=hint) from error
+
+
+def _check_any(samples: Sequence[Sample]) -> None:
+    """Raises GenerationFailed where no reply was whole, which no figure says loudly enough."""
+    if samples and not any(sample.is_completed for sample in samples):
+        hint = "what went wrong is told above; lengths and rate are this command's options"
+        raise GenerationFailed("no reply came to its end", hint=hint)
 
 
 def _tell_errors(samples: Sequence[Sample]) -> None:

@@ -42,6 +42,16 @@ def test_run_measures_the_daemon_of_the_settings(
     assert int(facts["offered"]) == int(facts["completed"]) + 1
 
 
+def test_a_load_of_which_nothing_is_answered_is_a_failure(
+    server: FakeOpenAI, environ: dict[str, str]
+) -> None:
+    server.script.refuse = lambda index: index > 0
+    ended = penstock(environ, "bench", "run", *SHORT, "--concurrency", "1")
+    assert ended.returncode == 7
+    assert ["completed", "0"] in [line.split() for line in ended.stdout.splitlines()]
+    assert "penstock: no reply came to its end" in ended.stderr
+
+
 def test_json_and_the_kept_file_have_every_sample(
     server: FakeOpenAI, environ: dict[str, str], tmp_path: Path
 ) -> None:
