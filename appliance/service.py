@@ -468,7 +468,9 @@ class Service:
             log.exception("no frame this time")
         else:
             for change in changes:
-                self.event(*change)
+                # at a stop what is over is no recovery: nothing more is asked of it
+                if change.severity != "info" or not self.availability.is_stopping:
+                    self.event(*change)
         self._closed.complete(self._energy.take_complete())
 
     def _standing(self) -> ServiceState:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,14 @@ from appliance.configuration.setting_kinds import (
     is_meant,
 )
 from appliance.configuration.settings import SETTINGS
-from appliance.models.names import MODEL_SETTINGS, MODELS, OWN_SETTINGS, HubName, read_tables
+from appliance.models.names import (
+    MODEL_SETTINGS,
+    MODELS,
+    OWN_SETTINGS,
+    HubName,
+    a_model,
+    read_tables,
+)
 from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
@@ -178,13 +185,21 @@ class _Sources(NamedTuple):
         return None
 
     def place_of(self, where: str) -> str:
-        """What set the setting, or wrote the table, that an error names; else as it is."""
+        """What set the setting or path, or wrote the table, that an error names; else as it is."""
         if where in SETTINGS:
             found = self.lookup(where)
             return where if found is None else found.origin
         if not where.startswith(f"{MODELS}."):
-            return where
+            return next((f"{each.origin}: {where}" for each in self._of_path(where)), where)
         return f"{self.file}:{_line_of(self.text, where.partition(':')[0])}: {where}"
+
+    def _of_path(self, path: str) -> Iterator[FoundSetting]:
+        """The settings that name a path, or a model."""
+        for name, setting in SETTINGS.items():
+            found = self.lookup(name) if setting.parse in (a_path, a_model) else None
+            with suppress(ValueError):
+                if found is not None and str(setting.parse(found.value)) == path:
+                    yield found
 
     def checked(self, name: str) -> FoundSetting | None:
         """The setting with its value checked, whatever else is in the file."""
@@ -214,10 +229,9 @@ def named_by_source(
         yield
     except ConfigError as error:
         wrong = getattr(error, "errors", (error,))
-        if any(each.where.partition(".")[0] in (*SETTINGS, MODELS) for each in wrong):
-            sources = _read(flags, environ)
-            for each in wrong:
-                each.where = sources.place_of(each.where)
+        sources = _read(flags, environ)  # raises the same error, if it is the file's
+        for each in wrong:
+            each.where = sources.place_of(each.where)
         refuse(wrong)
 
 

@@ -33,7 +33,7 @@ from appliance.http.access import AccessPolicy
 from appliance.models import cache, fits, hub
 from appliance.models.names import HubName
 from appliance.process import max_connections
-from engine.errors import PenstockError
+from engine.errors import ConfigError, PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.gguf import find_gguf
 from engine.folder.model_config import ModelConfig
@@ -138,7 +138,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     if elsewhere is not None:
         yield elsewhere
     yield _packages()
-    yield _kernels(here)
+    checkpoint = _checkpoint(settings)
+    yield _kernels(here, checkpoint)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -152,7 +153,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     else:
         yield _open_files(found.max_connections)
         if found.devices != "cpu":
-            yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(found))
+            yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(checkpoint))
         looked_at = partial(_looked_at, settings)
         if found.listen is not None:
             yield looked_at("network", lambda: _network(found))
@@ -165,6 +166,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
     yield from _links_down(state)
+    yield from _alerts(state)
 
 
 def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], Finding]) -> Finding:
@@ -179,13 +181,19 @@ def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], F
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
 
 
-def _model_bytes(found: config.ServeConfig) -> tuple[int | None, int | None]:
-    """Of weights and of a position's KV; None where it cannot be read, which its own check says."""
+def _checkpoint(settings: dict[str, str | None]) -> Checkpoint | None:
+    """The model that a start would serve; None if it cannot be read, which its own check says."""
     from appliance.fleet.boot import model_folder  # half of a second
 
     try:
-        checkpoint = Checkpoint.open(model_folder(found.model))
+        return Checkpoint.open(model_folder(config.load_asked(settings).model))
     except (PenstockError, OSError):
+        return None
+
+
+def _model_bytes(checkpoint: Checkpoint | None) -> tuple[int | None, int | None]:
+    """Of weights and of a position's KV."""
+    if checkpoint is None:
         return None, None
     return checkpoint.num_bytes, checkpoint.config.kv_block_bytes(1, "bfloat16")
 
@@ -214,7 +222,7 @@ def _dynamo() -> Finding:
     return Finding("dynamo", "note", about, runtime.INSTALL)
 
 
-def _kernels(state: dict[str, Any] | PenstockError) -> Finding:
+def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = None) -> Finding:
     """What the daemon that runs has chosen at its start; without one it is tried here and now."""
     try:
         kernels, level = load_kernels()
@@ -229,12 +237,20 @@ def _kernels(state: dict[str, Any] | PenstockError) -> Finding:
         return Finding("kernels", "note" if AGAIN in about else "ok", about, hint)
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
-    found = (
-        f"compiled, for {level}; tried now: weights in bfloat16 are {products.why}; {prompts.why}"
-    )
+    found = f"compiled, for {level}; tried now: weights in bfloat16 are {products.why}"
+    if model is not None and (share := _quantised_ratio(model)) > 0.5:
+        found += f" (this says little of this model: {share:.0%} of its bytes are quantised)"
+    found = f"{found}; {prompts.why}"
     if attention := find_attention_way(kernels, level).why:
         found = f"{found}; {attention}"
     return Finding("kernels", "ok", found)
+
+
+def _quantised_ratio(model: Checkpoint) -> float:
+    """Bytes of quantised matrices among those of all weights."""
+    quantised = [tensor for tensor in model.tensors.values() if tensor.is_quantised]
+    num_bytes = sum(piece.num_bytes for each in quantised for piece in each.pieces.values())
+    return num_bytes / model.num_bytes
 
 
 def _cores() -> Finding:
@@ -296,15 +312,25 @@ def _model(found: config.ServeConfig) -> Finding:
 
 
 def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
-    """What the daemon that runs serves, and that a start would serve another, if it would."""
-    from appliance.fleet.boot import STARTER_FOLDER, model_name
+    """What the daemon that runs serves, and that a start would serve another, if it would.
+
+    Raises:
+        ConfigError: a start would fail; memory is the daemon's now, and not looked at.
+    """
+    from appliance.fleet.boot import STARTER_FOLDER, check_files, is_to_be_fetched, model_name
 
     length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
     about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"
+    try:
+        if not is_to_be_fetched(found.model):
+            check_files(found)
+    except ConfigError as error:
+        error.what = f"{error.what}, so that a start would fail; {about}"
+        raise
     model = STARTER_FOLDER if found.model is None else found.model
     wanted = model_name(model if isinstance(model, HubName) else find_gguf(model) or model)
     if wanted != state["model"]:
-        about += f"; by the settings here a start would serve {wanted}"
+        about += f"; by the settings here a start would serve {model}"
     return Finding("model", "ok", about)
 
 
@@ -408,6 +434,13 @@ def _links_down(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
             )
             hint = "it is tried again when its first worker starts; the kernel log may say more"
             yield Finding("link", "bad", found, hint)
+
+
+def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
+    """What `status` shows as wrong now."""
+    for alert in [] if isinstance(state, PenstockError) else state.get("alerts", []):
+        about = f"{alert['code']} since {alert['since']}: {alert['message']}"
+        yield Finding("alert", "note", about, "penstock events says what came before")
 
 
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:

@@ -342,7 +342,9 @@ class Availability:
         self.violation: str | None = None
         """Of an invariant: a bug of ours."""
         self.is_draining = False
-        self._is_stopping = self._takes_stragglers = False
+        self.is_stopping = False
+        """It drains for good."""
+        self._takes_stragglers = False
 
     def change_model(self, router: Router, supervisor: Supervisor) -> None:
         """Speak of other workers from now on."""
@@ -351,7 +353,7 @@ class Availability:
     def check(self) -> None:
         """Raise Unavailable where a request cannot be accepted now."""
         if self.is_draining and not self._takes_stragglers:
-            end = "it was told to stop" if self._is_stopping else "an operator's resume ends that"
+            end = "it was told to stop" if self.is_stopping else "an operator's resume ends that"
             what = f"the appliance is draining and takes no new work; {end}"
             raise Unavailable(what, code="draining")
         if self._is_loading:
@@ -387,7 +389,7 @@ class Availability:
         Raises:
             RequestError: the daemon was told to end.
         """
-        if self._is_stopping:
+        if self.is_stopping:
             raise RequestError(
                 "the daemon was told to stop, which no resume can undo",
                 code="stopping",
@@ -399,7 +401,7 @@ class Availability:
 
     def stop(self, *, takes_stragglers: bool) -> None:
         """Drain for good; see Service.stop_accepting."""
-        self._is_stopping = self.is_draining = True
+        self.is_stopping = self.is_draining = True
         self._takes_stragglers = takes_stragglers
 
     @property

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from appliance.request import FAILED, HUNG_UP
+from appliance.watch.alerts import Change
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped
@@ -66,6 +67,19 @@ def test_the_drain_before_the_end_is_final(machine):
     assert (refused.value.status, refused.value.code) == (409, "stopping")
     assert machine.service.not_ready_reason() == "draining"
     assert "a signal" in machine.events()[-1][1]
+
+
+def test_that_an_alert_is_over_is_not_told_at_a_stop(machine, monkeypatch):
+    changes = [Change("info", "queue.wait", "over"), Change("warning", "kv.preempted", "short")]
+    monkeypatch.setattr(machine.service._frames, "make", lambda _: changes)
+    machine.service.drain("her")
+    codes = [code for code, _ in machine.events()]
+    assert {"queue.wait", "kv.preempted"} <= {*codes}
+    machine.service.stop_accepting()
+    machine.service.make_frame()
+    later = [code for code, _ in machine.events()]
+    assert later.count("queue.wait") == codes.count("queue.wait")
+    assert later.count("kv.preempted") > codes.count("kv.preempted")
 
 
 async def test_a_drain_is_over_when_the_last_reply_is(machine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from appliance.doctor import checks
 from engine.errors import PenstockError
 from engine.kernels.cpu import AGAIN, has_kernels
 from tests.appliance.cli_process import penstock
+from tests.gguf_files import write_gguf
 
 
 def findings(environ: dict[str, str], *options: str, code: int) -> dict[str, dict[str, str]]:
@@ -132,6 +134,38 @@ def test_beside_a_daemon_the_model_is_its_own_and_not_that_of_a_new_start() -> N
     assert (found.verdict, found.found) == ("ok", told)
     found = checks._served(state | {"max_model_len": None}, config.load({"model": "a/b"}, {}))
     assert found.found.endswith("; by the settings here a start would serve a/b")
+
+
+def test_beside_a_daemon_a_model_that_a_start_could_not_serve_is_bad(tmp_path: Path) -> None:
+    state = {"model": "penstock-starter-1", "dtype": "float32", "max_model_len": 512}
+    settings: dict[str, str | None] = {"model": str(tmp_path / "none")}
+    served = partial(checks._served, state, config.load(settings, {}))
+    found = checks._looked_at(settings, "model", served)
+    assert (found.verdict, "a GGUF file" in found.hint) == ("bad", True)
+    assert found.found.startswith(
+        f"--model: {tmp_path}/none: no such model folder, so that a start"
+    )
+    assert "the daemon serves penstock-starter-1" in found.found
+
+
+def test_a_daemons_alerts_are_notes() -> None:
+    message = "2.0% of the first tokens take longer than 9 ms"
+    alert = {"code": "slo.missed", "since": "2026-11-22T10:00:00Z", "message": message}
+    (found,) = checks._alerts({"alerts": [alert]})
+    assert (found.verdict, found.found) == ("note", f"slo.missed since {alert['since']}: {message}")
+    assert list(checks._alerts(PenstockError("no daemon"))) == []
+
+
+@pytest.mark.skipif(not has_kernels(), reason="nothing is tried without kernels")
+def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
+    for model, is_told in ((tiny_llama, False), (path, True)):
+        found = checks._kernels(
+            PenstockError("no daemon"), checks._checkpoint({"model": str(model)})
+        )
+        assert ("of its bytes are quantised" in found.found) == is_told
 
 
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:

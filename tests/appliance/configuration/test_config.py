@@ -454,8 +454,10 @@ def test_a_file_without_an_end_and_a_path_with_a_nul_are_refused(tmp_path: Path)
 
 def test_an_error_names_what_set_the_setting(machine: Path) -> None:
     path = write_toml(machine, 'kv_memory = "2GiB"\n[models."a b"]\nmodel = "/a"\n')
-    environ = {"PENSTOCK_PLACE": "2x1"}
+    environ = {"PENSTOCK_PLACE": "2x1", "PENSTOCK_API_KEYS": "/keys", "PENSTOCK_MODEL": "a/b"}
     for where, told in [
+        ("/keys", "PENSTOCK_API_KEYS: /keys"),
+        ("a/b", "PENSTOCK_MODEL: a/b"),
         ("devices", "--devices"),
         ("place", "PENSTOCK_PLACE"),
         ("kv_memory", f"{path}:1: kv_memory"),
