@@ -201,18 +201,19 @@ class Console(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """False for what cannot be done now, unless it is worth a word why."""
-        now = action, self.view, self.selected
+        now = action, self.view, self.selected, self.main.page
         return keys.is_allowed(*now) or bool(keys.refusal(*now))
 
     def _refuses(self, action: str) -> bool:
         """Whether it cannot be done now; says why."""
-        if why := keys.refusal(action, self.view, self.selected):
+        if why := keys.refusal(action, self.view, self.selected, self.main.page):
             self.notify(why, severity="warning", markup=False)
         return bool(why)
 
     async def on_key_under_dialog(self, message: KeyUnderDialog) -> None:
-        """Some keys act under something to read; of the others it is said that they do not."""
-        key = keys.of_press(self._every_key, message.key)
+        """Some keys act under something to read; of others that work it is said that they wait."""
+        is_detail = isinstance(self.screen, Detail)
+        key = keys.of_press(self._every_key if is_detail else self._keys, message.key)
         if key is None:
             return
         if isinstance(self.screen, Reader) and keys.name_of(key) in self.UNDER_READERS:
@@ -222,12 +223,12 @@ class Console(App[None]):
             self.notify(f"{what} waits until this is closed: esc", timeout=2, markup=False)
 
     def _hints(self) -> list[tuple[str, str]]:
-        return keys.hints(self._keys, self.view)
+        return keys.hints(self._keys, self.view, self.main.page)
 
     @property
     def _keys(self) -> list[Binding]:
         """The keys that work now."""
-        return keys.allowed(self._every_key, self.view, self.selected)
+        return keys.allowed(self._every_key, self.view, self.selected, self.main.page)
 
     @property
     def _every_key(self) -> list[Binding]:

@@ -161,11 +161,15 @@ _SIGNS = {
 }
 _OF_OPERATORS = frozenset({"drain", "roles", "targets"})
 _ON_A_REQUEST = frozenset({"detail", "copy_id"})
+_ON_A_LIST = frozenset({"filter", "sort", "reverse", "unfilter"})
+"""They change which requests are listed; nothing of that shows on a page without a list."""
 
 
-def is_allowed(action: str, view: View, selected: RequestFrame | None) -> bool:
-    """False for what cannot be done now, or not by this caller."""
+def is_allowed(action: str, view: View, selected: RequestFrame | None, page: str) -> bool:
+    """False for what cannot be done now, on this page, or not by this caller."""
     caller = view.caller
+    if action in _ON_A_LIST and page in main_screen.LINED:
+        return False
     if action in _OF_OPERATORS:
         return caller is not None and caller.is_operator and view.frame is not None
     if action == "cancel":
@@ -177,12 +181,12 @@ def is_allowed(action: str, view: View, selected: RequestFrame | None) -> bool:
     return True
 
 
-def refusal(action: str, view: View, selected: RequestFrame | None) -> str:
+def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -> str:
     """Why a key does nothing now, for whoever presses it all the same; empty if it does."""
-    if is_allowed(action, view, selected):
+    if is_allowed(action, view, selected, page):
         return ""
     if action in _ON_A_REQUEST:
-        return "no request is selected here"
+        return _no_request(view, page)
     if action not in _OF_OPERATORS and action != "cancel":
         return ""
     caller = view.caller
@@ -196,18 +200,31 @@ def refusal(action: str, view: View, selected: RequestFrame | None) -> str:
     if action in _OF_OPERATORS:
         return f"only operators may do that; {who}"
     if selected is None:
-        return "no request is selected here"
+        return _no_request(view, page)
     name = fig.short_id(selected.id)
     if selected.phase == "finished":
         return f"{name} has ended already: {clean(selected.finish_reason or 'finished')}"
     return f"only its owner or an operator may cancel {name}; {who}"
 
 
+def _no_request(view: View, page: str) -> str:
+    """What to do where there is no request to act on."""
+    if page in main_screen.LINED:
+        return "requests are on other pages: 1 has the live ones, 2 those that have ended, too"
+    if view.frame is None:
+        return "the daemon has not answered yet"
+    if view.listing.filter.text:
+        return "no request matches the filter: / changes it, esc clears it"
+    if page == "overview":
+        return "no request is live: 2 has those that have ended"
+    return "no request yet: each is listed here as soon as it arrives"
+
+
 def allowed(
-    bindings: Sequence[Binding], view: View, selected: RequestFrame | None
+    bindings: Sequence[Binding], view: View, selected: RequestFrame | None, page: str
 ) -> list[Binding]:
     """Those of the keys that work now."""
-    return [key for key in bindings if is_allowed(name_of(key), view, selected)]
+    return [key for key in bindings if is_allowed(name_of(key), view, selected, page)]
 
 
 def name_of(key: Binding) -> str:
@@ -234,6 +251,8 @@ def label(key: Binding, view: View) -> str:
     return key.description
 
 
-def hints(bindings: Sequence[Binding], view: View) -> list[tuple[str, str]]:
-    """A sign and what it does, for the last line of the screen."""
+def hints(bindings: Sequence[Binding], view: View, page: str) -> list[tuple[str, str]]:
+    """A sign and what it does, for the last line of the screen; `e` first where all is figures."""
+    if page in main_screen.LINED:
+        bindings = sorted(bindings, key=lambda key: key.action != "explain")
     return [(signs(key)[0], label(key, view)) for key in bindings if key.show]

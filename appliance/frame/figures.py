@@ -43,6 +43,26 @@ def short_count(value: float | None) -> str:
     return f"{value:.3g}{_THOUSANDS[unit]}" if abs(value) < 999.5 else f"{value:.0f}T"
 
 
+def brief_count(value: float) -> str:
+    """A number in at most four cells, where `short_count` does not fit: `412`, `4.0k`, `98k`."""
+    unit = 0
+    while value >= 999.5 and unit < len(_THOUSANDS) - 1:
+        value /= 1000
+        unit += 1
+    return f"{value:.{1 if unit and value < 9.95 else 0}f}{_THOUSANDS[unit]}"
+
+
+def of_most(value: int, most: int, width: int) -> str:
+    """`9,800/1.05M`, where `width` cells do not hold that `9.8k/1.05M`, `9.8k/1.0M` or `9.8k`."""
+    brief = brief_count(value)
+    texts = (
+        f"{short_count(value)}/{short_count(most)}",
+        f"{brief}/{short_count(most)}",
+        f"{brief}/{brief_count(most)}",
+    )
+    return next((text for text in texts if len(text) <= width), brief)
+
+
 def plain(value: int | None) -> str:
     """A number that names something (a pid, a status, a seed), as it is: `12345`."""
     return ABSENT if value is None else str(value)

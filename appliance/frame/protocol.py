@@ -67,7 +67,7 @@ class TierFrame(msgspec.Struct):
     """Uses of a block that had been used before, of one block in eight, by how many other blocks
     were used since: fewer than so many, and no fewer than the entry before it says."""
     read_bytes_per_s: float | None = None
-    """What loads get from it; None: it is not on."""
+    """What a probe found that loads get from it; None: it is not on."""
     limit: str = ""
     """Why it takes less than `max_bytes`: its disk is full, or refuses. Empty: it does not."""
 

@@ -63,7 +63,7 @@ async def test_help_lists_every_key_that_works_now(busy):
         assert isinstance(console.screen, Help)
         shown = grid(console)
         for key in [
-            *keys.allowed(keys.KEYS, console.view, console.selected),
+            *keys.allowed(keys.KEYS, console.view, console.selected, console.main.page),
             *RequestTable.BINDINGS,
         ]:
             assert keys.label(key, console.view) in shown
@@ -322,7 +322,30 @@ async def test_a_key_that_does_nothing_says_why(busy, caller, key, words):
 async def test_a_key_on_a_page_without_requests_says_why(busy):
     async with console_at(120, 40, busy) as (console, pilot):
         await press(pilot, "4", "enter")
-        assert "no request is selected here" in grid(console)
+        assert "requests are on other pages: 1" in " ".join(grid(console).split())
+
+
+@covers("s", "S", "slash", "escape")
+async def test_a_page_without_requests_neither_offers_nor_takes_keys_of_their_list(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        assert {"filter", "sort", "reverse"} <= hinted(console)
+        listing = console.view.listing
+        for page in "3456":
+            await press(pilot, page, "s", "S", "slash")
+            assert console.screen is console.main
+            assert not {"filter", "sort", "reverse", "unfilter"} & hinted(console)
+            assert "│ e explain ? help" in grid(console).splitlines()[-1]
+        assert console.view.listing == listing
+
+
+async def test_a_toast_says_what_to_do_and_does_not_lie_over_a_dialog():
+    async with console_at(80, 24, frames.view_of(frames.idle())) as (console, pilot):
+        await press(pilot, "enter")
+        assert "no request is live: 2 has" in " ".join(grid(console).split())
+        await press(pilot, "question_mark", "x", "y")
+        assert isinstance(console.screen, Help)
+        assert "no request" not in grid(console)
+        assert "waits until" not in grid(console)
 
 
 async def test_a_key_that_waits_for_a_dialog_to_be_closed_is_answered(busy):
@@ -343,7 +366,10 @@ async def test_x_in_a_requests_detail_cancels_that_one(busy, daemon):
 
 
 def hinted(console):
-    return {key.action for key in keys.allowed(keys.KEYS, console.view, console.selected)}
+    return {
+        key.action
+        for key in keys.allowed(keys.KEYS, console.view, console.selected, console.main.page)
+    }
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,27 @@ def test_stages_of_the_first_token_that_took_time_are_all_shown():
     assert "restore" not in text(gauges.latency(View().after(frame), 80, 6))
 
 
+@pytest.mark.parametrize("width", range(24, 80))
+def test_stages_of_the_first_token_are_left_out_whole(width):
+    frame = frames.busy()
+    frame.latency.prefill_ms_mean, frame.latency.queue_ms_mean = 690.0, 333.0
+    last = text(gauges.latency(View().after(frame), width, 6)).splitlines()[5].rstrip()
+    assert "prefill 690" in last
+    assert last.endswith(("0", "333", "1.4", "690 …", "333 …"))
+    assert len(last) <= width
+
+
+@pytest.mark.parametrize("queued", [0, 999, 4_000, 9_949, 99_900, 1_048_575])
+def test_prompt_tokens_that_wait_are_never_cut_inside_a_number(queued):
+    frame = frames.busy()
+    frame.queue.queued_tokens, frame.queue.max_queued_tokens = queued, 1_048_576
+    for width in range(26, 60):
+        line = text(lanes.prefill(View().after(frame), width, 6)).splitlines()[5]
+        assert len(line) <= width
+        assert line.split()[-2] == "waiting"
+        assert queued != 4_000 or width != 36 or line.endswith("waiting 4.0k/1.05M")
+
+
 def test_where_nothing_was_measured_a_sentence_says_so():
     shown = text(gauges.latency(View().after(frames.idle()), 36, 6))
     assert " ".join(shown.split()) == "nothing to measure: no token came in the last 60 s"

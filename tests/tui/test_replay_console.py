@@ -214,7 +214,8 @@ async def test_help_lists_every_key_of_the_replay(incident):
     async with replaying(incident, size=(120, 40)) as (console, pilot):
         await press(pilot, "question_mark")
         shown = grid(console)
-        works = keys.allowed(ReplayConsole.BINDINGS, console.view, console.main.table.selected)
+        selected = console.main.table.selected
+        works = keys.allowed(ReplayConsole.BINDINGS, console.view, selected, console.main.page)
     assert {"play", "go to time", "first frame"} <= {binding.description for binding in works}
     for binding in works:
         assert binding.description in shown

@@ -266,7 +266,7 @@ def latency(view: View, width: int, height: int) -> list[Line]:
             room = width - _NAME_WIDTH - 5 * _NUMBER_WIDTH - _TARGET_WIDTH - 3
             line.append(Run(sparkline(view.recent(samples, room), room), Tone.ACCENT))
         lines.append(line)
-    return [*lines, *_made_of(now, width)][:height]
+    return [*lines, *_made_of(now, width, height - len(lines))][:height]
 
 
 _Row = tuple[str, list[float | None], float | None, int | None, Samples]
@@ -287,18 +287,22 @@ def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
     ]
 
 
-def _made_of(now: LatencyFrame, width: int) -> list[Line]:
+def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
     """`ttft mean queue 61.0 + prefill 142`: its stages as far as any request spent time in them.
 
-    Where they do not fit into one line the largest come first.
+    Where they do not fit into one line the largest come first, as many as `height` lines have
+    room for.
     """
     label = Run("ttft mean ", Tone.MUTED)
     means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in fig.TTFT_STAGES]
     known = [(stage, mean_ms) for stage, mean_ms in means if mean_ms is not None]
-    for ranked in (known, sorted(known, key=lambda mean: -mean[1])):
-        text = " + ".join(f"{stage} {fig.millis(mean_ms)}" for stage, mean_ms in ranked)
-        lines = fold([label, Run(text or fig.ABSENT)], width, len(label.text))
-        if len(lines) == 1:
+    ranked = sorted(known, key=lambda mean: -mean[1])
+    shorter = ((ranked[:num], height) for num in range(len(ranked), 0, -1))
+    for stages, most_lines in ((known, 1), *shorter):
+        text = " + ".join(f"{stage} {fig.millis(mean_ms)}" for stage, mean_ms in stages)
+        rest = " …" if len(stages) < len(known) else ""
+        lines = fold([label, Run((text or fig.ABSENT) + rest)], width, len(label.text))
+        if len(lines) <= most_lines:
             break
     return lines
 

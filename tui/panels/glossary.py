@@ -66,7 +66,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "device meters, shared by step time", "larger batches cost less a token"),
         ),
         "requests": (
-            Entry("phase", "queued, prefilling, handing off, paused, decoding; then how it ended",
+            Entry("phase", "queued, prefilling, handing off, paused, decoding; then how it ended; "
+                  "prefilling begins with a wait for its turn, which counts as queue",
                   "the least advanced sequence", "enter shows where its time went"),
             _TTFT,
             Entry("time", "since its arrival; of one that has ended, how long it took",
@@ -91,7 +92,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
         REQUEST: (
             Entry("tokenize", "from the body's arrival to its token ids", "daemon's clock",
                   "long: a very long prompt"),
-            Entry("queue", "until a worker took it", "daemon's clock",
+            Entry("queue", "until a worker's first step with it, also once it has that worker",
+                  "daemon's clock",
                   "large: more work than the machine does; fewer at a time"),
             Entry("prefill", "until its first token", "daemon's clock",
                   "shorter prompts, or ones that begin as earlier ones did"),
@@ -125,9 +127,11 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "measured prefills", "compare with took"),
             Entry("regret", "by how much loads took longer than computing would have",
                   "daemon's clock", "large: a slow disk"),
+            Entry("reads at", "bytes a second that loads count on",
+                  "a probe when the cache was opened", "-"),
             Entry("hit ratio", "of prompts' blocks, the share that a cache of this size finds",
                   "one block in eight, since the start", "-"),
-            Entry("x2", "the same for a cache twice as large; x0.5, x4 likewise",
+            Entry("x0.5, x2, x4", "the same for a cache of half, twice, four times the size",
                   "one block in eight, since the start", "much more: a larger cache"),
             Entry("draining", "freed, but a command that names them is unanswered",
                   "the ledger", "large for long: a worker is stuck"),

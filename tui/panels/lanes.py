@@ -89,7 +89,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
     queue = frame.queue
     waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
     oldest_s = None if queue.oldest_queued_ms is None else queue.oldest_queued_ms / 1000
-    tokens = f"{fig.short_count(queue.queued_tokens)}/{fig.short_count(queue.max_queued_tokens)}"
+    tokens = fig.of_most(queue.queued_tokens, queue.max_queued_tokens, (width + 1) // 2 - 8)
     return [
         _not_ready(workers, width)
         or pairs(width, ("running", fig.count(queue.prefilling)), ("queued", waiting)),

@@ -48,7 +48,8 @@ class Dialog(ModalScreen[str]):
         yield Page(lambda width, height: self._paint(width), id="dialog")
 
     def on_mount(self) -> None:
-        """Framed and as high as its lines."""
+        """Framed and as high as its lines; what lay over its place has been read."""
+        self.app.clear_notifications()
         entitle(self.query_one("#dialog"), self._title)
         self.repaint()
 

@@ -95,6 +95,12 @@ def test_durations_stay_within_six_cells(value_s):
 @given(st.integers(min_value=0, max_value=10**15))
 def test_short_counts_stay_within_five_cells(value):
     assert len(fig.short_count(value)) <= 5
+    assert len(fig.brief_count(min(value, 10**14))) <= 4
+
+
+def test_a_part_of_the_most_is_shortened_as_far_as_it_must_be():
+    shown = [fig.of_most(9_800, 1_048_576, width) for width in (11, 10, 9, 8)]
+    assert shown == ["9,800/1.05M", "9.8k/1.05M", "9.8k/1.0M", "9.8k"]
 
 
 @pytest.mark.parametrize(
