@@ -220,8 +220,8 @@ def serve(
 
 def _check(settings: config.ServeConfig) -> None:
     from appliance import daemon
-    from appliance.fleet.boot import check_files, check_plan, is_to_be_fetched, place
-    from appliance.fleet.kv_caches import ssd_text
+    from appliance.fleet.boot import check_files, check_plan, dram_forecast, is_to_be_fetched, place
+    from appliance.fleet.kv_caches import ssd_forecast
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
@@ -231,8 +231,13 @@ def _check(settings: config.ServeConfig) -> None:
     for each in (settings, *settings.models.values()):  # a start finds it when the model is loaded
         if not is_to_be_fetched(each.model):
             check_files(each)
-    ssd = ssd_text(settings, placed.placement)
-    lines = (sentence, *where, *filter(None, (ssd,)), *others)
+    asked = dram_forecast(settings, placed), ssd_forecast(settings, placed.placement)
+    caches = [each for each in asked if each is not None]
+    is_missed = any(each.is_missed for each in caches)
+    good = "a start would serve, without a cache that was asked for" if is_missed else (
+        "the configuration is good"
+    )  # fmt: skip
+    lines = (f"{good}; {sentence}", *where, *(each.text for each in caches), *others)
     terminal.write("".join(f"{printable(line)}\n" for line in lines))
 
 

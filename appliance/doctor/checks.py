@@ -299,12 +299,14 @@ def _network(found: config.ServeConfig) -> Finding:
 
 
 def _model(found: config.ServeConfig) -> Finding:
-    from appliance.fleet.boot import check_plan, is_to_be_fetched, model_folder  # half of a second
+    from appliance.fleet import boot  # half of a second
 
-    if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
+    if isinstance(found.model, HubName) and boot.is_to_be_fetched(found.model):
         hint = "serve downloads it first, or penstock models pull does"
         return Finding("model", "note", in_a_sentence(found.model), hint)
-    (about, _), folder = check_plan(found), model_folder(found.model)
+    placed, folder = boot.place(found), boot.model_folder(found.model)
+    about, dram = boot.check_plan(found, placed)[0], boot.dram_forecast(found, placed)
+    about = f"the configuration is good; {about}{'' if dram is None else f'; {dram.text}'}"
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)

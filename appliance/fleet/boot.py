@@ -253,12 +253,34 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     )
 
 
+class CacheForecast(NamedTuple):
+    """What is to be said of a cache before anything is served."""
+
+    text: str
+    is_missed: bool = False
+    """It was asked for, and there would be none."""
+
+
+def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | None:
+    """What there would be of a DRAM cache; None: nobody wants one."""
+    placement = placed.placement
+    if placed.num_arena_blocks:
+        held = capacity_text(placement, placed.num_arena_blocks)
+        return CacheForecast(f"DRAM cache below the pools: up to {held}")
+    if not isinstance(config.dram_cache, int):
+        return None
+    why = "it keeps the prefix cache, which is off" if not config.prefix_cache else (
+        f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
+    )  # fmt: skip
+    return CacheForecast(f"no DRAM cache: {why}", is_missed=True)
+
+
 def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[str, list[str]]:
     """Decide all of a boot without making anything; says what would be served, and where.
 
     Args and errors are make_plan()'s.
     """
-    _, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
+    _, checkpoint, dtype, placement, _ = placed = placed or place(config)
     gpu, attention = placement.workers[0].gpu, ""
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
@@ -266,19 +288,11 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
     words = (weights.words, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
-    if num_arena_blocks:
-        held = capacity_text(placement, num_arena_blocks)
-        about += f"; below the pools a DRAM cache of {held}"
-    elif isinstance(config.dram_cache, int):
-        why = "it keeps the prefix cache, which is off" if not config.prefix_cache else (
-            f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
-        )  # fmt: skip
-        about += f"; no DRAM cache: {why}"
     if num_staging := _num_staging_blocks(config, placement):
         size = size_text(num_staging * placement.block_bytes)
         about += f"; {size} of the host's memory between GPUs and the SSD cache"
     return (
-        f"the configuration is good; it serves {checkpoint.folder} in {dtype}, "
+        f"it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request{attention}{about}"
     ), placement_lines(placement)
 
@@ -329,7 +343,10 @@ def check_others(config: ServeConfig) -> list[str]:
         about = f"{each.model}, which is fetched when it is asked for"
         try:
             if not is_to_be_fetched(each.model):
-                about = check_plan(each)[0].partition("; it serves ")[2]
+                placed = place(each)
+                dram = dram_forecast(each, placed)
+                about = check_plan(each, placed)[0].removeprefix("it serves ")
+                about += "" if dram is None else f"; {dram.text}"
         except ConfigError as error:
             wrong += [_of_table(name, one) for one in getattr(error, "errors", (error,))]
         sentences.append(f"model {name}: {about}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import BootPlan
+from appliance.fleet.boot import BootPlan, CacheForecast
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
@@ -180,26 +180,34 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
     if cap_bytes <= 0:
         free, reserve = size_text(free_bytes), size_text(reserve_bytes)
-        return f"{folder}: of its disk {free} are free, and {reserve} stay so"
+        return f"of the disk of {folder} {free} are free, and {reserve} stay so"
     is_cut = isinstance(asked, int) and cap_bytes < asked
     return SsdAllowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
 
 
-def ssd_text(config: ServeConfig, placement: Placement) -> str | None:
-    """What is to be said of settings before they are served; None: nobody wants an SSD cache."""
+def is_ssd_asked_for(config: ServeConfig) -> bool:
+    """True if somebody has said where it is, or how large, so that to have none is an alert."""
+    return config.ssd_dir is not None or isinstance(config.ssd_cache, int)
+
+
+def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | None:
+    """What there would be of an SSD cache; None: nobody wants one."""
     folder, asked = config.ssd_folder, config.ssd_cache
     if asked == "off":
         return None
+    is_missed = is_ssd_asked_for(config)
     if not config.prefix_cache:
-        return f"no SSD cache: {NO_PREFIX_CACHE}"
+        return CacheForecast(f"no SSD cache: {NO_PREFIX_CACHE}", is_missed)
     try:
         slabs, allowed = _slabs(folder, asked, placement.block_bytes, b"")
     except OSError as error:
-        return f"there would be no SSD cache: {error.filename or folder}: {error.strerror}; {HINT}"
+        why = f"{error.filename or folder} cannot be looked at ({error.strerror})"
+        return CacheForecast(f"no SSD cache: {why}; {HINT}", is_missed)
     except PenstockError as error:
-        return f"there would be no SSD cache: {error}; {HINT}"
+        return CacheForecast(f"no SSD cache: {error}; {HINT}", is_missed)
     most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
-    return "; ".join(filter(None, (f"SSD cache in {folder}: up to {most}", allowed.words)))
+    text = "; ".join(filter(None, (f"SSD cache in {folder}: up to {most}", allowed.words)))
+    return CacheForecast(text)
 
 
 def _slabs(
@@ -223,7 +231,7 @@ def _slabs(
 
 def _problem(folder: Path, there: Path) -> str | None:
     """Why no file can be made where the folder is, or would be; None: one can."""
-    about = str(folder) if there == folder else f"{folder}: {there}"
+    about = str(folder) if there == folder else f"{there}, where {folder} would be made,"
     if not there.is_dir():
         return f"{about} is not a folder"
     if there == folder and folder.stat().st_uid != os.geteuid():
@@ -231,7 +239,7 @@ def _problem(folder: Path, there: Path) -> str | None:
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        return f"{about} takes no files: {error.strerror}"
+        return f"{about} takes no files ({error.strerror})"
     return None
 
 
@@ -296,7 +304,7 @@ class SsdCache:
         """Why there is no tier."""
         self.is_off = False
         """For good."""
-        self._is_asked_for = config.ssd_dir is not None or isinstance(config.ssd_cache, int)
+        self._is_asked_for = is_ssd_asked_for(config)
         self._has_failed = False
         """There is none although somebody has asked for one."""
         self._asked, self._keep_days = config.ssd_cache, config.log_keep_days

@@ -135,7 +135,20 @@ def test_serve_takes_the_model_as_people_write_it_once(
 
 def test_checking_says_what_the_starter_model_can_take(environ: dict[str, str]) -> None:
     said = penstock(environ, "serve", "--check-config").stdout
+    assert said.startswith("the configuration is good; it serves ")
     assert "penstock-starter-1 in float32, up to 10240 tokens" in said
+
+
+def test_checking_tells_of_a_cache_that_was_asked_for_and_would_not_be(
+    environ: dict[str, str],
+) -> None:
+    asked = ("--dram-cache", "64MiB", "--ssd-cache", "1GiB", "--ssd-dir", "/proc/x")
+    ended = penstock(environ, "serve", "--check-config", *asked)
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 0  # as a start, which serves without it
+    assert lines[0].startswith("a start would serve, without a cache that was asked for; it serves")
+    assert lines[-2].startswith("DRAM cache below the pools: up to ")
+    assert lines[-1].startswith("no SSD cache: /proc, where /proc/x would be made, takes no files")
 
 
 def test_checking_tells_of_each_model_and_names_it_where_it_is_wrong(

@@ -7,7 +7,7 @@ import pytest
 
 from appliance.configuration.config import ServeConfig
 from appliance.devices.inventory import Gpu, Inventory
-from appliance.fleet.boot import check_plan, lock_state_dir, make_plan
+from appliance.fleet.boot import check_plan, dram_forecast, lock_state_dir, make_plan, place
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
 from engine.kernels.attention_backends import triton_fault
@@ -195,11 +195,20 @@ def test_memory_below_the_pools_is_said_beforehand(gpu, tiny_llama, tmp_path):
     assert between not in said(ssd_cache="off")
     assert between not in said(prefix_cache=False)
     assert between not in said(devices="cpu")
-    assert "below the pools a DRAM cache of 1.0 MiB" in said(devices="cpu", dram_cache=1 << 20)
-    assert "DRAM" not in said(devices="cpu")
-    off = said(devices="cpu", dram_cache=1 << 20, prefix_cache=False)
-    assert "no DRAM cache: it keeps the prefix cache, which is off" in off
-    assert "no DRAM cache: a block takes" in said(devices="cpu", dram_cache=1)
+
+
+def test_a_dram_cache_is_said_beforehand_or_why_there_would_be_none(tiny_llama, tmp_path):
+    def said(**fields):
+        settings = config(tmp_path, model=tiny_llama, devices="cpu", **fields)
+        return dram_forecast(settings, place(settings))
+
+    there = said(dram_cache=1 << 20)
+    assert (there.text[:40], there.is_missed) == ("DRAM cache below the pools: up to 1.0 Mi", False)
+    assert said() is None
+    off = "no DRAM cache: it keeps the prefix cache, which is off"
+    assert said(dram_cache=1 << 20, prefix_cache=False) == (off, True)
+    small = said(dram_cache=1)
+    assert (small.text.startswith("no DRAM cache: a block takes"), small.is_missed) == (True, True)
 
 
 def test_an_arena_has_blocks_of_the_cache_first_and_then_those_for_the_disk(

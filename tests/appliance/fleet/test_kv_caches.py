@@ -13,7 +13,7 @@ import pytest
 from appliance import process
 from appliance.configuration.config import ServeConfig
 from appliance.fleet import kv_caches
-from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_text
+from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_forecast
 from appliance.fleet.placement import Placement
 from engine.cache.places import Places
 from engine.tiers.files import BusyError, lock
@@ -25,7 +25,8 @@ PLACEMENT = Placement(Places((), ()), (), block_bytes=100_000, max_model_len=64)
 
 def said(folder, asked, block_bytes=PLACEMENT.block_bytes):
     config = ServeConfig(folder, folder, ssd_dir=folder, ssd_cache=asked)
-    return ssd_text(config, replace(PLACEMENT, block_bytes=block_bytes))
+    found = ssd_forecast(config, replace(PLACEMENT, block_bytes=block_bytes))
+    return None if found is None else found.text
 
 
 @pytest.fixture
@@ -58,7 +59,10 @@ def test_what_fits_is_said_in_blocks_and_tokens_and_that_headers_take_a_part(dis
     assert tight.endswith("which is hardly of use")
     assert "1.0 MiB of files hold no block of 4.0 MiB" in said(tmp_path, 1 << 20, 4 << 20)
     off = ServeConfig(tmp_path, tmp_path, prefix_cache=False)
-    assert ssd_text(off, PLACEMENT) == "no SSD cache: it keeps the prefix cache, which is off"
+    why = "no SSD cache: it keeps the prefix cache, which is off"
+    assert ssd_forecast(off, PLACEMENT) == (why, False)
+    asked = replace(off, ssd_cache=GIB)
+    assert ssd_forecast(asked, PLACEMENT) == (why, True)
 
 
 def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_path):
@@ -67,7 +71,7 @@ def test_without_a_size_it_takes_a_tenth_and_never_the_last_10_gib(disk, tmp_pat
     disk(11 * GIB)
     assert allowance(tmp_path, "auto") == SsdAllowance(GIB, 10 * GIB)
     disk(10 * GIB)
-    assert f"{tmp_path}: of its disk 10.0 GiB are free" in allowance(tmp_path, "auto")
+    assert f"of the disk of {tmp_path} 10.0 GiB are free" in allowance(tmp_path, "auto")
 
 
 def test_on_a_small_disk_a_size_that_was_asked_for_leaves_a_part_of_it(disk, tmp_path):
@@ -81,9 +85,9 @@ def test_on_a_small_disk_a_size_that_was_asked_for_leaves_a_part_of_it(disk, tmp
 def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(asked, tmp_path):
     (tmp_path / "file").write_text("x")
     for folder, why in [
-        ("/proc/none", "/proc takes no files: "),
+        ("/proc/none", "/proc, where /proc/none would be made, takes no files ("),
         (tmp_path / "file", "file is not a folder"),
-        (tmp_path / "file" / "kv", "file is not a folder"),
+        (tmp_path / "file" / "kv", "kv would be made, is not a folder"),
     ]:
         told = said(kv_caches.Path(folder), asked)
         assert str(folder) in told
