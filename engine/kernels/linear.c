@@ -25,8 +25,6 @@ enum {
     AHEAD_BYTES = 1536, /* fetched while others are multiplied; rows of a stream follow each other */
     FEW_BYTES = 96 << 10,    /* of inputs, that may be read again for each tile */
     BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
-    ITEMS_PER_THREAD = 4,
-    LONG_ITEMS_PER_THREAD = 2, /* of what is bound by reading: each begins anew to fetch ahead */
     MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
     MANY_UNPACKED = 16, /* the same of quantised weights, which are unpacked either way */
 };
@@ -435,8 +433,7 @@ KERNEL(linear, "ppiiipipi")
         .depth = depth,
         .x = x,
         .x_stride = is_read_in_place ? depth : (depth + STEP - 1) / STEP * STEP,
-        .num_items = num_threads == 1 ? 1
-                     : num_threads * (has_many ? ITEMS_PER_THREAD : LONG_ITEMS_PER_THREAD),
+        .num_items = num_items_for(num_threads, has_many),
     };
     for (int64_t i = 0; i < num_parts; i++)
         whole.out_stride += whole.parts[i].num_rows;
@@ -458,15 +455,13 @@ KERNEL(linear, "ppiiipipi")
         .type = type,
         .num_columns = whole.out_stride,
     };
-    void (*const run)(int64_t, int64_t, parallel_body, void *) =
-        has_many ? parallel_for : parallel_shares;
     for (int64_t part = 0, column = 0, num_columns; part < num_parts; column += num_columns) {
         struct product p = of_one_scheme(&whole, &part, column, &num_columns);
         c.product = &p;
         if (has_dots(p.type, type)) {
             p.units = c.units = (struct unit *)memory;
             convert(&c, num_threads, fill_item);
-            run(num_threads, p.num_items, multiply_dots, &p);
+            for_items(num_threads, p.num_items, has_many, multiply_dots, &p);
             continue;
         }
         c.is_split = !has_many && p.type == BFLOAT16;
@@ -477,7 +472,7 @@ KERNEL(linear, "ppiiipipi")
             sum_inputs(memory + num_floats - num_sums, &p);
         }
         const parallel_body few = is_quantised(p.type) ? multiply_quantised : multiply_item;
-        run(num_threads, p.num_items, has_many ? multiply_panels : few, &p);
+        for_items(num_threads, p.num_items, has_many, has_many ? multiply_panels : few, &p);
     }
     c.product = &whole;
     if (type != FLOAT32)

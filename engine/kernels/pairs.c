@@ -20,8 +20,6 @@ enum {
     STREAMED_INPUTS = 4 * FEW_INPUTS, /* up to so many, panels are read side by side */
     AHEAD_BYTES = 1536, /* of panels side by side, fetched while others are multiplied */
     GROUP_BYTES = 512 << 10,          /* of panels, that stay in the second cache */
-    ITEMS_PER_THREAD = 4,
-    LONG_ITEMS_PER_THREAD = 2, /* of what is bound by reading: each begins anew to fetch ahead */
     ROWS_PER_ITEM = 16, /* of inputs, that are widened */
 };
 
@@ -232,9 +230,9 @@ static void multiply_groups(const void *product, const struct panels *panels)
     }
 }
 
-static int has_few(int64_t num_inputs, int64_t way)
+static int has_many(int64_t num_inputs, int64_t way)
 {
-    return num_inputs <= STREAMED_INPUTS && way != TILES;
+    return num_inputs > STREAMED_INPUTS || way == TILES;
 }
 
 static void multiply_pairs(void *context, int64_t item)
@@ -290,7 +288,7 @@ KERNEL(linear_pairs, "ppiipipii")
     int64_t num_inputs, depth, num_parts, way, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
                &bias, &way, &num_threads);
-    const int is_few = has_few(num_inputs, way);
+    const int is_many = has_many(num_inputs, way);
     struct pairs_product p = {
         .parts = parts,
         .x = x,
@@ -300,15 +298,13 @@ KERNEL(linear_pairs, "ppiipipii")
         .num_inputs = num_inputs,
         .depth = padded(depth, TILE_DEPTH),
         .x_stride = depth,
-        .num_items = num_threads == 1 ? 1
-                     : num_threads * (is_few ? LONG_ITEMS_PER_THREAD : ITEMS_PER_THREAD),
+        .num_items = num_items_for(num_threads, is_many),
     };
     for (int64_t i = 0; i < num_parts; i++)
         p.out_stride += p.parts[i].num_rows;
     if (prepare_inputs(&p, depth, num_threads, way == WIDENED) < 0)
         return -1;
-    (is_few ? parallel_shares : parallel_for)(num_threads, p.num_items,
-                                              way == TILES ? multiply_tiles : multiply_pairs, &p);
+    for_items(num_threads, p.num_items, is_many, way == TILES ? multiply_tiles : multiply_pairs, &p);
     return 0;
 }
 
@@ -318,11 +314,11 @@ void announce_linear_pairs(const word *words)
     int64_t num_inputs, depth, num_parts, way, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
                &bias, &way, &num_threads);
-    if (has_few(num_inputs, way))
+    if (has_many(num_inputs, way))
+        announce_nothing();
+    else
         announce_shares(parts, num_parts, PANEL_ROWS, bytes_of_panel(padded(depth, TILE_DEPTH)),
                         num_threads);
-    else
-        announce_nothing();
 }
 
 /* pack_pairs(packed, matrix, num_rows, depth, first, end)

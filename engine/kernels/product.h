@@ -83,6 +83,21 @@ INLINE void announce_shares(const struct part *parts, int64_t num_parts, int64_t
     }
 }
 
+/* Into how many items a product is cut. Few inputs are bound by reading: each item begins anew to fetch
+ * ahead, so they are long, and each thread has a share of them of its own. */
+INLINE int64_t num_items_for(int64_t num_threads, int has_many)
+{
+    enum { ITEMS_PER_THREAD = 4, LONG_ITEMS_PER_THREAD = 2 };
+    return num_threads == 1 ? 1
+                            : num_threads * (has_many ? ITEMS_PER_THREAD : LONG_ITEMS_PER_THREAD);
+}
+
+INLINE void for_items(int64_t num_threads, int64_t num_items, int has_many, parallel_body body,
+                      void *product)
+{
+    (has_many ? parallel_for : parallel_shares)(num_threads, num_items, body, product);
+}
+
 /* The product as a body of parallel_for, for many inputs, as they are. */
 void multiply_panels(void *context, int64_t item);
 
