@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from pathlib import Path
 
 _FILE_EXIT_CODES = {
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), 2),
@@ -32,7 +33,6 @@ _FILE_EXIT_CODES = {
 
 WHAT_IS_SERVED = "docs/models.md lists what is served; is the file as its maker published it?"
 DOWNLOAD_AGAIN = "download the file again; if it stays so, docs/models.md lists what is served"
-LET_IT_BE_READ = "let the user who serves read it: chmod, or serve as its owner"
 
 
 class PenstockError(Exception):
@@ -99,6 +99,12 @@ class CheckpointError(ConfigError):
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what, where=where, hint=hint or DOWNLOAD_AGAIN)
+
+
+def unreadable(path: Path, error: OSError, what: str = "cannot read") -> CheckpointError:
+    """The error to raise for a file of a model that is there, and what could not be done."""
+    hint = "let the user who serves read it: chmod, or serve as its owner"
+    return CheckpointError(f"{what}: {error.strerror}", where=str(path), hint=hint)
 
 
 class FileError(PenstockError):

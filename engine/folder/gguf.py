@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from engine.errors import LET_IT_BE_READ, WHAT_IS_SERVED, CheckpointError
+from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 from engine.folder.families import Family, reason
 from engine.folder.tensor_info import BLOCKS, TensorInfo
 
@@ -173,8 +173,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     except FileNotFoundError:
         raise CheckpointError("the file is missing", where=str(path), hint=_AGAIN) from None
     except OSError as error:
-        what = f"cannot read: {error.strerror}"
-        raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
+        raise unreadable(path, error) from error
 
 
 class _Reader:

@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.errors import LET_IT_BE_READ, WHAT_IS_SERVED, CheckpointError
+from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 
 REQUIRED = object()
 _MAX_SIZE = 2**31 - 1
@@ -36,8 +36,7 @@ class JsonKeys:
             hint = "a model folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
         except OSError as error:
-            what = f"cannot read: {error.strerror}"
-            raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
+            raise unreadable(path, error) from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"not valid JSON: {error}", where=str(path)) from None
         if not isinstance(values, dict):

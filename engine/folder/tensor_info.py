@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.errors import LET_IT_BE_READ, CheckpointError
+from engine.errors import CheckpointError, unreadable
 
 BLOCKS = {
     "q4_0": (32, 18),
@@ -165,8 +165,7 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
         hint = "download the checkpoint again"
         raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
     except OSError as error:
-        what = f"cannot read: {error.strerror}"
-        raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
+        raise unreadable(path, error) from error
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError):

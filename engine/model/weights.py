@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.errors import LET_IT_BE_READ, CheckpointError
+from engine.errors import CheckpointError, unreadable
 from engine.folder.checkpoint import (
     AS_STORED,
     Checkpoint,
@@ -537,8 +537,7 @@ def _map_file(path: Path, end: int) -> torch.Tensor:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        what = f"cannot open: {error.strerror}"
-        raise CheckpointError(what, where=str(path), hint=LET_IT_BE_READ) from error
+        raise unreadable(path, error, "cannot open") from error
     try:
         file_bytes = os.fstat(fd).st_size
         if file_bytes < end:  # reading past its end would be a fatal signal, not an exception
