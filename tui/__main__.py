@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tui import plain
+from tui.feed import FeedLost
 from tui.lines import clean
 
 EXIT_DAMAGED = 8
@@ -43,12 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.replay is not None:
             return _replay(options, is_ascii=is_ascii)
         if options.json:
-            return asyncio.run(plain.print_json(options.socket))
-        if options.once:
-            return asyncio.run(plain.print_once(options.socket, _width(), is_ascii=is_ascii))
-        if options.plain or not has_terminal():
-            return asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
-        return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
+            asyncio.run(plain.print_json(options.socket))
+        elif options.once:
+            asyncio.run(plain.print_once(options.socket, _width(), is_ascii=is_ascii))
+        elif options.plain or not has_terminal():
+            asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
+        else:
+            return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
+        return 0
+    except FeedLost as error:
+        return plain.told(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

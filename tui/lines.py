@@ -152,6 +152,9 @@ def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> lis
     return [[Run(" " * indent), Run(row, tone)] for row in rows]
 
 
+FOLDED_TO = 10
+
+
 def fold(line: Line, width: int, indent: int) -> list[Line]:
     """The line, cut between words where it is longer than `width`; what follows is indented."""
     text = clean(text_of(line))
@@ -171,6 +174,11 @@ def fold(line: Line, width: int, indent: int) -> list[Line]:
             places = list(chars)
             lines[-1].append(Run(text[places[0] : places[-1] + 1], tone))
     return lines
+
+
+def folded(lines: Iterable[Line], width: int) -> list[Line]:
+    """All of a page, of which what is too long for its line goes on below, in column FOLDED_TO."""
+    return [row for line in lines for row in fold(line, width, FOLDED_TO)]
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list[Line]:

@@ -14,24 +14,18 @@ from collections.abc import Iterable, Sequence
 from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
-from tui.lines import Line, clean, fold, text_of, to_ascii
+from tui.lines import Line, clean, folded, text_of, to_ascii
 from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
 from tui.view import DaemonLink, View
 
 _POOL_LINES = 5
-_FOLDED_TO = 10
-"""The column in which a line goes on that is longer than the page is wide."""
 
 
-async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> int:
-    """Print one reading; returns the exit code."""
-    try:
-        frame = await feed.first_frame(socket_path)
-    except feed.FeedLost as error:
-        return _told(error)
+async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> None:
+    """Print one reading; raises FeedLost."""
+    frame = await feed.first_frame(socket_path)
     print_page(View().after(frame), width, is_ascii=is_ascii)
-    return 0
 
 
 def print_page(view: View, width: int, *, is_ascii: bool) -> None:
@@ -50,14 +44,9 @@ def print_views(views: Iterable[View], *, is_ascii: bool) -> None:
             _write(lines, is_ascii=is_ascii)
 
 
-async def print_json(socket_path: str) -> int:
-    """Print one frame as the daemon's JSON and nothing else; returns the exit code."""
-    try:
-        frame = await feed.first_frame(socket_path)
-    except feed.FeedLost as error:
-        return _told(error)
-    print_frame(frame)
-    return 0
+async def print_json(socket_path: str) -> None:
+    """Print one frame as the daemon's JSON and nothing else; raises FeedLost."""
+    print_frame(await feed.first_frame(socket_path))
 
 
 def print_frame(frame: Frame) -> None:
@@ -66,17 +55,18 @@ def print_frame(frame: Frame) -> None:
     sys.stdout.flush()
 
 
-def _told(loss: feed.FeedLost) -> int:
+def told(loss: feed.FeedLost) -> int:
     """The exit code, after the reason and a hint."""
     hint = f"hint: {loss.hint}\n" if loss.hint else ""
     sys.stderr.write(f"penstock: {clean(str(loss))}\n{hint}")
     return loss.exit_code
 
 
-async def print_lines(socket_path: str, *, is_ascii: bool) -> int:
-    """Print a line for each frame, event and loss of the daemon; returns the exit code.
+async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
+    """Print a line for each frame, event and loss of the daemon.
 
-    It goes on for ever once there has been a frame: a daemon that was there comes back.
+    It goes on for ever once there has been a frame, for a daemon that was there comes back; before
+    it raises FeedLost.
     """
     view, seen = View(), _Seen()
 
@@ -92,11 +82,7 @@ async def print_lines(socket_path: str, *, is_ascii: bool) -> int:
         view = view.over(DaemonLink(loss.word, str(loss)))
         _write([f"{loss.word}: {loss}; retry in {fig.seconds(retry_in_s)}"], is_ascii=is_ascii)
 
-    try:
-        await feed.follow(socket_path, on_frame, on_lost)
-    except feed.FeedLost as error:
-        return _told(error)
-    return 0
+    await feed.follow(socket_path, on_frame, on_lost)
 
 
 class _Seen:
@@ -146,7 +132,7 @@ def page(view: View, width: int) -> list[str]:
     lines: list[str] = []
     for title, body in sections:
         lines += ["", title] if title else []
-        lines += [text_of(row).rstrip() for line in body for row in fold(line, width, _FOLDED_TO)]
+        lines += [text_of(row).rstrip() for row in folded(body, width)]
     return lines
 
 

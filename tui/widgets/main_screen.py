@@ -19,7 +19,7 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
-from tui.lines import Line, Run, Tone, fold
+from tui.lines import Line, Run, Tone, folded
 from tui.panels import gauges, header, kv, lanes
 from tui.view import View, workers_for
 from tui.widgets.panel import Page, Panel, RequestBox, RequestTable, entitle
@@ -108,8 +108,6 @@ LINED: Mapping[str, Paint] = MappingProxyType(
 Hints = Callable[[], Sequence[tuple[str, str]]]
 """The keys that work now, and what they do."""
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
-_FOLDED_TO = 10
-"""The column in which a page's line goes on that is longer than the screen is wide."""
 
 
 class MainScreen(Screen[None]):
@@ -158,11 +156,7 @@ class MainScreen(Screen[None]):
     def _lined(self, name: str) -> Page:
         paint = LINED[name]
         return Page(
-            lambda width, height: [
-                row
-                for line in paint(self._view, width, height)
-                for row in fold(line, width, _FOLDED_TO)
-            ],
+            lambda width, height: folded(paint(self._view, width, height), width),
             id=_id(name),
             classes="page",
         )
