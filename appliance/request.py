@@ -19,9 +19,9 @@ from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.messages import TokenLogprob
 
 HUNG_UP = "client"
-FAILED = "api"
-"""Another of its sequences, or its reply, ended in an error; the rest is for nobody."""
 """Who has cancelled a request whose client is gone."""
+FAILED = "api"
+"""Who has cancelled what is left of a request that has failed; nobody would read it."""
 CLIENT_CLOSED_REQUEST = 499
 """Nginx's status for a client that left before its reply; it is only logged."""
 

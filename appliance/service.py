@@ -275,10 +275,8 @@ class Service:
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
-        if by not in (
-            HUNG_UP,
-            FAILED,
-        ):  # its row says that; clients could fill the journal by hanging up
+        # the rows of others say it; clients could fill the journal by hanging up
+        if by not in (HUNG_UP, FAILED):
             self.event("info", "request.cancelled", f"{request_id} cancelled by {by}", by)
         return True
 

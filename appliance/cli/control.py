@@ -233,11 +233,10 @@ def _check(settings: config.ServeConfig) -> None:
             check_files(each)
     asked = dram_forecast(settings, placed), ssd_forecast(settings, placed.placement)
     caches = [each for each in asked if each is not None]
-    is_missed = any(each.is_missed for each in caches)
-    good = "a start would serve, without a cache that was asked for" if is_missed else (
-        "the configuration is good"
-    )  # fmt: skip
-    lines = (f"{good}; {sentence}", *where, *(each.text for each in caches), *others)
+    verdict = "the configuration is good"
+    if any(each.is_missed for each in caches):
+        verdict = "a start would serve, without a cache that was asked for"
+    lines = (f"{verdict}; {sentence}", *where, *(each.text for each in caches), *others)
     terminal.write("".join(f"{printable(line)}\n" for line in lines))
 
 

@@ -138,18 +138,17 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     if elsewhere is not None:
         yield elsewhere
     yield _packages()
-    checkpoint = _checkpoint(settings)
+    found = _configuration(settings)
+    checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
     yield _kernels(here, checkpoint)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
     for sentence in config.unknown_variables():
         yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
-    try:
-        found = config.load_asked(settings)
-    except PenstockError as error:
+    if isinstance(found, PenstockError):
         yield from gpu_findings(GpuHost.of_machine())
-        yield _bad("configuration", error)
+        yield _bad("configuration", found)
     else:
         yield _open_files(found.max_connections)
         if found.devices != "cpu":
@@ -181,12 +180,20 @@ def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], F
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
 
 
-def _checkpoint(settings: dict[str, str | None]) -> Checkpoint | None:
+def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | PenstockError:
+    """What a start would go by, or what is wrong with it."""
+    try:
+        return config.load_asked(settings)
+    except PenstockError as error:
+        return error
+
+
+def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
     """The model that a start would serve; None if it cannot be read, which its own check says."""
     from appliance.fleet.boot import model_folder  # half of a second
 
     try:
-        return Checkpoint.open(model_folder(config.load_asked(settings).model))
+        return Checkpoint.open(model_folder(found.model))
     except (PenstockError, OSError):
         return None
 

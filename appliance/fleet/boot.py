@@ -253,6 +253,10 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     )
 
 
+NO_PREFIX_CACHE = "it keeps the prefix cache, which is off"
+"""Why there is no cache below the pools."""
+
+
 class CacheForecast(NamedTuple):
     """What is to be said of a cache before anything is served."""
 
@@ -269,9 +273,9 @@ def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | N
         return CacheForecast(f"DRAM cache below the pools: up to {held}")
     if not isinstance(config.dram_cache, int):
         return None
-    why = "it keeps the prefix cache, which is off" if not config.prefix_cache else (
-        f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
-    )  # fmt: skip
+    why = f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
+    if not config.prefix_cache:
+        why = NO_PREFIX_CACHE
     return CacheForecast(f"no DRAM cache: {why}", is_missed=True)
 
 

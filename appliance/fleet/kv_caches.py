@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import BootPlan, CacheForecast
+from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
 from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
@@ -133,7 +133,6 @@ ASKED_RESERVE_SHARE = 6
 """Where somebody has said a size, this part of the free disk stays free..."""
 MIN_RESERVE_BYTES = 1 << 30
 """...and at least this, and no more than RESERVE_BYTES."""
-NO_PREFIX_CACHE = "it keeps the prefix cache, which is off"
 HINT = "name another folder with --ssd-dir, or do without: --ssd-cache off"
 
 

@@ -19,6 +19,7 @@ import psutil
 
 from appliance.configuration.setting_kinds import MIN_BYTES, WantedWorkers, size_setting
 from appliance.devices.inventory import Gpu, Node
+from appliance.frame.figures import things
 from engine.cache.blocks import BlockPool
 from engine.cache.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
 from engine.errors import ConfigError
@@ -398,8 +399,7 @@ def capacity_text(placement: Placement, num_blocks: int, files_bytes: int | None
     """
     said = size_text(num_blocks * placement.block_bytes)
     said += "" if files_bytes is None else f" of KV in {size_text(files_bytes)} of files"
-    said += f" ({num_blocks:,} block{'' if num_blocks == 1 else 's'}"
-    said += f", {num_blocks * placement.block_size:,} tokens)"
+    said += f" ({things(num_blocks, 'block')}, {num_blocks * placement.block_size:,} tokens)"
     return f"{said}, which is hardly of use" if num_blocks < MIN_CACHED_BLOCKS else said
 
 

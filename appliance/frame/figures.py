@@ -36,20 +36,23 @@ def short_count(value: float | None) -> str:
     if abs(value) < 9_999.5:
         is_fraction = isinstance(value, float) and abs(value) < 99.95
         return f"{value:#.3g}" if is_fraction else f"{value:,.0f}"
-    unit = 0
-    while abs(value) >= 999.5 and unit < len(_THOUSANDS) - 1:
-        value /= 1000
-        unit += 1
-    return f"{value:.3g}{_THOUSANDS[unit]}" if abs(value) < 999.5 else f"{value:.0f}T"
+    value, unit = _in_thousands(value)
+    return f"{value:.3g}{unit}" if abs(value) < 999.5 else f"{value:.0f}T"
 
 
 def brief_count(value: float) -> str:
     """A number in at most four cells, where `short_count` does not fit: `412`, `4.0k`, `98k`."""
+    value, unit = _in_thousands(value)
+    return f"{value:.{1 if unit and value < 9.95 else 0}f}{unit}"
+
+
+def _in_thousands(value: float) -> tuple[float, str]:
+    """A number below 999.5, as long as there is a unit for that."""
     unit = 0
-    while value >= 999.5 and unit < len(_THOUSANDS) - 1:
+    while abs(value) >= 999.5 and unit < len(_THOUSANDS) - 1:
         value /= 1000
         unit += 1
-    return f"{value:.{1 if unit and value < 9.95 else 0}f}{_THOUSANDS[unit]}"
+    return value, _THOUSANDS[unit]
 
 
 def of_most(value: int, most: int, width: int) -> str:

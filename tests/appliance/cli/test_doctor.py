@@ -162,9 +162,8 @@ def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
 ) -> None:
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
     for model, is_told in ((tiny_llama, False), (path, True)):
-        found = checks._kernels(
-            PenstockError("no daemon"), checks._checkpoint({"model": str(model)})
-        )
+        settings = config.load_asked({"model": str(model)})
+        found = checks._kernels(PenstockError("no daemon"), checks._checkpoint(settings))
         assert ("of its bytes are quantised" in found.found) == is_told
 
 

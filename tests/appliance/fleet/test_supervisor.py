@@ -143,17 +143,21 @@ async def test_a_worker_that_hangs_in_its_first_start_ends_that_with_its_name() 
     assert worker.process.poll() is not None
 
 
-async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def two_workers() -> list[tuple[WorkerPlan, Setup]]:
+    """Plans and setups of workers a and b."""
     state = loading(0, 0)
-    workers = [
+    return [
         (
             dataclasses.replace(state.plan, name=name),
             msgspec.structs.replace(state.setup, worker=name),
         )
         for name in ("a", "b")
     ]
+
+
+async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptureFixture) -> None:
     supervisor = Supervisor(
-        workers,
+        two_workers(),
         [],
         on_report=lambda *report: None,
         on_ready=lambda name: None,
@@ -172,13 +176,8 @@ async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptur
 
 
 def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
-    workers = []
-    for name in ("a", "b"):
-        state = loading(0, 0)
-        plan = dataclasses.replace(state.plan, name=name)
-        workers.append((plan, msgspec.structs.replace(state.setup, worker=name)))
     supervisor = Supervisor(
-        workers,
+        two_workers(),
         [],
         on_report=lambda *report: None,
         on_ready=lambda name: None,
