@@ -458,6 +458,8 @@ class Service:
     def make_frame(self) -> None:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
         self._check_when_idle()
+        while self._log.said:
+            self._telemetry.events.append(self._log.said.popleft())
         try:
             changes = self._frames.make(self._standing())
         except OSError as error:  # no descriptor left to read with

@@ -359,17 +359,19 @@ def _state_dir(folder: Path) -> Finding:
 
 def _log(path: Path) -> Finding:
     from appliance.log import store
+    from appliance.log.query import RECOVER
 
     if not path.exists():
         return Finding("log", "ok", f"{path} is not there yet")
-    problem = store.problem(path)
+    if (problem := store.problem(path)) is not None:
+        return Finding("log", "bad", f"{path}: {problem}", RECOVER)
     rows: Any = store.stats(path)["rows"]
-    if problem is not None:
-        hint = (
-            "penstock db export saves what can be read; move the file away, serve makes a new one"
-        )
-        return Finding("log", "bad", f"{path}: {problem}", hint)
-    return Finding("log", "ok", f"{path}: sound, {rows['requests']:,} requests")
+    about = f"{path}: sound, {rows['requests']:,} requests"
+    if kept := store.damaged_logs(path):
+        names = ", ".join(each.name for each in kept)
+        hint = "`sqlite3 FILE .dump` writes out what can be read; delete it when nobody needs it"
+        return Finding("log", "note", f"{about}; a damaged one before it is kept: {names}", hint)
+    return Finding("log", "ok", about)
 
 
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:

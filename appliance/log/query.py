@@ -231,6 +231,7 @@ def _listed(words: tuple[str, ...]) -> str:
 BUSY_TIMEOUT_MS = 5_000
 MAX_QUERY_S = 10.0
 _STEPS_BETWEEN_LOOKS_AT_THE_CLOCK = 100_000
+RECOVER = "`sqlite3 FILE .dump` writes out what can be read; move it away, serve makes a new one"
 
 # The first line has the words of the index ix_requests_failed, without which SQLite would not use
 # it; the second leaves out who hung up (499) or cancelled: that was as it was wanted.
@@ -325,13 +326,40 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         return [dict(row) for row in db.execute(f"SELECT * FROM ({sql}) ORDER BY {order}", values)]
 
 
+class DamagedLog(PenstockError):
+    """The file is no SQLite database, or a damaged one: no retry mends that."""
+
+    exit_code = 8
+
+
+def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
+    """The error to raise for one of SQLite's; DamagedLog where the file's bytes are wrong.
+
+    Args:
+        what: what could not be done, as `cannot read the request log`.
+        error: why.
+        path: of the file.
+    """
+    what, about = f"{what}: {error}", str(error)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the rest says where
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return DamagedLog(what, where=str(path), hint=RECOVER)
+    if about.startswith("no such"):
+        hint = "is it a request log? `penstock serve` brings one of an older Penstock up to date"
+        wrong = PenstockError(what, where=str(path), hint=hint)
+        wrong.exit_code = DamagedLog.exit_code
+        return wrong
+    hint = "ask for less with `since`" if about == "interrupted" else ""
+    return PenstockError(what, where=str(path), hint=hint)
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection, whose errors say which file.
 
     Raises:
         FileError: there is none, or it may not be read.
-        PenstockError: instead of every sqlite3.Error.
+        PenstockError: instead of every sqlite3.Error; see log_error().
     """
     check_file(path, os.R_OK)
     try:
@@ -339,9 +367,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             db.row_factory = sqlite3.Row
             yield db
     except sqlite3.Error as error:
-        raise PenstockError(
-            f"cannot read the request log: {error}", where=str(path), hint=_hint(str(error))
-        ) from error
+        raise log_error("cannot read the request log", error, path) from error
 
 
 def look_at(path: Path, mode: int) -> None:
@@ -396,12 +422,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     if not path.with_name(path.name + "-wal").exists():
         uri += "&immutable=1"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
-
-
-def _hint(about: str) -> str:
-    if about.startswith("no such"):
-        return "another version of Penstock wrote it; `penstock serve` brings an older one up"
-    return "ask for less with `since`" if about == "interrupted" else ""
 
 
 def _where(*conditions: _Condition) -> tuple[str, list[object]]:

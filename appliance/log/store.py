@@ -9,6 +9,7 @@ Never: changes the schema; overwrites a file.
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import sqlite3
@@ -22,8 +23,16 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from appliance.log.query import BUSY_TIMEOUT_MS, check_file, log_time, look_at, reading
-from engine.errors import ConfigError, FileError, PenstockError
+from appliance.log.query import (
+    BUSY_TIMEOUT_MS,
+    DamagedLog,
+    check_file,
+    log_error,
+    log_time,
+    look_at,
+    reading,
+)
+from engine.errors import ConfigError, FileError
 from engine.units import size_text
 from migrations.request_log import migration
 
@@ -249,6 +258,7 @@ def _one(db: sqlite3.Connection, sql: str, *values: object) -> Any:
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
 _BACKUP = ".before-"
+_DAMAGED = ".damaged-"
 
 _FileId = tuple[int, int]
 """Device and inode."""
@@ -258,7 +268,8 @@ def open_log(path: Path) -> sqlite3.Connection:
     """Open for writing, at the newest schema; a new file is 0640, as SQLite makes its -wal too.
 
     Raises:
-        ConfigError: the file cannot be opened, is no request log, or is a newer Penstock's.
+        ConfigError: the file cannot be opened, is another program's, or is a newer Penstock's.
+        DamagedLog: it is no database, or a damaged one.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +296,11 @@ def open_log(path: Path) -> sqlite3.Connection:
         _migrate(Database(connection, execute_plugins=False), path)
     except sqlite3.Error as error:
         connection.close()
-        raise ConfigError(f"cannot use the request log: {error}", where=str(path)) from error
+        wrong = log_error("cannot use the request log", error, path)
+        if isinstance(wrong, DamagedLog):
+            raise wrong from error
+        hint = "is it another program's? Move it away, or choose another folder with --state-dir"
+        raise ConfigError(wrong.what, where=wrong.where, hint=hint) from error
     except ConfigError:
         connection.close()
         raise
@@ -303,6 +318,30 @@ def abandon(connection: sqlite3.Connection) -> None:
     connection.close()
 
 
+def set_aside(path: Path) -> Path:
+    """Give a damaged log, which nobody here has open, another name; returns that.
+
+    Raises:
+        OSError: the folder does not allow it.
+    """
+    number = 1
+    while (kept := path.with_name(f"{path.name}{_DAMAGED}{number}")).exists():
+        number += 1
+    # The write-ahead log first: beside a new file SQLite would take its pages for that one's.
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(kept.with_name(kept.name + suffix))
+    return kept
+
+
+def damaged_logs(path: Path) -> list[Path]:
+    """Logs that were set aside here, the oldest first."""
+    found = path.parent.glob(f"{glob.escape(path.name)}{_DAMAGED}*")
+    numbers = {each: each.name.rpartition("-")[2] for each in found}
+    kept = (each for each, number in numbers.items() if number.isdecimal())
+    return sorted(kept, key=lambda each: int(numbers[each]))
+
+
 def file_id(path: Path) -> _FileId | None:
     """Which file is at the path; None if there is none."""
     try:
@@ -313,11 +352,12 @@ def file_id(path: Path) -> _FileId | None:
 
 
 def remove_backups(path: Path, older_than_s: float) -> None:
-    """Remove copies that were made before a migration, when what they hold is to be forgotten."""
-    for backup in path.parent.glob(f"{path.name}{_BACKUP}*"):
-        with contextlib.suppress(OSError):
-            if backup.stat().st_mtime < older_than_s:
-                backup.unlink()
+    """Remove logs of before a migration, and damaged ones, once all in them is to be forgotten."""
+    for kind in (_BACKUP, _DAMAGED):
+        for backup in path.parent.glob(f"{glob.escape(path.name)}{kind}*"):
+            with contextlib.suppress(OSError):
+                if backup.stat().st_mtime < older_than_s:
+                    backup.unlink()
 
 
 def _migrate(db: Database, path: Path) -> None:
@@ -446,7 +486,7 @@ def prune(
                 total += step
                 time.sleep(PAUSE_S)
     except sqlite3.Error as error:
-        raise PenstockError(f"cannot prune the request log: {error}", where=str(path)) from error
+        raise log_error("cannot prune the request log", error, path) from error
     return total
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, TypeVar
 
-from appliance.frame.protocol import MAX_FRAME_EVENTS, Frame, utc_now
+from appliance.frame.protocol import MAX_FRAME_EVENTS, EventFrame, Frame, utc_now
 from appliance.frame.recording import (
     APPLICATION_ID,
     RECORDING_VERSION,
@@ -30,10 +30,12 @@ from appliance.frame.recording import (
     template_of,
 )
 from appliance.log.query import (
+    DamagedLog,
     EventQuery,
     RowQuery,
     Span,
     UsageQuery,
+    log_error,
     log_time,
     read_events,
     read_row,
@@ -53,8 +55,16 @@ from appliance.log.row import (
     insert_run,
     update_energy,
 )
-from appliance.log.store import RetentionLimits, Upkeep, abandon, file_id, open_log, remove_backups
-from engine.errors import ConfigError, PenstockError, RequestError, Unavailable
+from appliance.log.store import (
+    RetentionLimits,
+    Upkeep,
+    abandon,
+    file_id,
+    open_log,
+    remove_backups,
+    set_aside,
+)
+from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
 
 TEMPLATE_FRAMES = 600
 """So many share one at most: ten minutes."""
@@ -181,7 +191,7 @@ def temporary_recording(log_path: Path, span: Span) -> IO[bytes]:
 # The request log: one SQLite row per request, one thread that writes them.
 # Invariant: only the writer thread uses the connection once the run has started; what could not be
 # kept is counted in `rows_lost` and `frames_lost`; a file deleted under the daemon is made again
-# with the next row.
+# with the next row; one that is damaged is kept under another name, and a new one made.
 # Never: blocks the caller of record(), event() or frame(); stores prompt text unless asked to; ends
 # the daemon because a disk is full.
 
@@ -238,10 +248,17 @@ class RequestLog:
         self._is_failing = False
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
-        self._connection = open_log(path)
+        self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
+        """Events of the log's own, the oldest first, for who shows them to take out."""
+        self._kept: Path | None = None  # the last file that was damaged
         self._open = OpenRequests(path)
         self.crash: str | None = None
         """What is to be said of the daemon before, if it never stopped; start_run() finds out."""
+        try:
+            self._connection = open_log(path)
+        except DamagedLog as error:
+            self._set_aside(error)
+            self._connection = open_log(path)
         remove_unfinished(path)
         self._file_id = file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
@@ -277,14 +294,28 @@ class RequestLog:
             "transport": transport,
         }
         try:
+            self._begin_run()
+        except DamagedLog as error:
+            abandon(self._connection)
+            self._set_aside(error)
+            self._connection = open_log(self.path)
+            self._file_id = file_id(self.path)
+            self._begin_run()
+        self._open.begin()
+        if self._kept is not None:  # which has the run that these are of, and takes no more rows
+            for row in (*self._open.answered, *self._open.cut):
+                self.record(row)
+        self._writer.start()
+        return self._run_id
+
+    def _begin_run(self) -> None:
+        """End the run before, if nothing has, and begin this one."""
+        try:
             with self._connection as db:
                 self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
             self._run_id = insert_run(self._connection, self._run)
         except sqlite3.Error as error:
-            raise PenstockError(f"cannot write: {error}", where=str(self.path)) from error
-        self._open.begin()
-        self._writer.start()
-        return self._run_id
+            raise log_error("cannot write the request log", error, self.path) from error
 
     def set_limits(self, limits: RetentionLimits) -> None:
         """Keep to other limits from now on; what is beyond them goes at once."""
@@ -481,11 +512,12 @@ class RequestLog:
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
                         (utc_now(), stop_reason, self._run_id),
                     )
-        except (sqlite3.Error, ConfigError) as error:
+        except (sqlite3.Error, ConfigError, DamagedLog) as error:
             self._recorder.reset()  # its template may have gone with the transaction
             if not self._is_failing:
                 _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
             self._is_failing = True
+            self._leave_damaged(error)
             return False
         if self._is_failing:
             lost = (self._rows_lost, self._frames_lost)
@@ -509,17 +541,46 @@ class RequestLog:
 
     def _follow_file(self) -> None:
         """Write where readers look: to the file that is at the path now, or to a new one."""
-        if file_id(self.path) == self._file_id:
+        there = file_id(self.path)
+        if there is not None and there == self._file_id:
             return
         self._upkeep.reset()
         self._recorder.reset()
         abandon(self._connection)
         self._connection = open_log(self.path)
         self._run_id = insert_run(self._connection, self._run)
+        if self._file_id is not None:
+            about = "the log file was deleted or replaced under the daemon"
+            self._say("warning", "log.replaced", about)
         self._file_id = file_id(self.path)
-        self._say(
-            "warning", "log.replaced", "the log file was deleted or replaced under the daemon"
-        )
+
+    def _leave_damaged(self, error: Exception) -> None:
+        """Set the file aside if that is what is wrong with it; the next row makes a new one."""
+        if isinstance(error, sqlite3.Error):
+            error = log_error("cannot write", error, self.path)
+        if not isinstance(error, DamagedLog):
+            return
+        abandon(self._connection)
+        try:
+            self._set_aside(error)
+        except FileError as refused:
+            _LOG.error("%s", refused)
+        else:
+            self._file_id = None
+
+    def _set_aside(self, damage: DamagedLog) -> None:
+        """Keep a file that nobody here has open under another name, and say so.
+
+        Raises:
+            FileError: the folder does not allow it.
+        """
+        try:
+            self._kept = set_aside(self.path)
+        except OSError as error:
+            what = f"{damage.what}; cannot move it away"
+            raise FileError(what, error, where=str(self.path), hint=damage.hint) from error
+        about = f"{damage.what}: it is kept as {self._kept.name}, and a new one made"
+        self._say("error", "log.damaged", about)
 
     def _keep_up(self) -> None:
         """One step of pruning, if it is due."""
@@ -527,6 +588,8 @@ class RequestLog:
             pruned = self._upkeep.step(self._connection)
         except sqlite3.Error as error:
             _LOG.warning("%s: not pruned, will try again in an hour: %s", self.path, error)
+            if file_id(self.path) == self._file_id:
+                self._leave_damaged(error)
             return
         if pruned is None:
             return
@@ -537,6 +600,7 @@ class RequestLog:
             self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
 
     def _say(self, severity: str, code: str, message: str) -> None:
-        """An event of the log's own, also in the journal."""
+        """An event of the log's own, also in the journal and, by way of `said`, in frames."""
         _LOG.log(logging.getLevelNamesMapping()[severity.upper()], "%s: %s", self.path, message)
-        self.event(severity, code, message)
+        self.said.append(EventFrame(utc_now(), severity, code, message))
+        self.event(severity, code, message, at=self.said[-1].at)

@@ -27,6 +27,14 @@ def test_a_pool_that_turns_out_small_shortens_requests(machine):
     assert machine.frame["pools"][0]["num_blocks"] == 3
 
 
+def test_what_the_log_says_of_its_own_file_is_shown(tiny_llama, tmp_path):
+    (tmp_path / "log.db").write_text("no database")
+    for machine in make_machine(tiny_llama, tmp_path):
+        machine.service.make_frame()
+        ((code, message),) = machine.events()
+        assert (code, "log.db.damaged-1" in message) == ("log.damaged", True)
+
+
 def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):
     service, request = machine.service, machine.submit()
     service.drain("her")

@@ -18,6 +18,7 @@ from appliance.doctor import checks
 from engine.errors import PenstockError
 from engine.kernels.cpu import AGAIN, has_kernels
 from tests.appliance.cli_process import penstock
+from tests.appliance.logs import write
 from tests.gguf_files import write_gguf
 
 
@@ -66,6 +67,15 @@ def test_a_damaged_log_is_bad_and_stays_as_it_is(environ: dict[str, str], tmp_pa
     found = findings({**environ, "PENSTOCK_STATE_DIR": str(folder)}, code=8)
     assert found["log"]["verdict"] == "bad"
     assert path.read_bytes() == damaged
+
+
+def test_a_damaged_log_that_a_start_has_set_aside_is_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "requests.db"
+    write(path)
+    assert checks._log(path).verdict == "ok"
+    path.with_name("requests.db.damaged-1").write_text("no database")
+    found = checks._log(path)
+    assert (found.verdict, "requests.db.damaged-1" in found.found) == ("note", True)
 
 
 def test_a_state_folder_beneath_a_file_is_bad(environ: dict[str, str], tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def test_what_is_not_there_is_exit_code_5(tmp_path):
     assert penstock(environ, "models", "list", "--dir", str(tmp_path / "none")).returncode == 5
 
 
+def test_a_file_that_is_no_log_is_exit_code_8(tmp_path):
+    environ, path = user_environ(tmp_path), tmp_path / "requests.db"
+    path.write_text("no database, and long enough to be read as a header " * 40)
+    for words in (("stats",), ("prune", "--older-than", "1d"), ("export", str(tmp_path / "copy"))):
+        ended = penstock(environ, "db", *words, "--state-dir", str(tmp_path))
+        assert (ended.returncode, f"{path}: " in ended.stderr) == (8, True)
+        assert "hint: `sqlite3 FILE .dump`" in ended.stderr
+    assert not (tmp_path / "copy").exists()
+
+
 # `penstock record`: from a daemon, from its file, and when neither can.
 
 

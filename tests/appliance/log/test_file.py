@@ -12,12 +12,16 @@ from tempfile import TemporaryDirectory
 import pytest
 from sqlite_utils import Database
 
-from appliance.log.query import RowQuery, read_row, read_rows
-from appliance.log.store import open_log, remove_backups
+from appliance.log import writer
+from appliance.log.query import DamagedLog, RowQuery, read_row, read_rows
+from appliance.log.row import OpenRequests
+from appliance.log.store import damaged_logs, open_log, remove_backups, set_aside
 from appliance.log.writer import RequestLog
 from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, rids, row, start, write
+
+GARBAGE = "not a database, and long enough to be read as a header " * 40
 
 
 @pytest.fixture
@@ -85,9 +89,10 @@ def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(path: Path)
     assert path.with_name("requests.db.before-m004_energy").exists()
 
 
-def test_backups_go_when_what_they_hold_is_to_be_forgotten(path: Path) -> None:
+@pytest.mark.parametrize("kind", ["before-m002_users", "damaged-1", "damaged-1-wal"])
+def test_backups_go_when_what_they_hold_is_to_be_forgotten(path: Path, kind: str) -> None:
     write(path, row("cmpl-1"))
-    backup = path.with_name("requests.db.before-m002_users")
+    backup = path.with_name(f"requests.db.{kind}")
     backup.write_bytes(b"")
     now_s = time.time()
     remove_backups(path, now_s - 60)
@@ -133,17 +138,64 @@ def test_a_log_replaced_under_the_daemon_takes_the_new_rows_and_the_old_stays_wh
         assert query(one, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_log_replaced_by_something_else_is_waited_for(path: Path) -> None:
+def test_a_log_that_is_damaged_under_the_daemon_is_kept_and_a_new_one_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
     log = start(path)
     path.unlink()
-    path.write_text("not a database, and long enough to be read as a header " * 40)
+    path.write_text(GARBAGE)
     log.record(row("cmpl-1"))
-    assert not log.flush(0.5)
-    path.unlink()
-    assert log.flush(10)
+    assert log.flush(60)
     assert log.rows_lost == 0
     assert rids(log.rows(RowQuery())) == ["cmpl-1"]
     assert log.close()
+    (kept,) = damaged_logs(path)
+    assert kept.read_text() == GARBAGE
+    assert [event.code for event in log.said] == ["log.damaged"]
+    assert query(path, "SELECT code FROM events") == [("log.damaged",)]
+
+
+@pytest.mark.parametrize("where", ["the header", "_sqlite_migrations", "runs", "requests"])
+def test_a_log_found_damaged_at_start_is_kept_a_new_one_goes_on_and_that_is_said(
+    path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    write(path, *(row(f"old-{number}") for number in range(20)))
+    root = 1
+    if where != "the header":
+        ((root,),) = query(path, f"SELECT rootpage FROM sqlite_master WHERE name = '{where}'")
+    with path.open("r+b") as file:
+        file.seek((root - 1) * 4096)
+        file.write(b"\xa5" * 4096)
+    with closing(OpenRequests(path)) as left:  # by a daemon that was killed
+        left.begin()
+        left.add(row("cut", finish_reason=None))
+        left_behind = left.path.read_bytes()
+    path.with_name("requests.open").write_bytes(left_behind)
+    log = start(path)
+    log.record(row("cmpl-1"))
+    assert log.flush(60)
+    assert set(rids(log.rows(RowQuery()))) == {"cut", "cmpl-1"}
+    (event,) = log.said
+    (kept,) = damaged_logs(path)
+    assert (event.severity, event.code) == ("error", "log.damaged")
+    assert kept.name in event.message
+    assert b"old-7" in kept.read_bytes()
+    assert log.close()
+    assert start(path).close()  # the new one is sound
+    assert damaged_logs(path) == [kept]
+
+
+def test_damaged_logs_are_numbered_and_take_their_write_ahead_log_along(path: Path) -> None:
+    path.parent.mkdir()
+    for number in range(1, 12):
+        path.write_text(f"{number}")
+        path.with_name("requests.db-wal").write_text(f"wal {number}")
+        assert set_aside(path).name == f"requests.db.damaged-{number}"
+    assert [kept.read_text() for kept in damaged_logs(path)] == [f"{n}" for n in range(1, 12)]
+    assert path.with_name("requests.db.damaged-11-wal").read_text() == "wal 11"
+    assert not path.with_name("requests.db-wal").exists()
 
 
 def test_a_newer_schema_is_refused_and_left_alone(path: Path) -> None:
@@ -161,11 +213,10 @@ def test_a_newer_schema_is_refused_and_left_alone(path: Path) -> None:
 
 def test_a_file_that_is_something_else_is_a_clear_error(path: Path) -> None:
     path.parent.mkdir()
-    path.write_text("not a database, and long enough to be read as a header " * 40)
-    with pytest.raises(ConfigError, match=r"requests\.db"):
-        RequestLog(path)
-    with pytest.raises(PenstockError, match=r"requests\.db"):
+    path.write_text(GARBAGE)
+    with pytest.raises(DamagedLog, match=r"requests\.db") as caught:
         read_rows(path, RowQuery())
+    assert (caught.value.exit_code, ".dump" in caught.value.hint) == (8, True)
     with pytest.raises(PenstockError, match=r"missing\.db"):
         read_row(path.with_name("missing.db"), "cmpl-1")
 
