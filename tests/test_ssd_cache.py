@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_hold_it_is_an_alert_and_the_daemon_serves(served, 
     daemon.wait_ready()
     daemon.wait_for(lambda: ssd(daemon)["state"] == "failed")
     assert "file is not a folder" in ssd(daemon)["reason"]
-    assert "--ssd-dir" in ssd(daemon)["reason"]
+    assert "(ssd_dir)" in ssd(daemon)["reason"]
     daemon.wait_for(lambda: "ssd.off" in {alert["code"] for alert in daemon.state()["alerts"]})
     assert ask(daemon, prompts(LENGTHS)[0])
     assert daemon.stop() == 0

@@ -77,7 +77,7 @@ async def cache(http: Request) -> Response:
             "the prefix cache is off, or not there yet",
             code="no_prefix_cache",
             status=409,
-            hint="serve with --prefix-cache on",
+            hint="serve with prefix_cache on",
         )
     lines = _lines(http, contents, chain.root)
     return StreamingResponse(

@@ -120,7 +120,7 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     try:
         num_bytes = delete_slabs(folder)
     except BusyError as error:
-        hint = "stop it first, or serve with --ssd-cache off"
+        hint = "stop it first, or serve with ssd_cache off"
         raise AlreadyRunning("a daemon uses it", where=str(folder), hint=hint) from error
     except OSError as error:
         hint = "run it as the user who serves"

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -133,6 +134,13 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
     """
+    for each in _findings(settings, client):
+        words = {name: getattr(each, name) for name in ("found", "hint")}
+        said = {name: config.in_their_words(text, settings) for name, text in words.items()}
+        yield replace(each, **said)
+
+
+def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
     state, elsewhere = _state(client), _elsewhere(client)
     here = state if elsewhere is None else PenstockError("it is on another machine")
     if elsewhere is not None:

@@ -550,7 +550,7 @@ def _two(
 
 def _why(gpu: Gpu, why: str | None, *, has_two: bool, is_copied: bool, has_mps: bool) -> str:
     if not has_two:
-        return f"one worker on {gpu.name}: {why or 'asked for'}; --roles static makes two"
+        return f"one worker on {gpu.name}: {why or 'asked for'}; roles static makes two"
     how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
     turns = "they take turns, for MPS does not run"
     if has_mps:

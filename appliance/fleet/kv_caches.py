@@ -133,7 +133,7 @@ ASKED_RESERVE_SHARE = 6
 """Where somebody has said a size, this part of the free disk stays free..."""
 MIN_RESERVE_BYTES = 1 << 30
 """...and at least this, and no more than RESERVE_BYTES."""
-HINT = "name another folder with --ssd-dir, or do without: --ssd-cache off"
+HINT = "name another folder (ssd_dir), or do without (ssd_cache off)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -523,7 +523,7 @@ class Placer:
             kv_memory_bytes=config.kv_memory_bytes,
             reasons=reasons,
         )
-        about = f"{', '.join(unused)} not used: --place says {config.place}" if unused else None
+        about = f"{', '.join(unused)} not used: place says {config.place}" if unused else None
         return placement, about
 
     def _by_hand(self, gpus: list[Gpu], shape: ModelShape, dtype: str) -> Placement:

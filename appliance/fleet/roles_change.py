@@ -38,7 +38,7 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
             code="one_worker",
             param="roles",
             status=409,
-            hint="start the daemon with --roles elastic to switch while it runs",
+            hint="start the daemon with roles elastic to switch while it runs",
         )
     roles.slo = Slo(
         _target(change.slo_ttft_ms, roles.slo.ttft_ms), _target(change.slo_itl_ms, roles.slo.itl_ms)

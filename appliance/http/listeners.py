@@ -81,7 +81,7 @@ ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3
 """SD_LISTEN_FDS_START."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_HINT = "choose another with --socket or PENSTOCK_SOCKET"
+_HINT = "choose another with --socket"
 
 log = logging.getLogger("penstock")
 
@@ -96,7 +96,7 @@ def check_path(path: Path) -> None:
         raise ConfigError(
             f"the socket path is longer than {MAX_PATH_BYTES} bytes",
             where=str(path),
-            hint="choose a shorter one with --socket or PENSTOCK_SOCKET",
+            hint="choose a shorter one with --socket",
         )
     _is_socket(path)
 

@@ -307,7 +307,7 @@ class CudaDevice:
             raise WorkerFailed(
                 f"{num_bytes} bytes of the ring could not be pinned (CUDA error {error})",
                 where=str(self.torch_device),
-                hint="raise the limit of locked memory, or serve with --transport alias",
+                hint="raise the limit of locked memory, or serve with transport alias",
             )
 
     @property

@@ -574,7 +574,7 @@ def _mapped_pool(
         raise WorkerFailed(
             "the memory that it has mapped is not what was exported",
             where=gpu.uuid,
-            hint="serve with --roles colocated, which maps nothing",
+            hint="serve with roles colocated, which maps nothing",
         )
     return _as_pool(memory, shared.num_blocks, setup, transformer)
 

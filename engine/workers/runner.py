@@ -333,7 +333,7 @@ class Runner:
                 raise WorkerFailed(
                     "the model's first step yields NaN or infinity in place of logits",
                     where="the step that is tried at start",
-                    hint="its weights are damaged or overflow in this dtype: try --dtype float32, "
+                    hint="its weights are damaged or overflow in this dtype: try dtype float32, "
                     "and `penstock models verify` for what came from a hub",
                 )
             time.sleep(_NUMBERS_PAUSE_S)

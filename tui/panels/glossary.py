@@ -35,7 +35,7 @@ _TTFT = Entry(
 )  # fmt: skip
 _USED = Entry(
     "used", "blocks that new work cannot take",
-    "the ledger", "near full: shorter max_tokens, fewer requests, more --kv-memory",
+    "the ledger", "near full: shorter max_tokens, fewer requests, more kv_memory",
 )  # fmt: skip
 
 GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
@@ -59,7 +59,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("stalls", "gaps longer than four times their median and 100 ms",
                   "daemon, over the window", "elastic roles, or an itl target"),
             Entry("paused", "without KV blocks, which others needed more; preempted: how often",
-                  "router, when a pool is full", "fewer at a time, more --kv-memory"),
+                  "router, when a pool is full", "fewer at a time, more kv_memory"),
             Entry("moved", "bytes that handoffs have copied; with alias none",
                   "the copies' reports", "see the page handoff"),
             Entry("J/token", "energy of a phase's steps by its tokens",
@@ -85,7 +85,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("restore", "in the queue until its prefix had come from DRAM or the SSD",
                   "daemon's clock", "only where computing was predicted to take longer"),
             Entry("paused", "its KV blocks went to others; it is computed again and goes on",
-                  "the router, when the pool is full", "fewer at a time, more --kv-memory"),
+                  "the router, when the pool is full", "fewer at a time, more kv_memory"),
             Entry("J", "energy of its share of the steps",
                   "device meters", "- means that no device reports power"),
         ),
@@ -104,7 +104,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("decode", "the steps of all further tokens", "daemon's clock",
                   "many at a time share the steps"),
             Entry("paused", "without KV blocks, which others needed more", "daemon's clock",
-                  "fewer at a time, more --kv-memory"),
+                  "fewer at a time, more kv_memory"),
             Entry("unattributed", "end to end less the sum of the stages: time in none of them",
                   "daemon's clock", "large: a client that reads slowly"),
         ),
@@ -114,7 +114,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("reserved", "blocks of sequences on their way, or without a worker",
                   "the ledger", "large for long: a worker is down"),
             Entry("cached", "in use by nobody, found by prompts that begin alike",
-                  "the ledger", "few hits: more --kv-memory, or prompts that begin differently"),
+                  "the ledger", "few hits: more kv_memory, or prompts that begin differently"),
             Entry("found", "of prompt tokens, the share that was computed already",
                   "prefix cache", "low: prompts that begin alike are cheap"),
             Entry("overhead", "time spent in hashing blocks and finding them",

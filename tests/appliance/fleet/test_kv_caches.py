@@ -92,7 +92,7 @@ def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(aske
         told = said(kv_caches.Path(folder), asked)
         assert str(folder) in told
         assert why in told
-        assert "--ssd-dir" in told
+        assert "(ssd_dir)" in told
         assert said(kv_caches.Path(folder), "off") is None
 
 
