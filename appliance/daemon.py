@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 from appliance.announcement import IS_OPEN, announcement
@@ -57,7 +58,14 @@ from appliance.loading import Fetching, Swapping, rehearsing_of
 from appliance.log.store import RetentionLimits
 from appliance.log.writer import RequestLog
 from appliance.models.names import HubName
-from appliance.process import Formatter, has_terminal, notify, notify_watchdog, raise_limit
+from appliance.process import (
+    Formatter,
+    has_terminal,
+    notify,
+    notify_watchdog,
+    raise_limit,
+    read_in_thread,
+)
 from appliance.service import Service
 from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
@@ -115,12 +123,24 @@ def check(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
 
     Raises:
         ConfigError: naming what is wrong.
+        PenstockError: a disk hangs.
     """
     AccessPolicy.from_config(config)
     check_directories(config)
     check_path(config.socket)
+    look = partial(_look_at_models, config)
+    disks = f"a disk of {', '.join(map(str, config.models))}, or " if config.models else ""
+    return asyncio.run(read_in_thread(disks + _disk(config), look, log.warning))
+
+
+def _look_at_models(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
     others = check_others(config)
     return None if is_to_be_fetched(config.model) else place(config), others
+
+
+def _disk(config: ServeConfig) -> str:
+    """What is waited for while the model that is served first is read."""
+    return f"the disk of {config.model or 'the starter model'}"
 
 
 def _address(listener: socket.socket, is_tls: bool) -> str:
@@ -178,7 +198,7 @@ class _Daemon:
             fetching = None
             if self._placed is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
-            app = build_app(fetching or self._start_model())
+            app = build_app(fetching or await self._start_model())
             server = self._server = ApiServer(app, listeners, policy, inherited=self._inherited)
             if fetching is not None:
                 server.open()  # that takes long: who asks meanwhile is told
@@ -187,7 +207,7 @@ class _Daemon:
             if fetching is not None:
                 if not await fetching.has_fetched(unless=self._drain):
                     return 0
-                app.state.appliance = self._start_model()
+                app.state.appliance = await self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
             for endless in (self._make_frames(), self._keep_watch()):
                 stack.callback(asyncio.create_task(endless).cancel)
@@ -217,9 +237,15 @@ class _Daemon:
         self._addresses = [_address(each, policy.tls is not None) for each in listeners]
         return listeners
 
-    def _start_model(self) -> Service:
-        """Workers, router and service of the model, which is here now."""
-        plan = make_plan(self._config, self._placed)
+    async def _start_model(self) -> Service:
+        """Workers, router and service of the model, which is here now.
+
+        Raises:
+            PenstockError: its disk hangs.
+        """
+        disk = _disk(self._config)
+        read_plan = partial(make_plan, self._config, self._placed)
+        plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
         self._request_log.start_run(
             version=version("penstock"),
             model=plan.model_id,
@@ -227,13 +253,15 @@ class _Daemon:
             roles=plan.roles,
             transport=plan.placement.places.transport,
         )
-        self._start_workers(plan)
+        self._start_workers(plan)  # they import torch meanwhile
         self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
+        read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
+        tokenizer = await read_in_thread(disk, read, log.warning)
         self._service = Service(
             plan,
             self._router,
             self._supervisor,
-            Tokenizer.from_folder(plan.checkpoint.folder),
+            tokenizer,
             self._request_log,
             keeps_text=self._config.log_text,
             caches=self._caches,

@@ -12,7 +12,7 @@ Never: reads tensor data, but for the small ones that are configuration.
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
 import struct
 import sys
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 from engine.folder.families import Family, reason
@@ -29,6 +29,7 @@ from engine.folder.tensor_info import BLOCKS, TensorInfo
 
 _MAGIC = b"GGUF"
 _MAX_HEADER_BYTES = 256 << 20
+_BUFFER_BYTES = 1 << 20
 _MAX_STRINGS = 1 << 22  # of one list: the largest vocabularies have a quarter of a million
 _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
@@ -163,13 +164,13 @@ def parts_of(path: Path) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Metadata and tensors of one file."""
     try:
-        with path.open("rb") as file:
+        # read, not mapped: who waits for a page that does not come lets no other thread run
+        with path.open("rb", buffering=_BUFFER_BYTES) as file:
             if file.read(4) != _MAGIC:
                 raise CheckpointError("not a GGUF file", where=str(path), hint=_AGAIN)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-                reader = _Reader(path, memory)
-                metadata = reader.metadata()
-                return metadata, reader.tensors(metadata)
+            reader = _Reader(path, file)
+            metadata = reader.metadata()
+            return metadata, reader.tensors(metadata)
     except FileNotFoundError:
         raise CheckpointError("the file is missing", where=str(path), hint=_AGAIN) from None
     except OSError as error:
@@ -179,9 +180,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 class _Reader:
     """A place in a header, which every reading moves on."""
 
-    def __init__(self, path: Path, memory: mmap.mmap) -> None:
-        self._path, self._memory = path, memory
-        self._end = min(len(memory), _MAX_HEADER_BYTES)
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._file_bytes = os.fstat(file.fileno()).st_size
+        self._end = min(self._file_bytes, _MAX_HEADER_BYTES)
         self.offset = 4
         self._about = "the header"
         version = self._number("I")
@@ -227,8 +229,8 @@ class _Reader:
             if start < end:
                 raise self._broken("overlaps another one")
             end = start + num_bytes
-            if end > len(self._memory):
-                what = f"ends at byte {end}, the file at {len(self._memory)}: truncated"
+            if end > self._file_bytes:
+                what = f"ends at byte {end}, the file at {self._file_bytes}: truncated"
                 raise self._broken(what)
             found[name] = TensorInfo(name, self._path, kind, shape, start, num_bytes)
         return found
@@ -267,8 +269,7 @@ class _Reader:
         code = self._code(kind)
         size = struct.calcsize(f"<{code}")
         self._check_count(count, size, "values")
-        first, self.offset = self.offset, self.offset + count * size
-        return array("B" if code == "?" else code, self._memory[first : self.offset])
+        return array("B" if code == "?" else code, self._bytes(count * size))
 
     def _code(self, kind: int) -> str:
         code = _CODE_BY_TYPE.get(kind)
@@ -277,22 +278,22 @@ class _Reader:
         return code
 
     def _number(self, code: str) -> Any:
-        size = struct.calcsize(f"<{code}")
-        if self.offset + size > self._end:
-            raise self._broken("is cut off")
-        (value,) = struct.unpack_from(f"<{code}", self._memory, self.offset)
-        self.offset += size
+        (value,) = struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))
         return value
 
     def _string(self) -> str:
-        first = self.offset + 8
-        if first > self._end:
+        size = int.from_bytes(self._bytes(8), "little")
+        if size > self._end - self.offset:
+            raise self._broken(f"has a string of {size} bytes, beyond the header's end")
+        return self._bytes(size).decode("utf-8", "replace")
+
+    def _bytes(self, size: int) -> bytes:
+        """The next of them."""
+        data = self._file.read(size) if self.offset + size <= self._end else b""
+        if len(data) < size:
             raise self._broken("is cut off")
-        end = first + int.from_bytes(self._memory[self.offset : first], "little")
-        if end > self._end:
-            raise self._broken(f"has a string of {end - first} bytes, beyond the header's end")
-        self.offset = end
-        return self._memory[first:end].decode("utf-8", "replace")
+        self.offset += size
+        return data
 
     def _check_count(self, count: int, least_bytes: int, things: str) -> None:
         if count * least_bytes > self._end - self.offset:

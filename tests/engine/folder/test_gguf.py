@@ -4,6 +4,7 @@ import dataclasses
 import json
 import struct
 import tracemalloc
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -304,6 +305,14 @@ def test_a_file_that_is_cut_names_the_tensor_that_is_not_whole(tmp_path, file):
     path = tmp_path / "cut.gguf"
     path.write_bytes(file.read_bytes()[:-64])
     with pytest.raises(CheckpointError, match=r"tensor \S+ ends at byte \d+.*truncated"):
+        Checkpoint.open(path)
+
+
+def test_a_file_that_shrinks_while_its_header_is_read_is_cut_off(tmp_path, file, monkeypatch):
+    path, size = tmp_path / "shrinking.gguf", file.stat().st_size
+    path.write_bytes(header_of(file)[:100])
+    monkeypatch.setattr("os.fstat", lambda fd: SimpleNamespace(st_size=size))
+    with pytest.raises(CheckpointError, match=r"is cut off \(at byte \d+\)"):
         Checkpoint.open(path)
 
 

@@ -1,0 +1,62 @@
+"""A start whose model lies on a disk that does not answer."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance import daemon, process
+from appliance.configuration.config import ServeConfig
+from appliance.log.writer import RequestLog
+from engine.errors import PenstockError
+
+
+def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
+    return ServeConfig(model=model, socket=folder / "s", state_dir=folder / "state", **settings)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["served first", "of a table"])
+def test_a_start_gives_up_a_disk_that_hangs_and_names_the_model(tmp_path, monkeypatch, is_first):
+    for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
+        monkeypatch.setattr(process, name, value)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    os.mkfifo(folder / "config.json")  # which nobody writes: whoever opens it to read waits
+    config = config_of(folder if is_first else tmp_path / "gone", tmp_path)
+    if not is_first:
+        config.models["other"] = config_of(folder, tmp_path)
+    try:
+        with pytest.raises(PenstockError, match=r"the disk of /.*not answer for 0\.2 s") as raised:
+            daemon.check(config)
+    finally:
+        os.close(os.open(folder / "config.json", os.O_WRONLY | os.O_NONBLOCK))
+    assert ("a disk of other" in raised.value.what) == (not is_first)
+
+
+@pytest.mark.parametrize("hanging", [1, 2], ids=["config and weights", "tokenizer"])
+async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
+    tiny_llama, tmp_path, monkeypatch, caplog, hanging
+):
+    num_reads = 0
+
+    async def read(what, read, tell, late=lambda _: None):
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == hanging:
+            tell(f"{what} is slow")
+            raise PenstockError(f"{what} hangs")
+        return read()
+
+    config = config_of(tiny_llama, tmp_path)
+    monkeypatch.setattr(daemon, "read_in_thread", read)
+    one = daemon._Daemon(config, lambda: config, None, [], -1)
+    monkeypatch.setattr(one, "_start_workers", lambda plan: setattr(one, "_plan", plan))
+    one._request_log = RequestLog(tmp_path / "log.db")
+    try:
+        with pytest.raises(PenstockError, match=r"the disk of .*tiny-llama hangs"):
+            await one._start_model()
+        assert "tiny-llama is slow" in caplog.text
+    finally:
+        one._request_log.close()
+        if hanging == 2:
+            one._plan.close()
