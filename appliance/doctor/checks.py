@@ -172,7 +172,6 @@ def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> 
         yield looked_at("log", lambda: _log(found.log_path))
         yield looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
-    yield from _links_down(state)
     yield from _alerts(state)
 
 
@@ -444,22 +443,14 @@ def _elsewhere(client: Callable[[], Client]) -> Finding | None:
     return Finding("machine", "note", about, "run penstock doctor there for the other's")
 
 
-def _links_down(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
-    """Links between devices that do not do what was placed."""
-    for link in [] if isinstance(state, PenstockError) else state.get("links", []):
-        if link["down"]:
-            found = (
-                f"{link['from_pool']} to {link['to_pool']} by {link['transport']}: {link['down']}"
-            )
-            hint = "it is tried again when its first worker starts; the kernel log may say more"
-            yield Finding("link", "bad", found, hint)
-
-
 def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
     """What `status` shows as wrong now."""
     for alert in [] if isinstance(state, PenstockError) else state.get("alerts", []):
         about = f"{alert['code']} since {alert['since']}: {alert['message']}"
-        yield Finding("alert", "note", about, "penstock events says what came before")
+        hint = "penstock events says what came before"
+        if alert["code"] == "link.down":
+            hint = "it is tried again when its first worker starts; the kernel log may say more"
+        yield Finding("alert", "note", about, hint)
 
 
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:

@@ -166,6 +166,20 @@ def test_a_daemons_alerts_are_notes() -> None:
     assert list(checks._alerts(PenstockError("no daemon"))) == []
 
 
+def test_a_link_that_is_down_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = "the link from gpu0 to gpu1 is down, its blocks go by shm: it was slow"
+    alert = {"code": "link.down", "since": "2026-11-22T10:00:00Z", "message": about}
+    link = {"from_pool": "gpu0", "to_pool": "gpu1", "transport": "shm", "down": "it was slow"}
+    worker = {"name": "prefill", "state": "ready", "attention": "torch", "device": "gpu0"}
+    state = {"alerts": [alert], "links": [link], "workers": [worker], "model": "m"}
+    state |= {"state": "ready", "roles": "static", "dtype": "float32", "max_model_len": 9}
+    monkeypatch.setattr(checks, "_state", lambda client: state)
+    found = checks.examine({"state_dir": str(tmp_path)}, lambda: Client(UnixAddress(tmp_path)))
+    (told,) = [each for each in found if "gpu0 to gpu1" in each.found]
+    assert (told.check, told.verdict) == ("alert", "note")
+    assert "tried again" in told.hint
+
+
 @pytest.mark.skipif(not has_kernels(), reason="nothing is tried without kernels")
 def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
     tiny_llama: Path, tmp_path: Path
