@@ -85,8 +85,10 @@ from appliance.frame.figures import (
     factor,
     fine_ratio,
     flops,
+    measured_ms,
     named,
     rate,
+    unitless,
 )
 from appliance.frame.protocol import utc_now
 from engine.errors import FileError
@@ -228,7 +230,7 @@ def right(text: Any) -> str:
 
 COMPARISON = (
     TableColumn("ARM", "arm"),
-    TableColumn("METRIC", "metric"),
+    TableColumn("METRIC", "metric", instead="metric_text"),
     TableColumn("MEDIAN", "median", right, instead="median_text"),
     TableColumn("LOW", "low", right, instead="low_text"),
     TableColumn("HIGH", "high", right, instead="high_text"),
@@ -269,19 +271,17 @@ TRANSPORTS = (
 def run_page(content: Row) -> str:
     """`penstock bench run`: quantiles of each time, then the rest, one a line."""
     figures = content["figures"]
-    columns = [TableColumn("", "name"), *(TableColumn(q.upper(), q, duration) for q in QUANTILES)]
+    quantiles = (TableColumn(q.upper(), q, measured_ms) for q in QUANTILES)
+    columns = [TableColumn("", "name"), *quantiles]
     times = [
-        {"name": name.removesuffix("_ms")} | {q: figures[f"{name}_{q}"] for q in QUANTILES}
-        for name in TIMES
+        {"name": unitless(name)} | {q: figures[f"{name}_{q}"] for q in QUANTILES} for name in TIMES
     ]
     shown = {f"{name}_{q}" for name in TIMES for q in QUANTILES}
-    rest = {name: value for name, value in figures.items() if name not in shown}
-    rest["statuses"] = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
+    rest = {unitless(name): named(name, figures[name]) for name in figures if name not in shown}
+    statuses = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
+    rest["statuses"] = printable(statuses)
     width = max(map(len, rest))
-    lines = [
-        f"{name:<{width}}  {printable(value) if isinstance(value, str) else named(name, value)}"
-        for name, value in rest.items()
-    ]
+    lines = [f"{name:<{width}}  {text}" for name, text in rest.items()]
     return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
 
 
@@ -650,7 +650,10 @@ def _show(
     if form.is_for_people:
         figures = ("median", "low", "high")
         rows = [
-            row | {f"{key}_text": named(row["metric"], row[key]) for key in figures} for row in rows
+            row
+            | {f"{key}_text": named(row["metric"], row[key]) for key in figures}
+            | {"metric_text": unitless(row["metric"])}
+            for row in rows
         ]
     terminal.write(terminal.listing("bench", COMPARISON, form).render(rows))
 

@@ -209,10 +209,17 @@ def factor(value: float | None) -> str:
     return f"{value:.3f}x" if value < 9.9995 else f"{rate(value)}x"
 
 
+def measured_ms(value_ms: float | None) -> str:
+    """As `duration`, always to three digits, so that rows compare: `9.00ms`, `412ms`, `4.20s`."""
+    if value_ms is None or 99.95 <= value_ms < 999.5 or value_ms >= 59_950:
+        return duration(value_ms)
+    return f"{value_ms:#.3g}ms" if value_ms < 999.5 else f"{value_ms / 1000:#.3g}s"
+
+
 def named(name: str, value: float | None) -> str:
     """A figure whose name has its unit: `412ms` of ttft_ms_p50, `97.1%` of goodput_ratio."""
     if "_ms" in name:
-        return duration(value)
+        return measured_ms(value)
     if name.endswith("_ratio"):
         return fine_ratio(value)
     if name.endswith("_over_p50_quiet"):
@@ -223,7 +230,14 @@ def named(name: str, value: float | None) -> str:
         return ABSENT if value is None else f"{rate(value)}/s"
     if name.startswith("joules"):
         return joules(value)
-    return count(value) if isinstance(value, int) else short_count(value)
+    if value is None:
+        return ABSENT
+    return count(value) if isinstance(value, int) else f"{value:,.1f}"
+
+
+def unitless(name: str) -> str:
+    """The name without the unit that stands with its value: `ttft_p50` of ttft_ms_p50."""
+    return re.sub("(_tokens)?_per_s$|_ms(?=_|$)", "", name).replace("joules", "energy")
 
 
 def quantiles(latency: Mapping[str, Any], name: str, *which: str) -> str:

@@ -38,7 +38,8 @@ def test_run_measures_the_daemon_of_the_settings(
     assert ended.stderr.splitlines()[1:] == ["penstock: 1 x the queue is full"]
     facts = dict(line.split(maxsplit=1) for line in ended.stdout.split("\n\n")[1].splitlines())
     assert facts["refused"] == "1"
-    assert facts["joules_per_token"] == "-"
+    assert facts["energy_per_token"] == "-"
+    assert facts["requests"].endswith("/s")
     assert int(facts["offered"]) == int(facts["completed"]) + 1
 
 
@@ -239,6 +240,7 @@ def test_a_comparison_has_units_for_people_and_plain_numbers_for_programs(
     row = {"arm": "a", "metric": "ttft_ms_p50", **figures, **over, "verdict": "more"}
     bench._show([row], [], None, Format.TABLE)
     shown = capsys.readouterr().out.splitlines()[1].split()
-    assert shown[2:] == ["412ms", "9.05ms", "4.2s", "1.024x", "0.500x", "12.3x", "more"]
+    assert shown[1:3] == ["ttft_p50", "412ms"]
+    assert shown[3:] == ["9.05ms", "4.20s", "1.024x", "0.500x", "12.3x", "more"]
     bench._show([row], [], None, Format.CSV)
     assert "ttft_ms_p50,412.4321,9.05,4200.0,1.02367" in capsys.readouterr().out

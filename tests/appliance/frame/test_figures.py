@@ -107,20 +107,31 @@ def test_a_part_of_the_most_is_shortened_as_far_as_it_must_be():
     ("name", "value", "text"),
     [
         ("ttft_ms_p50", 412.4, "412ms"),
-        ("turn_01_ttft_ms", 4_200.0, "4.2s"),
+        ("turn_01_ttft_ms", 4_200.0, "4.20s"),
+        ("itl_ms_p50", 9.0, "9.00ms"),
+        ("itl_ms_max", 99.96, "100ms"),
+        ("e2e_ms_max", 59_949.0, "59.9s"),
+        ("e2e_ms_max", 75_000.0, "1m15s"),
         ("goodput_ratio", 0.971, "97.1%"),
         ("output_tokens_per_s", 48.333, "48.3 tok/s"),
         ("requests_per_s", 1.23456, "1.2/s"),
         ("joules_per_token", 0.0412345, "0.0412 J"),
         ("p99_loaded_over_p50_quiet", 1.23456, "1.235x"),
         ("p99_loaded_over_p50_quiet", 12.3456, "12.3x"),
-        ("input_tokens", 512.0, "512"),
+        ("input_tokens", 512.0, "512.0"),
+        ("output_tokens", 64.25, "64.2"),
         ("offered", 12_345, "12,345"),
         ("hit_ratio", None, "-"),
     ],
 )
 def test_a_figure_reads_by_the_unit_in_its_name(name, value, text):
     assert fig.named(name, value) == text
+
+
+def test_a_unit_that_stands_with_the_value_is_not_in_the_name():
+    names = ("ttft_ms_p50", "late_ms_max", "requests_per_s", "output_tokens_per_s", "output_tokens")
+    shown = ["ttft_p50", "late_max", "requests", "output", "output_tokens", "energy_per_token"]
+    assert [fig.unitless(name) for name in (*names, "joules_per_token")] == shown
 
 
 def test_the_clock_shows_the_time_of_day():
