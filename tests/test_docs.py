@@ -4,8 +4,7 @@ Pages are README.md and docs/*.md; a new one is taken in by itself. On a page
 
 - a block of `sh` is run by bash, one of `python` by Python, from top to bottom in one folder that
   has the repository's files, against one daemon with the starter model. `penstock serve` is only
-  asked with `--check-config` whether it could. ID stands for the newest request's id,
-  /tmp/penstock.sock for the daemon's socket;
+  asked with `--check-config` whether it could. ID stands for the newest request's id;
 - `<!-- not run: REASON -->` on the line before a block leaves it out; `<!-- ends with 0 or 8 -->`
   says which exit codes are right; on a page's first line either holds for the whole page;
 - in blocks, run or not, and in `penstock ...` and `--option` in the text, each verb and option must
@@ -149,7 +148,6 @@ def folder(daemon, tmp_path):
 def run(block, folder, daemon):
     (newest,) = daemon.http.get("/v1/penstock/log?limit=1").json()["data"]
     text = re.sub(r"\bID\b", newest["id"], block.text)
-    text = text.replace("/tmp/penstock.sock", str(daemon.socket))
     shell = ["bash", "-eo", "pipefail", "-c"]
     program = shell if block.language in SHELL else [sys.executable, "-c"]
     own = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
