@@ -16,9 +16,10 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 
 from appliance.configuration.config import ServeConfig
@@ -34,6 +35,7 @@ LAYOUT_VERSION = 1
 """Grows whenever the bytes of a block come to mean something else."""
 MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
 _NUM_THREADS = 2
 
 
@@ -165,36 +167,43 @@ def _about(file: Path) -> list[int]:
 
 
 def _digest(file: Path, num_bytes: int) -> str:
-    """Of a file's bytes: of the digests of its parts, so that several are read at once."""
+    """Of a file's bytes: of the digests of its parts, so that several are read at once.
 
-    def digest_part(start: int) -> bytes:
+    As long as any part goes on, the calling thread does: by its CPU time a disk counts as alive.
+    """
+    is_reading = SimpleQueue[bool]()
+
+    def digest_part(start: int, tell: Callable[[bool], None]) -> bytes:
         digest = blake2b(digest_size=32)
         with file.open("rb", buffering=0) as opened:
             opened.seek(start)
             left = min(_PART_BYTES, num_bytes - start)
-            while left and (data := opened.read(min(left, 1 << 20))):
+            while left and (data := opened.read(min(left, _READ_BYTES))):
                 digest.update(data)
                 left -= len(data)
+                tell(True)
         return digest.digest()
 
     starts = range(0, num_bytes, _PART_BYTES)
     parts, left = [b""] * len(starts), iter(enumerate(starts))
     errors: list[OSError] = []
 
-    def digest_parts() -> None:
+    def digest_parts(tell: Callable[[bool], None]) -> None:
         try:
             for index, start in left:
-                parts[index] = digest_part(start)
+                parts[index] = digest_part(start, tell)
         except OSError as error:
             errors.append(error)
+        finally:
+            tell(False)
 
     # no pool: its threads would hold up the daemon's exit where the disk hangs
-    others = [Thread(target=digest_parts, daemon=True) for _ in range(_NUM_THREADS - 1)]
-    for thread in others:
-        thread.start()
-    digest_parts()
-    for thread in others:
-        thread.join()
+    num_others = _NUM_THREADS - 1
+    for _ in range(num_others):
+        Thread(target=digest_parts, args=[is_reading.put], daemon=True).start()
+    digest_parts(lambda _: None)
+    while num_others:
+        num_others -= not is_reading.get()
     if errors:
         raise errors[0]
     whole = blake2b(num_bytes.to_bytes(8, "little"), digest_size=32)

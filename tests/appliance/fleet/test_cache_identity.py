@@ -1,8 +1,12 @@
 import dataclasses
+import io
 import json
 import os
 import stat
+import threading
+import time
 from hashlib import blake2b
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +114,40 @@ def test_parts_of_a_large_file_are_all_read(tmp_path, monkeypatch):
     assert cache_identity._digest(file, 4500) == whole.hexdigest()
     with pytest.raises(FileNotFoundError):
         cache_identity._digest(tmp_path / "none", 4500)
+
+
+def test_who_waits_for_anothers_part_computes_at_each_read_of_it(monkeypatch):
+    """By its CPU time whoever looks knows that a slow disk is no disk that hangs."""
+    monkeypatch.setattr(cache_identity, "_PART_BYTES", 5)
+    monkeypatch.setattr(cache_identity, "_READ_BYTES", 1)
+    has_begun, turns, found = threading.Event(), threading.Semaphore(0), []
+
+    class Slow(io.BytesIO):
+        def read(self, size=-1):
+            if threading.current_thread() is caller:
+                has_begun.wait()
+            else:
+                has_begun.set()
+                turns.acquire()
+            return super().read(size)
+
+    file = SimpleNamespace(open=lambda mode, buffering: Slow(bytes(10)))
+    caller = threading.Thread(target=lambda: found.append(cache_identity._digest(file, 10)))
+    caller.start()
+    clock = time.pthread_getcpuclockid(caller.ident)
+    patient_until_s, has_computed = time.monotonic() + 60, True
+    for _ in range(4):
+        before_s = -1.0
+        while before_s != (before_s := time.clock_gettime(clock)):
+            time.sleep(0.02)
+        turns.release()
+        while has_computed and time.clock_gettime(clock) == before_s:
+            has_computed = time.monotonic() < patient_until_s
+            time.sleep(0.001)
+    turns.release()
+    caller.join()
+    assert has_computed
+    assert len(found) == 1
 
 
 def plan_of(folder, **changes):
